@@ -37,7 +37,7 @@ VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary
 DECAYED = tuple(DECAY**k for k in range(UNROLL))
 EAGLE_3 = Objective("soft_cross_entropy", 1.0, 0.0, 0.0, DECAYED)
 EAGLE_1 = Objective("soft_cross_entropy", 0.1, 1.0, 0.2, DECAYED)
-EAGLE_31 = {"draft_vocab_size": 90, "fc_norm": True, "norm_output": True}
+EAGLE_31 = {"draft_vocab_size": 90, "norms": True}
 
 
 @pytest.fixture(scope="module")
