@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import shape_checks
 import torch
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -33,7 +34,8 @@ HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
-    """Seed torch, so that no test depends on those before it."""
+    """Seed torch, so that no test depends on those before it, and check shapes from the first call on."""
+    shape_checks.begin_test()
     torch.manual_seed(0)
 
 

@@ -290,6 +290,7 @@ def test_a_failing_disk_or_network_is_one_message(
     shutil.copytree(finished / "run", copy)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("headstart.data_pipelines.prompts.completion_client.RETRIES", 0)
     for each in damages:
         damage(copy, *each.split(" "), patch=monkeypatch)
     before = names(copy)

@@ -1,0 +1,58 @@
+"""Checks of tensor shapes in the tests: the first calls of each function in each test, as checking all costs as much
+time as the tests themselves.
+
+conftest.py imports this before any of our modules, whose functions jaxtyping's import hook decorates.
+"""
+
+import functools
+from collections.abc import Callable
+from inspect import isclass
+from typing import Any
+
+import jaxtyping
+
+FIRST = 8  # calls of one function in one test
+jaxtyped = jaxtyping.jaxtyped
+test = 0  # the number of the running test
+
+
+def begin_test() -> None:
+    """Check the first calls again."""
+    global test
+    test += 1
+
+
+def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is checked in its first calls of each test."""
+    last, calls = 0, 0
+
+    @functools.wraps(plain)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal last, calls
+        if last != test:
+            last, calls = test, 0
+        if calls == FIRST:
+            return plain(*args, **kwargs)
+        calls += 1
+        return checked(*args, **kwargs)
+
+    return call
+
+
+def jaxtyped_at_first(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
+    """`jaxtyping.jaxtyped` for functions and for the construction of dataclasses."""
+    decorate = jaxtyped(*args, **kwargs)
+
+    def decorated(found: Any) -> Any:
+        if not isclass(found):
+            return first_calls(decorate(found), found)
+        plain = found.__init__
+        checked = decorate(found)
+        if checked.__init__ is not plain:
+            checked.__init__ = first_calls(checked.__init__, plain)
+        return checked
+
+    return decorated
+
+
+jaxtyping.jaxtyped = jaxtyped_at_first  # type: ignore[assignment]
