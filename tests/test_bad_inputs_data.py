@@ -559,9 +559,9 @@ verify of a lost shard | verify {store} | remove train-00002.safetensors
 verify of a foreign shard | verify {store} | foreign
     train-00009.safetensors | is not in the manifest | 1 shard | remove
 verify of two stores | verify {store} {store}
-    store verify | 2 folders are given | one is allowed | start it for each
+    store verify | 2 folders are given | one is allowed | once for each
 stats of two stores | stats {store} {place}
-    store stats | 2 folders are given | one is allowed | start it for each
+    store stats | 2 folders are given | one is allowed | once for each
 stats of a lost shard | stats {store} | remove train-00000.safetensors
     train-00000.safetensors | missing on disk | which reuses undamaged shards | harvest again
 stats of a store without a manifest | stats {store} | remove manifest.json
