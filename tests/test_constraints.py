@@ -243,6 +243,7 @@ def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars
 BOUNDLESS = "(.*a.{500}b.*|.*b.{600}a.*|.*c.{700}d.*|.*d.{300}c.*|.*[ab].{400}[cd].*)*x"
 
 
+@pytest.mark.slow
 def test_a_grammar_that_grows_beyond_limits_ends_its_own_text_alone(grammars: Grammars) -> None:
     """It ended the step, and with it the texts of all rows. The drafts of a tree are asked for level by level."""
     letters, draw = [build_tokenizer().get_vocab()[letter] for letter in "abcd"], random.Random(0)

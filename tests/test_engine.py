@@ -479,7 +479,7 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-@pytest.mark.parametrize(("seed", "static"), [(0, False), (1, False), (2, True)])
+@pytest.mark.parametrize(("seed", "static"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
 def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     target: TargetModel, make_head: MakeHead, seed: int, static: bool
 ) -> None:

@@ -252,6 +252,7 @@ def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> N
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
 
 
+@pytest.mark.slow
 def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(
     tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
     for name in ("report.json.partial", "report.png.partial"):

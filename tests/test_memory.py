@@ -31,6 +31,7 @@ def fresh_pages(mode: str) -> int:
     return int(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc can be configured")
 def test_freed_memory_is_reused_and_not_returned_to_the_system() -> None:
     """Allocate the same blocks ten times: by default, their pages come from the system each time."""

@@ -28,6 +28,7 @@ def run(folder: Path, *arguments: str) -> str:
     return ended.stdout
 
 
+@pytest.mark.slow
 def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path) -> None:
     target, head = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
     (folder / "heads.py").write_text("mine = 1\n")

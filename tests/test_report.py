@@ -96,6 +96,7 @@ def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recip
     assert measured().startswith("Not measured.")
 
 
+@pytest.mark.slow
 def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Path) -> None:
     """Heads with other taps, of another kind, and with fewer levels than the recipe drafts; the card shows its own."""
     frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
@@ -129,6 +130,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 
 
+@pytest.mark.slow
 def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
     """Finished rounds are reused; a torn line, another recipe's figures and a finished report's are not."""
     settings = "report.num_prompts=3", "report.temperatures=[0.7]"

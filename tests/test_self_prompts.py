@@ -155,6 +155,7 @@ def test_two_ranks_write_the_prompts_of_one(folder: Path, tmp_path: Path, overri
     assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
 
 
+@pytest.mark.slow
 def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, tmp_path: Path) -> None:
     few = own_recipe(folder, tmp_path)
     make_prompts_alone(few)

@@ -133,6 +133,7 @@ def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> 
     assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     with serving(tmp_path, "--max-batch", "1", requests=60) as (process, found):
         process.send_signal(signal.SIGTERM)

@@ -50,7 +50,7 @@ class Watched(HeadDrafter):
         return tree
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, static: bool
 ) -> None:

@@ -65,6 +65,7 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(finis
     assert "shards" not in output  # no stage ran
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_path: Path) -> None:
     killed = tmp_path / "run"
     for stage in ("prompts", "responses", "features"):
