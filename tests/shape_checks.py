@@ -11,7 +11,7 @@ from typing import Any
 
 import jaxtyping
 
-FIRST = 4  # calls of one function in one test
+FIRST = 2  # calls of one function in one test
 jaxtyped = jaxtyping.jaxtyped
 test = 0  # the number of the running test
 

@@ -106,6 +106,7 @@ def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausal
     assert not hasattr(found.config, "quantization_config")
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_a_target_and_is_unpacked_once(file: Path, tmp_path: Path) -> None:
     folder = locate_target(str(file))
     assert TargetConfig.from_folder(folder).num_layers == 7

@@ -201,6 +201,7 @@ def test_folders_stay_small() -> None:
     assert not {folder: size for folder, size in sizes.items() if size > MOST_FILES}
 
 
+@pytest.mark.slow
 def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
     program = "import headstart.trainers.stages, sys; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

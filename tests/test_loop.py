@@ -289,6 +289,7 @@ def test_a_packed_run_ends_in_the_head_of_a_padded_run_up_to_rounding(
     assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # packed sums add up in another order
 
 
+@pytest.mark.slow
 def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
     recipe = make_recipe("wandb", "log.wandb=offline")
     ids = []

@@ -55,7 +55,7 @@ def assert_as_alone(target: TargetModel, drafter: Drafter, request: Request, fou
         assert found.stats.accepted_at_depth == alone.stats.accepted_at_depth
 
 
-@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """Prompt and answer of the turns before are found again, up to their last whole block; so are the head's drafts."""
     target, drafter = parts

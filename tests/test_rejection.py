@@ -145,7 +145,7 @@ def test_plain_decoding_follows_the_target(name: str) -> None:
     assert p_value(plain(SAMPLINGS[name]), SAMPLINGS[name]) > 0.001
 
 
-@pytest.mark.parametrize("children", [1, 2, 3])
+@pytest.mark.parametrize("children", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_rejection_sampling_keeps_the_distribution(name: str, children: int) -> None:
     sampling = replace(SAMPLINGS[name], rule="rejection")

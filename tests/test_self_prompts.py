@@ -104,7 +104,7 @@ def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch:
     assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
 
 
-@pytest.mark.parametrize("count", [1, 20])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 20])
 def test_a_killed_run_goes_on_after_its_last_candidate(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:

@@ -98,6 +98,7 @@ def check(server: Running, count: int, seed: int) -> None:
     assert service.engine.prefixes[1] > 0
 
 
+@pytest.mark.slow
 def test_every_text_is_the_one_written_alone(server: Running) -> None:
     check(server, 40, seed=0)
 

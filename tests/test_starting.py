@@ -61,7 +61,7 @@ def logged(recipe: Recipe) -> list[dict[str, float]]:
     return [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("fields", [(), BLOCK], ids=["eagle3", "block"])
+@pytest.mark.parametrize("fields", [(), pytest.param(BLOCK, marks=pytest.mark.slow)], ids=["eagle3", "block"])
 def test_a_run_begins_where_the_other_one_ended(
     make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], fields: tuple[str, ...]
 ) -> None:
