@@ -2,7 +2,7 @@
 
     from headstart import SpeculativeModel, load_recipe, train
 
-    train(load_recipe("recipes/tiny.yaml"))  # what `headstart train recipes/tiny.yaml` does
+    train(load_recipe("recipes/tiny.yaml"))  # as `headstart train recipes/tiny.yaml` does
 
 The code lies in the top-level folders of the repository; this folder links to them, so that `headstart.heads` cannot be
 mistaken for a `heads.py` of yours. Importing `headstart` does not load torch; using one of its names does.

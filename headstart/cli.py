@@ -37,7 +37,7 @@ or trainers/block.py (block). To train on several GPUs, start one process for ea
 class Command:
     module: str | None  # what `python -m` runs; None: the recipe decides
     does: str
-    flow: str  # what it reads and writes
+    flow: str  # the files that it reads and writes
     example: str = "recipes/tiny.yaml"  # arguments
     read_arguments: Callable[[str | None], object] = recipe_from_command_line  # ends the process if they are wrong
 

@@ -15,7 +15,7 @@ from headstart.data_pipelines.features.shard_files import decode, note_path, ope
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
 MANIFEST = "manifest.json"
-TEXT_TENSORS = ("tokens", "loss_mask")  # what a shard holds of its texts; the rest are states
+TEXT_TENSORS = ("tokens", "loss_mask")  # the tensors of a shard that hold texts; the others are states
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:

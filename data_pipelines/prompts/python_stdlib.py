@@ -43,7 +43,7 @@ def source_files() -> Iterator[SourceFile]:
 def stdlib_prompts(
     tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[tuple[int, ...]] = frozenset()
 ) -> list[Json]:
-    """Prompts of `length` tokens from files that are not held out; raises ValueError if hardly any text is so long."""
+    """Prompts of `length` tokens from files that are not held out; raises ValueError if few texts are that long."""
     rng = random.Random(seed)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]

@@ -26,7 +26,7 @@ class RowReport:
     samples: int = 0
     bad: list[Json] = field(default_factory=list)  # {line, kind, why}
     cut: list[int] = field(default_factory=list)  # lines whose prompt was too long and lost its beginning
-    lost_system: list[int] = field(default_factory=list)  # those of them whose system turn was cut off
+    lost_system: list[int] = field(default_factory=list)  # rows whose system turn was cut off
     too_long: list[int] = field(default_factory=list)  # lines left out because they are too long
     held_out: list[int] = field(default_factory=list)  # lines left out because they are held out too
 

@@ -135,8 +135,8 @@ class Violation:
     engine: str
     severity: str  # error: the engine fails or drafts worse than trained; warning: correct only if trained that way
     where: str  # a key of config.json, or a tensor of the weights file
-    value: object  # what the file holds; None for an absent key
-    allowed: str  # what is allowed, or what to do
+    value: object  # as the file holds it; None for an absent key
+    allowed: str  # the allowed values, or what to do
 
     @property
     def text(self) -> str:

@@ -129,7 +129,7 @@ def not_empty(subject: Subject, engine: str) -> Iterator[Violation]:
             yield tensor_error(engine, name, "zeros only", "trained weights are required; train or copy it again")
 
 
-WEIGHTS = (number_formats, finite, not_empty)  # what every layout's weights must satisfy
+WEIGHTS = (number_formats, finite, not_empty)  # rules for the weights of every layout
 
 
 def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:
