@@ -1,7 +1,6 @@
 """Turns tokens into text as they arrive."""
 
 from dataclasses import dataclass
-from os.path import commonprefix
 
 from headstart.inference.core.request import Detokenize
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
@@ -42,7 +41,8 @@ class TextStream:
         whole = self.text(self.tokens)
         certain = whole.rstrip(REPLACEMENT_CHARACTER)  # the last character's bytes may not be complete
         if self.unsure and len(certain) > self.given:
-            self.given += len(commonprefix([self.unsure, whole[self.given :]]))  # what no token has completed
+            rest = whole[self.given : self.given + len(self.unsure)]
+            self.given += len(rest) - len(rest.lstrip(REPLACEMENT_CHARACTER))  # these no token has completed
             self.unsure = ""
         self.held = max(len(whole) - len(certain) - len(self.unsure), 0)
         piece = certain[self.given :]
