@@ -230,6 +230,18 @@ def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> N
     assert ignored.finish_reason == "stop"
 
 
+def test_half_of_a_surrogate_pair_in_an_argument_is_an_escape(client: OpenAI) -> None:
+    """The answer was an error, and a stream broke off."""
+    extra = {"structured_outputs": {"choice": [CALL.replace("it", "\\ud83d")]}}
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
+    (call,) = chat(client, **fields).choices[0].message.tool_calls
+    assert call.function.arguments == '{"at": "\\ud83d"}'
+    chunks = chat(client, **fields, stream=True)
+    assert call.function.arguments in [
+        each.function.arguments for chunk in chunks if chunk.choices for each in chunk.choices[0].delta.tool_calls or []
+    ]
+
+
 def tool(name: str, **parameters: Any) -> dict[str, Any]:
     """A tool with these parameters, as clients write it: nothing is said about others."""
     schema = {"type": "object", "properties": parameters, "required": [*parameters]}
