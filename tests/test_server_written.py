@@ -99,7 +99,7 @@ def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, 
 def test_calls_are_found_whatever_their_arguments_hold_and_however_they_arrive(seed: int) -> None:
     """A mark in an argument ended its call, which was lost; one in the text before a call lost that call."""
     draw = random.Random(seed)
-    text, prose, wanted = "", "", []
+    text, prose, wanted = "", "", list[tuple[str, Any]]()
     for _ in range(draw.randint(1, 3)):
         before = "".join(draw.choices(PROSE, k=draw.randrange(4)))
         name, arguments = draw.choice(["weather", "f"]), {"x": some_value(draw), "y": some_value(draw)}
