@@ -132,6 +132,15 @@ def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
+def test_white_space_around_calls_is_no_text(seed: int) -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    draw = random.Random(seed)
+    assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
+    assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
+    assert split(" \n", draw) == (" \n", [])
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_nothing_follows_an_only_call(seed: int) -> None:
     call = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
     assert split(f"so {call} and {call}", random.Random(seed), only_one=True) == ("so ", [("f", {})])
