@@ -182,7 +182,8 @@ def closed(schema: Any) -> Any:
     if "items" in schema:
         found["items"] = closed(schema["items"])
     if "properties" not in schema:
-        found |= {key: [closed(each) for each in schema[key]] for key in ("anyOf", "oneOf") if key in schema}
+        either = [key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+        found |= {key: [closed(each) for each in schema[key]] for key in either}
     elif not OTHERS & schema.keys():
         found["additionalProperties"] = False
     return found
