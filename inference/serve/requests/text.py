@@ -188,7 +188,7 @@ def read_call(found: dict[str, Any], names: Collection[str]) -> ToolCall | None:
     given = {} if arguments in (None, "") else arguments
     try:
         written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a number beyond those of floating point
+    except (ValueError, RecursionError):  # a number beyond those of floating point, or too deep
         return None
     # JSON may name halves of surrogate pairs by escapes; no text can hold them in another form.
     function = {"name": name, "arguments": written.encode(errors="backslashreplace").decode()}
