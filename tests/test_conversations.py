@@ -14,6 +14,7 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
+from headstart.data_pipelines.prompts.arrow_rows import NotJson
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -136,6 +137,85 @@ def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path)
         found = list(read_rows(source))
         assert [row.line for row in found] == [1, 2], source
         assert [row.fields for row in found] == rows, source
+
+
+def tool_rows() -> list[dict[str, Any]]:
+    """Rows whose calls and tools share no keys, so that Arrow pads all of them; some hold nothing, and some null."""
+
+    def row(name: str, arguments: dict[str, Any], properties: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": said, "tools": [{"type": "function", "function": tool}], **fields}
+
+    return [
+        row("weather", {"city": "Oslo"}, {"city": {"type": "string", "enum": ["Oslo", None]}}),
+        row("rates", {"of": {"day": 5, "bank": "x"}, "in": ["a", "b"]}, {"of": {"type": "object"}}, id=3),
+        row("now", {}, {}),
+        {"messages": turns("hi", "hello"), "created": None},
+    ]
+
+
+def arrow_tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as tables of several writers: `json` is text of the type arrow.json, polars has 64-bit offsets."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    features = {name: datasets.List(datasets.Json()) for name in ("messages", "tools")}
+    whole = {"id": datasets.Value("int64"), "created": datasets.Value("null"), **features}
+    table = pyarrow.table(columns)
+    return {
+        "pyarrow": table,
+        "datasets": datasets.Dataset.from_list(rows).data.table,
+        "json": datasets.Dataset.from_dict(columns, features=datasets.Features(whole)).data.table,
+        "polars": table.cast(pyarrow.schema([field.with_type(large(field.type)) for field in table.schema])),
+    }
+
+
+def large(kind: Any) -> Any:
+    """An Arrow type with 64-bit offsets throughout, as polars writes it."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(large(field.type)) for field in kind])
+    if pyarrow.types.is_list(kind):
+        return pyarrow.large_list(large(kind.value_type))
+    return pyarrow.large_string() if pyarrow.types.is_string(kind) else kind
+
+
+def test_keys_that_arrow_adds_to_a_row_are_not_content(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = tool_rows()
+    wanted = [parse_row(row) for row in rows]
+    for writer, table in arrow_tables(rows).items():
+        parquet.write_table(table, tmp_path / "rows.parquet")
+        assert [parse_row(row.read()) for row in read_rows(str(tmp_path / "rows.parquet"))] == wanted, writer
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [
+        (lambda pa: pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], {"a": 1, "b": None}),  # its own keys
+        (lambda pa: pa.dictionary(pa.int8(), pa.string()), "a", "a"),
+        (lambda pa: pa.json_(), '{"a": null}', {"a": None}),
+        (lambda pa: pa.json_(), "{", "Expecting property name"),
+        (lambda pa: pa.json_(), r'"\ud800"', "surrogates not allowed"),
+        (lambda pa: pa.map_(pa.int64(), pa.string()), [(1, "a")], "type map<int64, "),
+        (lambda pa: pa.list_(pa.timestamp("ns")), [1], "type timestamp[ns]"),
+        (lambda pa: pa.struct({"a": pa.binary()}), {"a": b"a"}, "type binary"),
+    ],
+)
+def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: Any, found: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"prompt": ["a", "b"], "x": pyarrow.array([value, None], kind(pyarrow))})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    first, second = (row.read() for row in read_rows(str(tmp_path / "rows.parquet")))
+    assert second == {"prompt": "b", "x": None}
+    if not isinstance(first["x"], NotJson):
+        assert first["x"] == found
+        return
+    assert parse_row(first) == "a"  # a column that is not read may hold anything
+    with pytest.raises(BadRow, match=f"prompt is Arrow data that JSON cannot hold .*{re.escape(found)}"):
+        parse_row({"prompt": first["x"]})
 
 
 def test_each_line_of_a_text_file_is_a_text(tmp_path: Path) -> None:
