@@ -94,7 +94,7 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
         refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
         config = TargetConfig.from_folder(target)
         taps = taps_to_store(recipe, config)
-        load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+        load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
         stack.callback(load.cache_clear)
         yield Harvest(recipe, state, config, taps, load)
 

@@ -256,7 +256,7 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
     with only_run_in(recipe.data_folder, "the prompts"):
         if recipe.data.prompts == SELF:
             start_processes()
-            write_own_candidates(recipe, partial(TargetModel.load, recipe.target, ()))
+            write_own_candidates(recipe, partial(TargetModel.load_to_answer, recipe.target, ()))
         return make_prompts(recipe)
 
 

@@ -14,8 +14,8 @@ from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
-from headstart.heads.checkpoint import load_head_for
-from headstart.heads.target_config import locate_target
+from headstart.heads.checkpoint import load_head_for, load_taps
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
@@ -205,9 +205,9 @@ def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None =
 
 def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
-    untapped = TargetModel.load(recipe.target, ())
-    head = load_head_for(folder, untapped.frozen)
-    target = TargetModel(untapped.model, head.taps, untapped.ranks)
+    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
+    head = load_head_for(folder, target.frozen)
     growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
     return target_writer(recipe, target, head_drafter(head, growth)), target.ranks
 

@@ -100,7 +100,7 @@ class Benchmark:
         refuse_trees_of(recipe, max(section.batches))
         if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
             print(hint)
-        target = TargetModel.load(recipe.target, taps)
+        target = TargetModel.load_to_answer(recipe.target, taps)
         chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
         prompts = [*map(chat.shortened, prompts)]
         for prompt in prompts:
