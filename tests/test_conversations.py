@@ -256,6 +256,29 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
     report.check()
 
 
+@pytest.mark.parametrize("responses", ["given", "target"])
+def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
+    """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
+    build_run(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
+    rows += [{"tokens": [5, 300, 7], "loss_mask": [0, 0, 1]}, {"prompt": "a", "response": "b"}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "heldout.jsonl", {"prompt": "x", "response": "y"})
+    recipe = tiny_recipe(
+        tmp_path, f"data.responses={responses}", f"data.prompts={prompts}", f"data.heldout_prompts={heldout}"
+    )
+    with pytest.raises(ValueError, match=r"3 of 4 rows are unusable"):
+        make_prompts(recipe)
+    [train, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    assert [row["line"] for row in train["bad_rows"]] == [1, 2, 3]
+    for row in train["bad_rows"]:
+        assert row["kind"] == "unknown token"
+        assert re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"])
+
+
 def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
     build_run(tmp_path)
     with (tmp_path / "prompts.jsonl").open("a") as file:

@@ -219,6 +219,14 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
         list(client.complete([[1, 2]], [Sampling()], 4, 1))
 
 
+def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+    url, handler = server
+    handler.odd = {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [5, 300]}]}
+    build_run(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.server: http.* answered with token 300, 0 to 299 of the target"):
+        harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+
+
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     """Once it missed the end tokens that only generation_config.json names."""
     build_run(tmp_path)

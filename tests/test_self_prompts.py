@@ -15,7 +15,7 @@ from chat_run import build_chat_run, build_letters
 from launches import finish, launch_module
 from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
@@ -216,6 +216,13 @@ def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> No
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
 
 
+def test_a_tokenizer_without_places_of_tokens_is_refused() -> None:
+    """It ended in a KeyError."""
+    slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
+    with pytest.raises(ValueError, match=r"data\.prompts: self given, .*tokenizer is one in Python.*name a file"):
+        UserTemplate(slow, data_section())
+
+
 # Filters
 
 WORDS = "please count all letters of this line"
@@ -244,6 +251,7 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
         ("", True, "too short"),
         ("a b c", True, "too short"),
         ("one two three <end> four", True, "template marks"),
+        ("one two three [PAD] four", True, "template marks"),  # a token that the target lacks
     ],
 )
 def test_what_is_wrong_with_a_candidate_alone_is_found(
@@ -251,7 +259,9 @@ def test_what_is_wrong_with_a_candidate_alone_is_found(
 ) -> None:
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     template = UserTemplate(tokenizer, recipe.data)
-    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0])
+    size = len(tokenizer)
+    tokenizer.add_tokens(["[PAD]"])
+    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
     [candidate] = writer.candidates([5])
     assert (candidate["candidate"], candidate["rejected"]) == (5, why)
 
@@ -261,7 +271,8 @@ def test_a_prompt_is_what_a_server_renders_from_the_words(folder: Path, tmp_path
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
     template = UserTemplate(tokenizer, recipe.data)
-    [candidate] = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0]).candidates([0])
+    writer = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0], len(tokenizer))
+    [candidate] = writer.candidates([0])
     assert candidate["rejected"] is None
     assert candidate["tokens"] == template.prompt(WORDS)
 

@@ -27,7 +27,7 @@ from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile,
 from headstart.data_pipelines.stages.shard_work import start_processes
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -163,6 +163,11 @@ def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
     return load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
 
 
+def num_tokens(recipe: Recipe) -> int:
+    """The number of tokens that the target knows: the size of its embedding."""
+    return TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision)).vocab_size
+
+
 def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
     """Read the prompts of both splits; training samples that are held out too are left out."""
     data = recipe.data
@@ -172,10 +177,12 @@ def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
     ]
-    heldout = read_prompts(tokenizer, data, None, reports[1])
+    vocab_size = num_tokens(recipe)
+    heldout = read_prompts(tokenizer, data, None, reports[1], vocab_size=vocab_size)
     held_out = {key_of(row) for row in heldout}
     if data.prompts != PYTHON_STDLIB:
-        return PromptRows(read_prompts(tokenizer, data, data.num_prompts, reports[0], held_out), heldout, reports)
+        train = read_prompts(tokenizer, data, data.num_prompts, reports[0], held_out, vocab_size)
+        return PromptRows(train, heldout, reports)
     train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
     reports[0].rows = reports[0].samples = len(train)
     return PromptRows(train, heldout, reports)
@@ -195,7 +202,7 @@ def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
     if data.holds_out_own_prompts:
         return Selection(data)
     report = RowReport(source, data.heldout_samples, "data.heldout_samples")
-    rows = read_prompts(tokenizer, data, None, report)
+    rows = read_prompts(tokenizer, data, None, report, vocab_size=num_tokens(recipe))
     return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, tokenizer))))
 
 
@@ -222,9 +229,17 @@ def key_of(row: Json) -> Key:
 
 
 def read_prompts(
-    tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
+    tokenizer: Tokenizer,
+    data: DataSection,
+    count: int | None,
+    report: RowReport,
+    held_out: Set[Key] = frozenset(),
+    vocab_size: int | None = None,
 ) -> list[Json]:
-    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report."""
+    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report.
+
+    `vocab_size` is the number of tokens that the target knows, which a tokenizer with added tokens may exceed.
+    """
     rows: list[Json] = []
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
@@ -233,6 +248,7 @@ def read_prompts(
         try:
             parsed = parse_known(tokenizer, row.read())
             samples = list(samples_of(tokenizer, parsed, row.read(), data))
+            refuse_unknown(tokenizer, samples, vocab_size or len(tokenizer))
         except BadRow as error:
             report.reject(row.line, error)
             continue
@@ -246,6 +262,14 @@ def read_prompts(
                 report.lost_system.append(row.line)
     report.samples = len(rows[:count])
     return rows[:count]
+
+
+def refuse_unknown(tokenizer: Tokenizer, samples: list[Json], vocab_size: int) -> None:
+    """Raise BadRow for tokens beyond the target's vocabulary, which its tokenizer makes of added tokens."""
+    largest = max(max(sample.get("text", sample["tokens"])) for sample in samples)
+    if largest >= vocab_size:
+        given = f"the tokenizer makes token {largest} of {tokenizer.decode([largest])!r}"
+        raise BadRow("unknown token", f"{given}; the target's tokens are 0 to {vocab_size - 1}")
 
 
 def make_prompts_alone(recipe: Recipe) -> Stage:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
-from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
+from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
@@ -214,9 +214,16 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
 
 def server_writer(recipe: Recipe, url: str) -> Writer:
     """Write responses with an OpenAI-compatible server that runs the target."""
-    client = CompletionClient(url, load_target_tokenizer(recipe))
+    client, vocab_size = CompletionClient(url, load_target_tokenizer(recipe)), num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
+        answers = client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
+        for number, tokens in answers:
+            if max(tokens, default=0) >= vocab_size:
+                raise ValueError(
+                    f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target is "
+                    "allowed; start the server with the target of target.path"
+                )
+            yield number, tokens
 
     return write

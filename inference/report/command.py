@@ -57,7 +57,7 @@ from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.engine.budget import refuse_trees_of
-from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
@@ -105,6 +105,7 @@ class Benchmark:
         prompts = [*map(chat.shortened, prompts)]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
+            check_vocabulary(target, prompt.tokens)
         heads = {name: load_drafting_head(folder, target) for name, folder in folders.items()}
         return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 

@@ -30,7 +30,7 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 
@@ -71,6 +71,11 @@ class UserTemplate:
             raise ValueError(
                 f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
                 "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
+            )
+        if not isinstance(tokenizer, FastTokenizer):
+            raise ValueError(
+                f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
+                "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
             )
         self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
         self.opening = cache(self._opening)  # by system prompt
@@ -117,10 +122,14 @@ class UserTemplate:
 
 
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests; `end_tokens` are the target's."""
+    """Writes candidates with a function that carries out requests; the end tokens and number of tokens are the
+    target's."""
 
-    def __init__(self, recipe: Recipe, template: UserTemplate, write: Write, end_tokens: Sequence[int]) -> None:
-        self.recipe, self.template, self.write, self.end_tokens = recipe, template, write, tuple(end_tokens)
+    def __init__(
+        self, recipe: Recipe, template: UserTemplate, write: Write, end_tokens: Sequence[int], vocab_size: int
+    ) -> None:
+        self.recipe, self.template, self.write = recipe, template, write
+        self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
@@ -147,6 +156,8 @@ class CandidateWriter:
         tokens = self.template.prompt(words) if rejected is None else []
         if len(tokens) > self.recipe.data.prompt_tokens:
             rejected, tokens = TOO_LONG, []
+        elif tokens and max(tokens) >= self.vocab_size:
+            rejected, tokens = MARKS, []
         return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
 
     def _flaw(self, generation: Generation, words: str) -> str | None:
@@ -192,7 +203,7 @@ def write_candidates(
         share = target.ranks.share(numbers)
 
         def work(write: Write, share: Sequence[int] = share, what: str = what, target: TargetModel = target) -> None:
-            writer = CandidateWriter(recipe, template, write, target.end_tokens)
+            writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size)
             with Progress(what, len(share), "candidates", active=state.is_main_process) as progress:
                 size = BATCHES * recipe.data.generate_batch
                 for start in range(0, len(share), size):
