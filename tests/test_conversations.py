@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -372,6 +373,23 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_
     [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     assert report["too_long"] == [4]
     assert store.about["mask_rule"] == f"{which} turns of the assistant"
+
+
+def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
+    """A head would have been trained at loss 0, and written."""
+    build_run(tmp_path)
+    rows = [{"tokens": [5 + n, 20, 40, 60], "loss_mask": [0, 1, 0, 0]} for n in range(4)]
+    write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "held.jsonl", {"text": "whatever is killed resumes"})
+    values = f"data.heldout_prompts={heldout}", f"run_dir={tmp_path / 'run'}"
+    with pytest.raises(ValueError, match=r"data\.prompts: none of the 4 texts is trained on after its second token"):
+        harvest(tiny_recipe(tmp_path, "data.responses=given", *values))
+    shutil.rmtree(tmp_path / "run")
+    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
+    silent = {**config, "eos_token_id": [*range(300)]}  # every token ends the target's text
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(silent))
+    with pytest.raises(ValueError, match=r"data\.prompts: the target's responses to all 4 prompts are empty"):
+        harvest(tiny_recipe(tmp_path, *values))
 
 
 def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tmp_path: Path) -> None:
