@@ -266,7 +266,7 @@ def read_prompts(
 
 def refuse_unknown(tokenizer: Tokenizer, samples: list[Json], vocab_size: int) -> None:
     """Raise BadRow for tokens beyond the target's vocabulary, which its tokenizer makes of added tokens."""
-    largest = max(max(sample.get("text", sample["tokens"])) for sample in samples)
+    largest = max(max(sample.get("text") or sample["tokens"]) for sample in samples)
     if largest >= vocab_size:
         given = f"the tokenizer makes token {largest} of {tokenizer.decode([largest])!r}"
         raise BadRow("unknown token", f"{given}; the target's tokens are 0 to {vocab_size - 1}")
