@@ -113,7 +113,7 @@ class ChatMasks:
             end = mark.end() if mark else len(full.rstrip())
         else:
             if not words or not full.endswith(tail):
-                raise BadRow("chat template", f"the chat template does not show the words of turn {place + 1}")
+                raise BadRow("chat template", f"the chat template does not write the words of turn {place + 1}")
             mark = self.template.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
             end = len(full) - len(tail) + (mark.end() if mark else 0)
         start, opened = self._start(before, asked, full, opening)
