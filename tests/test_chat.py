@@ -287,7 +287,7 @@ def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, t
     chat.converse(["  the target\n", "writes\n"])
     assert "no chat template" in printed.getvalue()
     assert chat.conversation.turns == []
-    assert chat.conversation.ask(" a").tokens == chat.conversation.tokenizer(" a")["input_ids"]
+    assert chat.conversation.ask(" a").tokens == chat.conversation.template.tokenizer(" a")["input_ids"]
 
 
 def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:
