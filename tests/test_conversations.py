@@ -16,11 +16,13 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
 from headstart.data_pipelines.prompts.arrow_rows import NotJson
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.row_samples import encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
@@ -214,7 +216,7 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
     if not isinstance(first["x"], NotJson):
         assert first["x"] == found
         return
-    assert parse_row(first) == "a"  # a column that is not read may hold anything
+    assert parse_row(first) == parse_row({"prompt": "a"})  # a column that is not read may hold anything
     with pytest.raises(BadRow, match=f"prompt is Arrow data that JSON cannot hold .*{re.escape(found)}"):
         parse_row({"prompt": first["x"]})
 
@@ -243,7 +245,7 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
     bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
     path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
     report = RowReport(str(path))
-    rows = read_prompts(build_tokenizer(), section(), None, report)
+    rows = read_prompts(ChatTemplate(build_tokenizer()), section(), None, report)
     assert [row["id"] for row in rows] == [0, 1, 2]
     found = report.to_json()
     assert found["rows"] == 9
@@ -299,7 +301,7 @@ def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_pat
 def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     report = RowReport(str(tmp_path / "prompts.jsonl"))
-    assert read_prompts(build_tokenizer(), section(), 3, report) == []
+    assert read_prompts(ChatTemplate(build_tokenizer()), section(), 3, report) == []
     with pytest.raises(ValueError, match=r"prompts\.jsonl has no prompts"):
         report.check()
 
@@ -307,8 +309,9 @@ def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_messages_need_a_chat_template() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
+    template = ChatTemplate(tokenizer)
     with pytest.raises(BadRow, match="messages need a chat template"):
-        encode_prompt(tokenizer, parse_known(tokenizer, {"messages": turns("hello")}))
+        encode_prompt(ChatMasks(template), parse_known(template, {"messages": turns("hello")}))
 
 
 # Prompts for the target to answer
@@ -316,19 +319,17 @@ def test_messages_need_a_chat_template() -> None:
 
 def test_the_target_answers_the_last_user_turn() -> None:
     """The given answer to it is dropped; earlier answers stay."""
-    tokenizer = build_tokenizer()
+    template = ChatTemplate(build_tokenizer())
     row = {"messages": turns("first", "kept", "second", "dropped")}
-    assert (
-        tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row)))
-        == "[user]first[assistant]kept[user]second[assistant]"
-    )
+    tokens = encode_prompt(ChatMasks(template), parse_known(template, row))
+    assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
     assert len(row["messages"]) == 4  # the caller's row is unchanged
 
 
 def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("abcdefgh", "xyz", "never used")))
+    path = write_rows(tmp_path / "prompts.jsonl", *({"text": text} for text in ("abcdefgh", "xyz", "never used")))
     tokenizer, report = build_tokenizer(), RowReport(str(path))
-    first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, report)
+    first, second = read_prompts(ChatTemplate(tokenizer), section(prompt_tokens=4), 2, report)
     assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
     assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
     assert report.to_json()["cut"] == [1]
@@ -471,7 +472,7 @@ def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
     """A token of the joined text may hold the end of the prompt and the start of the completion."""
     tokenizer = build_tokenizer()
     for prompt, answer in (("the", " target"), ("the ", "target"), ("t", "he target"), ("a", "b" + END_OF_TEXT)):
-        joined = join(tokenizer, PromptAndAnswer(prompt, answer))
+        joined = join(ChatTemplate(tokenizer), PromptAndAnswer(prompt, answer))
         alone = tokenizer(prompt)["input_ids"]
         assert joined.tokens[: len(alone)] == alone
         assert joined.spans == [(len(alone), len(joined.tokens))]
@@ -496,24 +497,24 @@ def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
 
 def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
     """data.responses: target; the row means the same as when its response is trained on."""
-    tokenizer = build_tokenizer()
+    template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
         ({"prompt": "what?", "completion": "that"}, "what?"),
-        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "what?"),
+        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
     ):
-        assert tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row))) == prompt
+        assert template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_known(template, row))) == prompt
 
 
 # Held-out prompts and long ones
 
 
 def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: Path) -> None:
-    texts = [{"prompt": f"prompt {number}"} for number in range(20)]
+    texts = [{"text": f"prompt {number}"} for number in range(20)]
     path, report = write_rows(tmp_path / "prompts.jsonl", *texts), RowReport(str(tmp_path / "prompts.jsonl"))
     tokenizer, sizes = build_tokenizer(), section(prompt_tokens=20)
     held_out = {tuple(tokenizer("prompt 3")["input_ids"])}
-    rows = read_prompts(tokenizer, sizes, 12, report, held_out)
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, 12, report, held_out)
     assert [tokenizer.decode(row["tokens"]) for row in rows] == [f"prompt {n}" for n in range(13) if n != 3]
     assert [row["id"] for row in rows] == list(range(12))
     assert (report.rows, report.samples, report.held_out) == (13, 12, [4])
@@ -526,8 +527,8 @@ def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path)
     """A plain text has no prompt; the first token alone says nothing."""
     path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
     tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
-    held_out = {key_of(row) for row in read_prompts(tokenizer, sizes, 1, RowReport(str(path)))}
-    rows = read_prompts(tokenizer, sizes, None, report, held_out)
+    held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
 
 
@@ -547,6 +548,6 @@ def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
     rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
     path = write_rows(tmp_path / "prompts.jsonl", *rows)
     report = RowReport(str(path))
-    assert len(read_prompts(build_tokenizer(), section(prompt_tokens=20), None, report)) == 3
+    assert len(read_prompts(ChatTemplate(build_tokenizer()), section(prompt_tokens=20), None, report)) == 3
     assert (report.cut, report.lost_system) == ([1, 2], [1])
     report.check()  # a prompt that was cut is usable

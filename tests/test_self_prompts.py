@@ -36,6 +36,7 @@ from headstart.data_pipelines.prompts.self_written.selection import (
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
@@ -207,7 +208,7 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> None:
     tokenizer, _ = template_of(name)
-    template = UserTemplate(tokenizer, data_section())
+    template = UserTemplate(ChatTemplate(tokenizer), data_section())
     opening = template.opening(None)
     words = "What is 2+2?"
     written = list(tokenizer(opening.space + words, add_special_tokens=False)["input_ids"])
@@ -220,7 +221,7 @@ def test_a_tokenizer_without_places_of_tokens_is_refused() -> None:
     """It ended in a KeyError."""
     slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
     with pytest.raises(ValueError, match=r"data\.prompts: self given, .*tokenizer is one in Python.*name a file"):
-        UserTemplate(slow, data_section())
+        UserTemplate(ChatTemplate(slow), data_section())
 
 
 # Filters
@@ -258,7 +259,7 @@ def test_what_is_wrong_with_a_candidate_alone_is_found(
     folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
 ) -> None:
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
-    template = UserTemplate(tokenizer, recipe.data)
+    template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
     size = len(tokenizer)
     tokenizer.add_tokens(["[PAD]"])
     writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
@@ -270,7 +271,7 @@ def test_a_prompt_is_what_a_server_renders_from_the_words(folder: Path, tmp_path
     """A template may trim the words, and a tokenizer may divide them otherwise than the target did."""
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
-    template = UserTemplate(tokenizer, recipe.data)
+    template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
     writer = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0], len(tokenizer))
     [candidate] = writer.candidates([0])
     assert candidate["rejected"] is None

@@ -13,7 +13,6 @@ __all__ = [
     "REPLACEMENT_CHARACTER",
     "FastTokenizer",
     "Tokenizer",
-    "chat_tokens",
     "end_tokens_of",
     "load_tokenizer",
     "same_tokenizer",
@@ -34,12 +33,6 @@ def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
             f"tokenizer_config.json of the model are required: copy or download them again"
         ) from error
     return tokenizer
-
-
-def chat_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[int]:
-    """The text that the target reads before it answers these messages, in the tokenizer's chat template."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return list(tokenizer(str(text), add_special_tokens=False, verbose=False)["input_ids"])  # the template writes them
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:

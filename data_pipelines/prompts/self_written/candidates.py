@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
-from headstart.data_pipelines.prompts.chat_masks import ChatTemplate
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
@@ -29,8 +29,9 @@ from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
+from headstart.inference.targets.tokenizer import FastTokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 
@@ -66,18 +67,18 @@ class Opening:
 class UserTemplate:
     """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
-        if tokenizer.chat_template is None:
+    def __init__(self, template: ChatTemplate, data: DataSection) -> None:
+        if not template.exists:
             raise ValueError(
                 f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
                 "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
             )
-        if not isinstance(tokenizer, FastTokenizer):
+        if not isinstance(template.tokenizer, FastTokenizer):
             raise ValueError(
                 f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
                 "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
             )
-        self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
+        self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
             used = len(self.opening(system).tokens)
@@ -164,7 +165,7 @@ class CandidateWriter:
         """Why the user's words are unusable, if they are."""
         if generation.finish != "end":
             return CUT
-        if self.template.chat.special.search(words):
+        if self.template.template.special.search(words):
             return MARKS
         return TOO_SHORT if sum(map(str.isalpha, words)) < MIN_LETTERS else None
 
