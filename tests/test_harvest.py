@@ -258,7 +258,7 @@ def test_answers_end_where_the_chat_template_ends_them(tmp_path: Path, capsys: p
     tokenizer.save_pretrained(tmp_path / "target")
     capsys.readouterr()
     harvest(marked)
-    assert f"texts also end at {name!r}, an end to its tokenizer or chat template" in capsys.readouterr().out
+    assert f"texts also end at {name!r}, an end token of its tokenizer or chat template" in capsys.readouterr().out
     found = {tuple(row["prompt"]): row["response"] for row in responses(marked)}
     assert len(found.keys() & before.keys()) > 3
     for prompt in found.keys() & before.keys():

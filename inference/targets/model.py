@@ -126,7 +126,7 @@ class TargetModel:
             return None
         self.end_tokens = [*self.end_tokens, *new]
         names = " and ".join(map(repr, tokenizer.convert_ids_to_tokens(new)))
-        return f"texts also end at {names}, an end to its tokenizer or chat template but not in its configuration"
+        return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
     @classmethod
     def without_weights(cls, section: TargetSection) -> "TargetModel":
