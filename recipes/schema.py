@@ -446,9 +446,6 @@ class JointSection(Section):
     lora_rank: int = Field(default=32, gt=0, description="Rank of the low-rank additions with mode lora.")
     learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
-    distill_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the KL divergence between the original and the tuned target."
-    )
 
 
 class DecodeSection(Section):

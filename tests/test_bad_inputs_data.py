@@ -142,7 +142,7 @@ given: response and completion | {"prompt": "x", "response": "a", "completion": 
 given: a plain completion with a system turn | {"system": "be brief", "prompt": "x", "completion": "a"}
     LINE | system is given | messages are needed | give the turns as messages
 given: a question without its answer | {"messages": [{user}]}
-    LINE | needs response or completion beside prompt, or a turn of the assistant | add it | choose data.responses=target
+    LINE | needs response or completion beside prompt, or a turn of the assistant | choose data.responses=target
 given: tokens without a mask | {"tokens": [1, 2, 3]}
     LINE | no token to train on | set loss_mask values to 1 | FIX
 given: a text of one token | {"text": "x"}
