@@ -80,7 +80,7 @@ def trained_on(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[
     """(text before it, text) of each range that is trained on."""
     decode = found.tokenizer.decode
     return [
-        (decode(sample.tokens[:start]), decode(sample.tokens[start:end]))
+        (str(decode(sample.tokens[:start])), str(decode(sample.tokens[start:end])))
         for sample in samples(found, row, **fields)
         for start, end in sample.spans
     ]

@@ -101,8 +101,8 @@ class ChatTemplate:
             return self.tokenizer.apply_chat_template(turns, tools=own_tools, chat_template=source, **how, **given)
         how.pop("tokenize")
         given = {**self.tokenizer.special_tokens_map, **given}
-        texts, _ = render_jinja_template([turns], tools=own_tools, chat_template=source, **how, **given)
-        return texts[0]
+        rendered: Any = render_jinja_template([turns], tools=own_tools, chat_template=source, **how, **given)
+        return rendered[0][0]  # of the texts and the generation indices
 
     def _as_taken(self, message: Json) -> Json:
         """A message in the form that this template reads."""
