@@ -29,6 +29,7 @@ from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.loading import load_model
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.smollm2 import fetch
 
 
@@ -55,7 +56,8 @@ def talk(options: ChatOptions) -> None:
     model, tokenizer, section = load_model(wanted)
     assert model.drafter is not None
     longest = wanted.decode.max_new_tokens
-    chat = Chat(model.target, model.drafter, tokenizer, sampling, longest, console, interactive)
+    template = ChatTemplate(tokenizer, section.chat_template_kwargs)
+    chat = Chat(model.target, model.drafter, template, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:
         chat.answer(options.prompt)

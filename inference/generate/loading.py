@@ -16,6 +16,8 @@ def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, Targ
     fields = section.model_dump(exclude={"path"})
     model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    if added := model.target.also_end_as(tokenizer):
+        print(f"{section.path}: {added}", flush=True)
     return model, tokenizer, section
 
 

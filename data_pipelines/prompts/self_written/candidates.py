@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
-from headstart.data_pipelines.prompts.chat_masks import ChatTemplate
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
@@ -29,8 +29,9 @@ from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.tokenizer import FastTokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 
@@ -66,13 +67,18 @@ class Opening:
 class UserTemplate:
     """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
-        if tokenizer.chat_template is None:
+    def __init__(self, template: ChatTemplate, data: DataSection) -> None:
+        if not template.exists:
             raise ValueError(
                 f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
                 "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
             )
-        self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
+        if not isinstance(template.tokenizer, FastTokenizer):
+            raise ValueError(
+                f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
+                "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
+            )
+        self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
             used = len(self.opening(system).tokens)
@@ -117,10 +123,14 @@ class UserTemplate:
 
 
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests; `end_tokens` are the target's."""
+    """Writes candidates with a function that carries out requests; the end tokens and number of tokens are the
+    target's."""
 
-    def __init__(self, recipe: Recipe, template: UserTemplate, write: Write, end_tokens: Sequence[int]) -> None:
-        self.recipe, self.template, self.write, self.end_tokens = recipe, template, write, tuple(end_tokens)
+    def __init__(
+        self, recipe: Recipe, template: UserTemplate, write: Write, end_tokens: Sequence[int], vocab_size: int
+    ) -> None:
+        self.recipe, self.template, self.write = recipe, template, write
+        self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
@@ -147,13 +157,15 @@ class CandidateWriter:
         tokens = self.template.prompt(words) if rejected is None else []
         if len(tokens) > self.recipe.data.prompt_tokens:
             rejected, tokens = TOO_LONG, []
+        elif tokens and max(tokens) >= self.vocab_size:
+            rejected, tokens = MARKS, []
         return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
 
     def _flaw(self, generation: Generation, words: str) -> str | None:
         """Why the user's words are unusable, if they are."""
         if generation.finish != "end":
             return CUT
-        if self.template.chat.special.search(words):
+        if self.template.template.special.search(words):
             return MARKS
         return TOO_SHORT if sum(map(str.isalpha, words)) < MIN_LETTERS else None
 
@@ -192,7 +204,7 @@ def write_candidates(
         share = target.ranks.share(numbers)
 
         def work(write: Write, share: Sequence[int] = share, what: str = what, target: TargetModel = target) -> None:
-            writer = CandidateWriter(recipe, template, write, target.end_tokens)
+            writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size)
             with Progress(what, len(share), "candidates", active=state.is_main_process) as progress:
                 size = BATCHES * recipe.data.generate_batch
                 for start in range(0, len(share), size):
