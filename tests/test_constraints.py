@@ -19,7 +19,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import Path as Tokens
-from headstart.inference.core.constraint import follow, masked_tree
+from headstart.inference.core.constraint import NoWayOnError, follow, masked_tree
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -202,7 +202,7 @@ def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, gr
     digit, letter, dash = vocabulary["7"], vocabulary["x"], vocabulary["-"]
     tree = Tree(torch.tensor([[5, digit, letter, letter, digit]]), torch.tensor([[-1, 0, 0, 1, 2]]))
     logits = torch.zeros(1, 5, target.config.vocab_size)
-    masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
+    _, masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
     assert masked[0, 0, digit] == 0
     assert masked[0, 0, dash] == masked[0, 0, letter] == masked[0, 0, 0] == -torch.inf
     assert masked[0, 1, dash] == masked[0, 1, digit] == 0
@@ -227,16 +227,29 @@ def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(ta
     assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
 
 
-def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars: Grammars) -> None:
+def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(
+    target: TargetModel, grammars: Grammars
+) -> None:
+    """A bias forbids what the grammar allows, at the first token or later. The step, and other rows, go on."""
     banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
     sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))
-    loop = DecodeLoop(target, max_batch=2)
-    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)))
-    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)))
-    blocks = list(loop.run())
-    assert all(block.tokens for block in blocks)
-    assert [text(found.tokens) for found in loop.generations.values()] == ["12", ""]
-    assert [found.finish for found in loop.generations.values()] == ["stop", "stop"]
+    requests = [
+        Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)),
+        Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)),
+        Request([7], 20, end_tokens=()),
+    ]
+    loop = DecodeLoop(target, max_batch=3)
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        assert all(block.tokens for block in loop.step())
+    found = [*loop.generations.values()]
+    assert [text(each.tokens) for each in found[:2]] == ["12", ""]
+    assert [each.finish for each in found] == ["error", "error", "length"]
+    assert all(isinstance(each.error, NoWayOnError) for each in found[:2])
+    assert found[2].tokens == generate_batch(target, requests[2:])[0].tokens
+    with pytest.raises(NoWayOnError, match="no token after the 2 that are written"):
+        generate_batch(target, requests)
 
 
 # What may follow depends on the last hundreds of letters, so that its automaton grows without end.

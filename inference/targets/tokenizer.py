@@ -13,6 +13,7 @@ __all__ = [
     "chat_tokens",
     "load_tokenizer",
     "same_tokenizer",
+    "spells_special_token",
     "text_of",
     "visible_text_of",
 ]
@@ -46,6 +47,11 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
 def visible_text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens without special tokens, as a reader of an answer wants it."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def spells_special_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Does a text hold that of a special token, which `visible_text_of` leaves out?"""
+    return any(added.special and added.content in text for added in tokenizer.added_tokens_decoder.values())
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:

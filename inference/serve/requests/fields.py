@@ -80,7 +80,7 @@ def has_function(given: Any) -> bool:
 Flag = Annotated[bool, Allowed("true or false is")]
 Text = Annotated[str, BeforeValidator(well_formed), Allowed("a text is")]
 Tokens = Annotated[list[int], Allowed("a list of token ids is")]
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]  # no half of a surrogate pair: no text has one
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
 NonEmpty = Annotated[Text, Field(min_length=1)]

@@ -15,7 +15,7 @@ from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, SamplingFields, TextRequest
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import text_of, visible_text_of
+from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
 
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
@@ -51,6 +51,8 @@ class RequestReader:
         self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
         text = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
         stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+        shows_all = any(spells_special_token(self.prompts.tokenizer, stop) for stop in stops)
+        searched = partial(text_of, self.prompts.tokenizer) if shows_all else text
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
         sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
@@ -59,7 +61,7 @@ class RequestReader:
                 prompt,
                 self.room(prompt, fields),
                 replace(sampling, seed=seed + copy),
-                StopStrings(stops, text) if stops else None,
+                StopStrings(stops, searched) if stops else None,
                 alternatives is not None,
                 ends,
                 fields.priority,
