@@ -17,6 +17,10 @@ def assert_sound(loop: DecodeLoop) -> None:
     assert len(batch.members) <= batch.max_rows
     if batch.prefixes is not None:
         assert_sound_prefixes(batch.prefixes)
+        # What may be read in one pass is decided by the one, and read after the other.
+        for _, request in loop.waiting.waiting:
+            found = batch.prefixes.find(request.prompt)
+            assert batch.known_tokens(request.prompt) == (0 if found is None else found.tokens)
     if not batch.is_open:
         assert not batch.members
         return
