@@ -252,6 +252,30 @@ def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(
         generate_batch(target, requests)
 
 
+@pytest.mark.parametrize("string", ["a<end>b", "<end>", "é<end>"])
+def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Grammars, string: str) -> None:
+    """The library forces the token that the tokenizer would write, which here would end the text within the string."""
+    request = Request([5, 6], 40, constraint=grammars.json_schema({"const": string}), end_tokens=(0,))
+    for drafter in (None, EarlyExit(target, 4, GROWTH)):
+        [found] = generate_batch(target, [request], drafter)
+        assert found.finish == "end"
+        assert found.tokens.count(0) == 1
+        assert json.loads(text(found.tokens)) == string
+
+
+def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(grammars: Grammars) -> None:
+    """Its errors are final, so the text goes on from a new matcher, and without drafts."""
+    vocabulary = build_tokenizer().get_vocab()
+    state, (a, b, c) = grammars.regex("ab+c").start(), (vocabulary[letter] for letter in "abc")
+    assert state.advance([a, b]) == 2
+    assert state.allowed((b,)).any()
+    state.matcher.consume_token(a)  # an error
+    assert not state.allowed((b, b)).any()
+    assert state.allowed(()).nonzero().flatten().tolist() == [b, c]
+    assert state.advance([b, c, a]) == 2
+    assert state.advance([0]) == 1
+
+
 # What may follow depends on the last hundreds of letters, so that its automaton grows without end.
 BOUNDLESS = "(.*a.{500}b.*|.*b.{600}a.*|.*c.{700}d.*|.*d.{300}c.*|.*[ab].{400}[cd].*)*x"
 

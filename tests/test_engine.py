@@ -443,7 +443,7 @@ def test_a_constraint_that_gives_up_on_drafts_changes_no_text(
     drafts = [replace(request, constraint=NoThirds(patience)) for request in requests]
     found = generate_batch(target, drafts, HeadDrafter(HalfRightHead(target, *whole), Dynamic(4, 3, 12)))
     assert [each.tokens for each in found] == [each.tokens for each in plain]
-    assert sum(each.stats.drafted for each in found) > 0
+    assert any(each.stats.drafted for each in found) == (patience > 0)
 
 
 class Failure(Exception):

@@ -157,7 +157,7 @@ class RequestReader:
         if own.json_ is not None:
             return self.grammars.json_schema(own.json_, "structured_outputs.json")
         regex = "|".join(map(re.escape, own.choice)) if own.choice else own.regex
-        return None if regex is None else self.grammars.regex(regex, "structured_outputs.regex")
+        return None if regex is None else self.grammars.regex(regex, f"structured_outputs.{given[0]}")
 
     @cached_property
     def grammars(self) -> Grammars:
