@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import shape_checks
 import torch
+from sound_loop import assert_sound
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,6 +22,8 @@ from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.request import EmittedTokens
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -44,6 +47,21 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what headstart caches for a user away from the user's own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSTART_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _sound_loops() -> Iterator[None]:
+    """Check every decode loop after each of its steps."""
+    step = DecodeLoop.step
+
+    def checked(loop: DecodeLoop) -> list[EmittedTokens]:
+        blocks = step(loop)
+        assert_sound(loop)
+        return blocks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecodeLoop, "step", checked)
         yield
 
 

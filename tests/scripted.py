@@ -10,6 +10,7 @@ from torch import Tensor
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import Path
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import History
@@ -238,6 +239,41 @@ class Texts:
     target: TargetModel
     whole: list[list[int]]
     make_head: Callable[..., Eagle3Head]
+
+
+@dataclass(frozen=True)
+class NoThirds:
+    """A constraint: no prefix of the output adds up to a multiple of three.
+
+    It gives up on drafts of more than `patience` tokens, and raises RuntimeError once `fails_at` tokens are written.
+    """
+
+    patience: int = 99
+    fails_at: int = 99
+
+    def start(self) -> "NoThirdsState":
+        return NoThirdsState(self)
+
+
+@dataclass
+class NoThirdsState:
+    form: NoThirds
+    total: int = 0
+    written: int = 0
+
+    def allowed(self, path: Path) -> Tensor:
+        if self.written >= self.form.fails_at:
+            raise RuntimeError("a constraint failed")
+        if len(path) > self.form.patience:
+            return torch.zeros(VOCAB, dtype=torch.bool)
+        return (self.total + sum(path) + torch.arange(VOCAB)) % 3 > 0
+
+    def advance(self, tokens: list[int]) -> int:
+        for count, token in enumerate(tokens):
+            if not self.allowed(())[token]:
+                return count
+            self.total, self.written = self.total + token, self.written + 1
+        return len(tokens)
 
 
 class SetCosts(CostTable):

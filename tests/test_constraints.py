@@ -18,8 +18,8 @@ from headstart.heads.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import NoWayOnError, follow, masked_tree
 from headstart.inference.core.constraint import Path as Tokens
-from headstart.inference.core.constraint import follow, masked_tree
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -202,7 +202,7 @@ def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, gr
     digit, letter, dash = vocabulary["7"], vocabulary["x"], vocabulary["-"]
     tree = Tree(torch.tensor([[5, digit, letter, letter, digit]]), torch.tensor([[-1, 0, 0, 1, 2]]))
     logits = torch.zeros(1, 5, target.config.vocab_size)
-    masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
+    _, masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
     assert masked[0, 0, digit] == 0
     assert masked[0, 0, dash] == masked[0, 0, letter] == masked[0, 0, 0] == -torch.inf
     assert masked[0, 1, dash] == masked[0, 1, digit] == 0
@@ -260,16 +260,53 @@ def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(ta
     assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
 
 
-def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars: Grammars) -> None:
+def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(
+    target: TargetModel, grammars: Grammars
+) -> None:
+    """A bias forbids what the grammar allows, at the first token or later. The step, and other rows, go on."""
     banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
     sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))
-    loop = DecodeLoop(target, max_batch=2)
-    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)))
-    loop.submit(Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)))
-    blocks = list(loop.run())
-    assert all(block.tokens for block in blocks)
-    assert [text(found.tokens) for found in loop.generations.values()] == ["12", ""]
-    assert [found.finish for found in loop.generations.values()] == ["stop", "stop"]
+    requests = [
+        Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)),
+        Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)),
+        Request([7], 20, end_tokens=()),
+    ]
+    loop = DecodeLoop(target, max_batch=3)
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        assert all(block.tokens for block in loop.step())
+    found = [*loop.generations.values()]
+    assert [text(each.tokens) for each in found[:2]] == ["12", ""]
+    assert [each.finish for each in found] == ["error", "error", "length"]
+    assert all(isinstance(each.error, NoWayOnError) for each in found[:2])
+    assert found[2].tokens == generate_batch(target, requests[2:])[0].tokens
+    with pytest.raises(NoWayOnError, match="the format allows no token after the"):
+        generate_batch(target, requests)
+
+
+@pytest.mark.parametrize("string", ["a<end>b", "<end>", "é<end>"])
+def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Grammars, string: str) -> None:
+    """The library forces the token that the tokenizer would write, which here would end the text within the string."""
+    request = Request([5, 6], 40, constraint=grammars.json_schema({"const": string}), end_tokens=(0,))
+    for drafter in (None, EarlyExit(target, 4, GROWTH)):
+        [found] = generate_batch(target, [request], drafter)
+        assert found.finish == "end"
+        assert found.tokens.count(0) == 1
+        assert json.loads(text(found.tokens)) == string
+
+
+def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(grammars: Grammars) -> None:
+    """Its errors are final, so the text goes on from a new matcher, and without drafts."""
+    vocabulary = build_tokenizer().get_vocab()
+    state, (a, b, c) = grammars.regex("ab+c").start(), (vocabulary[letter] for letter in "abc")
+    assert state.advance([a, b]) == 2
+    assert state.allowed((b,)).any()
+    state.matcher.consume_token(a)  # an error
+    assert not state.allowed((b, b)).any()
+    assert state.allowed(()).nonzero().flatten().tolist() == [b, c]
+    assert state.advance([b, c, a]) == 2
+    assert state.advance([0]) == 1
 
 
 # What may follow depends on the last hundreds of letters, so that its automaton grows without end.

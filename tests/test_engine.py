@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from families import FAMILIES
-from scripted import DRAFTERS, HalfRightHead, LoadCosts, Oracle, Texts
+from scripted import DRAFTERS, HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
+from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Request
+from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.drafters.block import head_drafter
@@ -397,6 +398,94 @@ def test_no_drafter_works_when_no_row_wants_drafts(
         assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
 
 
+class Switch:
+    """In place of `SpeculationByLoad`: drafts pay while it is on."""
+
+    is_on = False
+
+    def pays(self, at: Any) -> bool:
+        return self.is_on
+
+    def observe(self, *_: Any) -> None:
+        """Learn nothing."""
+
+
+@pytest.mark.parametrize("event", ["another row ends", "the cache grows"])
+def test_what_a_drafter_has_read_moves_with_its_row(
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """The drafter catches up with the second row, in several steps without a draft, when it moves to another place."""
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
+    loop, switch = DecodeLoop(target, HeadDrafter(make_head(), Dynamic(3, 3, 8)), max_batch=2), Switch()
+    loop.decode_step.speculation = switch  # type: ignore[assignment]
+    loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
+    loop.submit(Request([5, 6], 40))
+    while len(loop.rows) < 2 or len(loop.rows[1].text) < 20:
+        loop.step()
+    switch.is_on = True
+    for number in range(6):
+        if number == 2 and event == "the cache grows":
+            loop.submit(Request([5, 6], 200))
+        loop.step()
+        assert_drafter_has_read(loop)
+    assert len(loop.rows) == (1 if event == "another row ends" else 2)
+    assert loop.rows[-1].unread.start > 12
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_constraint_that_gives_up_on_drafts_changes_no_text(
+    target: TargetModel, make_head: MakeHead, patience: int
+) -> None:
+    """It gives up after `patience` draft tokens; once these are text, there is a way on."""
+    requests = [Request(each.prompt, 12, each.sampling, constraint=NoThirds()) for each in REQUESTS]
+    plain = generate_batch(target, requests)
+    whole = [request.prompt + found.tokens for request, found in zip(requests, plain, strict=True)]
+    drafts = [replace(request, constraint=NoThirds(patience)) for request in requests]
+    found = generate_batch(target, drafts, HeadDrafter(HalfRightHead(target, *whole), Dynamic(4, 3, 12)))
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    assert any(each.stats.drafted for each in found) == (patience > 0)
+
+
+class Failure(Exception):
+    """Raised in the work for one row."""
+
+
+def detokenize(tokens: list[int]) -> str:
+    """A letter for each token; nobody can read the last one."""
+    if 96 in tokens:
+        raise Failure("token 96 has no text")
+    return "".join(chr(ord("0") + token) for token in tokens)
+
+
+FAILING: dict[str, dict[str, Any]] = {
+    "stop": {"stop": StopStrings(("nowhere",), lambda tokens: detokenize([*tokens, 96]))},
+    "constraint, at once": {"constraint": NoThirds(fails_at=0)},
+    "constraint, later": {"constraint": NoThirds(fails_at=4)},
+    "scores": {"logprobs": True, "alternatives": -2},
+}
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("what", FAILING)
+def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
+    target: TargetModel, texts: Texts, what: str, drafted: bool
+) -> None:
+    """It ended the step, and with it every row."""
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
+    loop = DecodeLoop(target, drafter, max_batch=3)
+    numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]
+    loop.step()
+    failing = loop.submit(replace(REQUESTS[2], **FAILING[what]))
+    finish(loop)
+    assert [loop.generations[number].tokens for number in numbers] == [written(texts, 0), written(texts, 5)]
+    found = loop.generations[failing]
+    assert (found.finish, type(found.error)) == ("error", Failure if what == "stop" else RuntimeError)
+    assert len(found.tokens) == (4 if what == "constraint, later" else 0)
+    assert failing in [number for number, _ in loop.take_ended()]
+    with pytest.raises((Failure, RuntimeError)):
+        generate_batch(target, [replace(REQUESTS[2], **FAILING[what])], drafter)
+
+
 # A fixed budget of memory.
 
 
@@ -468,27 +557,42 @@ def random_request(rng: random.Random) -> Request:
         Sampling(logit_bias=((3, -float("inf")), (9, 2.0))),
     ]
     shared = LONG[: rng.choice([0, 0, 20, 40, 70])]
+    prompt = [*shared, *(rng.randrange(97) for _ in range(rng.randrange(1, 20)))]
+    if rng.random() < 0.1:  # up to the end of the context
+        prompt = (prompt * 256)[: rng.randrange(235, 256)]
     return Request(
-        [*shared, *(rng.randrange(97) for _ in range(rng.randrange(1, 20)))],
-        rng.randrange(1, 25),
+        prompt,
+        min(rng.randrange(1, 25), 256 - len(prompt)),
         rng.choice(samplings),
+        StopStrings((chr(60), chr(71) + chr(80)), detokenize) if rng.random() < 0.3 else None,
         logprobs=rng.random() < 0.2,
         end_tokens=rng.choice([None, (5, 17, 60)]),
         priority=rng.randrange(3),
-        speculative=rng.random() < 0.8,
+        speculative=rng.random() < 0.7,
+        constraint=rng.choice([None, None, None, NoThirds(), NoThirds(patience=1), NoThirds(fails_at=3)]),
     )
+
+
+def decode_alone(target: TargetModel, request: Request) -> Generation:
+    loop = DecodeLoop(target, max_batch=1)
+    loop.submit(request)
+    finish(loop)
+    return loop.generations[0]
 
 
 @pytest.mark.parametrize(("seed", "static"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
 def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
-    target: TargetModel, make_head: MakeHead, seed: int, static: bool
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool
 ) -> None:
     """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
-    found, or were dropped; memory is short; drafts stop with three rows.
+    found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
+    some rows fail.
     """
+    for module in ("step", "reading"):
+        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP", 8)
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
-    memory = None if static else 11 * 128 * (896 + 128)
+    memory = None if static else 12 * 128 * (896 + 128)
     loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
     requests: dict[int, Request] = {}
     seen: dict[int, list[int]] = {}
@@ -504,11 +608,13 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
         loop.pace.chunk = rng.randrange(1, 40)
         for block in loop.step():
             seen.setdefault(block.number, []).extend(block.tokens)
+        if rng.random() < 0.1:
+            assert_drafter_has_read(loop)
     ended = dict(loop.take_ended())
     assert set(ended) == set(requests)
     for number, request in requests.items():
         found = ended[number]
-        alone = generate_batch(target, [request])[0]
+        alone = decode_alone(target, request)
         assert found.tokens == seen.get(number, [])
         if found.finish == "cancelled":
             assert number in cancelled

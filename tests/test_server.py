@@ -111,6 +111,14 @@ def test_a_text_ends_before_its_stop_string(server: Running, client: OpenAI, sto
         assert kept.choices[0].text == full.partition(stop)[0] + stop
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_special_token_may_be_a_stop_string_while_it_is_hidden(client: OpenAI, include: bool) -> None:
+    """It was never found."""
+    extra = {"ignore_eos": True, "include_stop_str_in_output": include}
+    found = complete(client, stop=["x", "<end>"], logit_bias={"0": 100}, extra_body=extra).choices[0]
+    assert (found.text, found.finish_reason, found.stop_reason) == ("<end>" * include, "stop", "<end>")
+
+
 def test_choices_count_seeds_on_and_share_a_prompt(server: Running, client: OpenAI) -> None:
     found = complete(client, prompt=["a draft", "the head"], n=3, seed=11, temperature=1.0, max_tokens=12)
     assert [choice.index for choice in found.choices] == list(range(6))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     "10,000 stop strings": (COMPLETION, {"stop": ["x"] * 10_000}, 400, ("stop", "'x', 'x', ...", "at most 64")),
     "a stop that is no text": (COMPLETION, {"stop": 0}, 400, ("stop", "0 given", "a text")),
     "half a character to stop at": (COMPLETION, {"stop": ["a\ufffd"]}, 400, ("stop", "without U+FFFD")),
+    "half a surrogate pair as a stop string": (COMPLETION, {"stop": ["a", "\ud83d"]}, 400, ("stop", "without U+FFFD")),
     "an empty stop string": (COMPLETION, {"stop": [""]}, 400, ("stop", "1 to 1000 characters")),
     "a long stop string": (COMPLETION, {"stop": "x" * 1001}, 400, ("stop", "1 to 1000 characters")),
     "stop ids beyond the vocabulary": (COMPLETION, {"stop_token_ids": [999]}, 400, ("stop_token_ids", "999")),
@@ -181,6 +183,30 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         400,
         ("structured_outputs.regex", "regular expression"),
     ),
+    "a regular expression that no text fits": (
+        COMPLETION,
+        {"structured_outputs": {"regex": "ab[^\\s\\S]"}},
+        400,
+        ("structured_outputs.regex", "no text fits"),
+    ),
+    "a schema that no text fits": (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}},
+        400,
+        ("response_format.json_schema.schema", "no text fits"),
+    ),
+    "more optional properties than the library can follow": (
+        COMPLETION,
+        {"structured_outputs": {"json": {"properties": {f"p{i}": {} for i in range(600)}, "type": "object"}}},
+        400,
+        ("structured_outputs.json", "too complex"),
+    ),
+    "a long choice": (
+        COMPLETION,
+        {"structured_outputs": {"choice": ["ab" * 70_000]}},
+        400,
+        ("structured_outputs.choice", "at most 120000"),
+    ),
     "no choice": (COMPLETION, {"structured_outputs": {"choice": []}}, 400, ("structured_outputs.choice", "[]")),
     "alternatives without logprobs": (CHAT, {"top_logprobs": 2}, 400, ("top_logprobs", "set logprobs")),
     "stream as a text": (COMPLETION, {"stream": "yes"}, 400, ("stream", "'yes'", "true or false")),
@@ -209,7 +235,8 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
 def test_a_wrong_field_is_refused_by_name(server: Running, symptom: str) -> None:
     path, fields, status, parts = REFUSED[symptom]
     prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
-    found = httpx.post(server.url + path, json={**prompt, **fields})
+    body = json.dumps({**prompt, **fields})  # in ASCII, as other clients write halves of surrogate pairs
+    found = httpx.post(server.url + path, content=body, headers={"Content-Type": "application/json"})
     assert_refused(found, status, *parts)
 
 
@@ -346,6 +373,13 @@ def test_a_full_queue_refuses_with_a_time_to_come_back(served: Served) -> None:
         assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
 
 
+def resolve(owner: str, attribute: str) -> Any:
+    """The attribute of a module, or of a class in one."""
+    module, _, name = owner.rpartition(".")
+    found: Any = getattr(import_module(module), name) if name[0].isupper() else import_module(owner)
+    return getattr(found, attribute)
+
+
 class PostThread(threading.Thread):
     def __init__(self, server: Running, **fields: Any) -> None:
         super().__init__(daemon=True)
@@ -454,6 +488,68 @@ def test_a_step_that_fails_ends_its_requests_alone(
         assert httpx.get(f"{server.url}/health").status_code == 200
         assert "headstart:engine_failures{" in httpx.get(f"{server.url}/metrics").text
     assert "a step failed" in capfd.readouterr().err
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError("this choice failed")
+
+
+# What fails for a request with the stop string "fail", or with a grammar: a function, what is in its place, the status.
+FAILURES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], int]] = {
+    "when it is submitted": (
+        "engine.loop.check_request",
+        lambda own: lambda *given: fail() if given[1].stop else own(*given),
+        500,
+    ),
+    "in its stop strings": ("core.request.StopStrings.kept", lambda own: fail, 500),
+    "in the text that is shown": (
+        "serve.requests.text.WrittenText.add",
+        lambda own: lambda *given: fail() if given[0].stop else own(*given),
+        500,
+    ),
+    "in its grammar": ("serve.constraints.GrammarState.advance", lambda own: fail, 500),
+    "in its grammar, later": (
+        "serve.constraints.GrammarState.allowed",
+        lambda own: lambda state, path: fail() if len(state.taken) > 2 else own(state, path),
+        500,
+    ),
+    "as its grammar gives up": (
+        "serve.constraints.GrammarState.allowed",
+        lambda own: lambda state, path: own(state, path) & (len(state.taken) < 3),
+        400,
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("place", FAILURES)
+def test_what_fails_in_one_choice_is_told_to_its_client_alone(
+    server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str, stream: bool
+) -> None:
+    """No text is told as a proper end, and neither the others' texts nor what comes next change."""
+    name, replacement, status = FAILURES[place]
+    fields = {"prompt": "a draft", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    alone = httpx.post(server.url + COMPLETION, json=fields).json()["choices"][0]["text"]
+    failures = server.service.engine.failures
+    own: Any = {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False, "logprobs": 0}
+    httpx.post(server.url + COMPLETION, json={**fields, **own})  # reads the tokens' texts, which takes a while
+    owner, _, attribute = f"headstart.inference.{name}".rpartition(".")
+    monkeypatch.setattr(f"{owner}.{attribute}", replacement(resolve(owner, attribute)))
+    other = post_in_thread(server, **{key: value for key, value in fields.items() if key != "prompt"})
+    if "grammar" not in place:
+        own = {"stop": "fail"}
+    found = httpx.post(server.url + COMPLETION, json={**fields, **own, "stream": stream}, timeout=60)
+    is_begun = stream and place in ("in its grammar, later", "as its grammar gives up")
+    assert found.status_code == (200 if is_begun else status)
+    assert f'"code": {status}' in found.text.replace('":', '": ').replace(":  ", ": ")
+    assert '"stop"' not in found.text.replace("stop_reason", "")
+    assert found.text.endswith("data: [DONE]\n\n") == is_begun
+    assert other.result() == 200
+    assert other.found is not None
+    assert other.found.json()["choices"][0]["text"] == alone
+    assert ("this choice failed" in capfd.readouterr().err) == (status == 500)
+    assert server.service.engine.failures == failures
+    until(lambda: server.service.running + server.service.waiting == 0 and not server.service.open)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -39,6 +39,34 @@ def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) 
     assert found == expected
 
 
+def spell_hidden(tokens: list[int]) -> str:
+    """The same, where tokens above 255 are special and have no text."""
+    return spell([token for token in tokens if token < 256])
+
+
+def spell_shown(tokens: list[int]) -> str:
+    return "".join(spell([token]) if token < 256 else f"<|{token}|>" for token in tokens)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "shown"),
+    [(("<|300|>",), "abc"), (("c<|300|>d",), "ab"), (("bc", "<|300|>"), "a"), (("<|301|>",), "abcd"), (("d",), "abc")],
+)
+def test_a_stop_string_that_is_a_hidden_special_token_is_found(
+    stops: tuple[str, ...], shown: str, include: bool
+) -> None:
+    """The text is a b c <|300|> d, and special tokens are not shown."""
+    stop = StopStrings(stops, spell_shown)
+    tokens = [*b"abc", 300, *b"d"]
+    written = WrittenText(spell_hidden, [], stop, include)
+    found = "".join(piece.text for token in tokens for piece in [*written.add(token, None)])
+    found += "".join(piece.text for piece in written.end())
+    assert found == shown + (written.stopped or "") * include
+    assert (written.stopped is None) == (stops == ("<|301|>",))
+    assert stop.kept(tokens, 5) == {"<|300|>": 4, "c<|300|>d": 5, "bc": 3, "<|301|>": None, "d": 5}[stops[0]]
+
+
 def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
     written = WrittenText(spell, [], StopStrings(("abc",), spell))
     assert not [piece for token in b"ab" for piece in written.add(token, 1)]

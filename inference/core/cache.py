@@ -276,8 +276,8 @@ class SlotLayer(CacheLayerMixin):
 class KVCache(Cache):
     """The slots of the target's layers and of the head's layers, side by side in one preallocated tensor.
 
-    The target's slot of position t belongs with the head's slot of index t: after each step, both hold every verified
-    token.
+    The target's slot of position t belongs with the head's slot of index t: both hold every verified token, unless the
+    drafter has yet to read some. The head's lengths are those of its last draft, and it may have read more since.
     """
 
     def __init__(self, target: Slots, head: Slots | None) -> None:
@@ -325,7 +325,8 @@ class KVCache(Cache):
 
     def end_row(self, number: int) -> list[Move]:
         """Take a row out of use; returns which rows moved to another place."""
-        lengths = self.target.lengths
+        lengths = list(self.target.lengths)
+        self.set_lengths(lengths)  # the head's slots move with the target's
         moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)

@@ -1,8 +1,9 @@
 """Constrained output: which tokens may follow, at each node of a draft tree. A grammar implements the two protocols."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -11,6 +12,7 @@ from torch import Tensor
 from headstart.inference.core.tree import Tree
 
 Path = tuple[int, ...]  # tokens after the text so far
+Found = TypeVar("Found")
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -20,7 +22,7 @@ class ConstraintState(Protocol):
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
         """The tokens that may follow after the text and `path`, which itself is allowed.
 
-        At least one, unless the constraint has become too large to compute; then none, which ends the text.
+        At least one, unless the constraint has become too large to compute; then none, which ends the text in an error.
         """
 
     def advance(self, tokens: list[int]) -> int:
@@ -35,6 +37,36 @@ class Constraint(Protocol):
         """The state of a text without output."""
 
 
+class NoWayOnError(ValueError):
+    """No token may follow a text: its constraint, or a bias that forbids what the constraint allows, leaves none."""
+
+
+class GuardedState:
+    """The state of one row's constraint. After an error it allows nothing, so that the error ends this row alone."""
+
+    def __init__(self, constraint: Constraint, vocab_size: int) -> None:
+        self.constraint, self.nothing = constraint, torch.zeros(vocab_size, dtype=torch.bool)
+        self.error: Exception | None = None
+
+    @cached_property
+    def state(self) -> ConstraintState:
+        return self.constraint.start()
+
+    def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
+        return self._unless_failed(lambda: self.state.allowed(path), self.nothing)
+
+    def advance(self, tokens: list[int]) -> int:
+        return self._unless_failed(lambda: self.state.advance(tokens), 0)
+
+    def _unless_failed(self, work: Callable[[], Found], otherwise: Found) -> Found:
+        if self.error is None:
+            try:
+                return work()
+            except Exception as error:
+                self.error = error
+        return otherwise
+
+
 States = Sequence[ConstraintState | None]  # one per row; None: a row without a constraint
 
 
@@ -43,10 +75,11 @@ def masked_roots(states: States, logits: Float[Tensor, "rows 1 vocab"]) -> Float
     return LevelConstraint.at_root(states).masked(logits, None)
 
 
-def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vocab"]) -> Tensor:
-    """The target's logits at each node, -inf for tokens that are not allowed. [rows, nodes, vocab]
+def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vocab"]) -> tuple[Tree, Tensor]:
+    """The target's logits at each node, -inf for tokens that are not allowed [rows, nodes, vocab], and the tree.
 
-    A node that is not allowed itself keeps its logits: no choice leads to it.
+    A node that is not allowed itself keeps its logits: no choice leads to it. One after which nothing is allowed is
+    taken out of the tree: a constraint may give up on a draft, and still find a way on once the token is text.
     """
     paths = []
     for state, tokens, parents in zip(states, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
@@ -54,7 +87,10 @@ def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vo
         for token, parent in zip(tokens[1:], parents[1:], strict=True):
             own.append(None if parent < 0 else follow(state, own[parent], token))
         paths.append(own)
-    return LevelConstraint(states, paths).masked(logits, None)
+    masked = LevelConstraint(states, paths).masked(logits, None)
+    is_last = masked.isneginf().all(-1)
+    is_last[:, 0] = False
+    return (replace(tree, parents=tree.parents.masked_fill(is_last, -1)) if bool(is_last.any()) else tree), masked
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """A request from prompt to finished text: what it asks for, where its text ends, and what was generated so far."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from typing import Literal
@@ -10,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.inference.core.constraint import Constraint, ConstraintState
+from headstart.inference.core.constraint import Constraint, GuardedState, NoWayOnError
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import Accepted
 
@@ -156,7 +157,8 @@ class Generation:
     logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
     prompt_scores: TokenScores | None = None  # of the prompt's tokens but the first, if the request asks for them
-    finish: Literal["length", "end", "stop", "cancelled"] = "length"
+    finish: Literal["length", "end", "stop", "cancelled", "error"] = "length"
+    error: Exception | None = None  # what ended the text, if `finish` is "error"
     cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
 
 
@@ -234,7 +236,7 @@ class Sequence:
     drafted: int = 0  # draft tokens that the last target step verified
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
-    constraint: ConstraintState | None = None
+    constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
     ended: bool = False
@@ -249,6 +251,18 @@ class Sequence:
     def usable_drafts(self) -> int:
         """How many draft tokens the next step can use; one place is left for the bonus token."""
         return self.left - 1 if self.request.speculative else 0
+
+    def fail(self, error: Exception) -> None:
+        """End the text where it stands, with an error of its own."""
+        self.generation.finish, self.generation.error, self.ended = "error", error, True
+
+    @contextmanager
+    def failing_alone(self) -> Iterator[None]:
+        """Whatever is raised inside ends this text, and no other row's."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     def record_step(
         self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
@@ -274,18 +288,26 @@ class Sequence:
         stop = self.request.stop
         before_stop = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
         kept = kept[:before_stop]
-        # A bias or penalty may have left no allowed token; then there is no way on.
         allowed = len(kept) if self.constraint is None else self.constraint.advance(kept)
-        has_way_on, kept = allowed == len(kept), kept[:allowed]
+        is_allowed, kept = allowed == len(kept), kept[:allowed]
         self.text += kept
         self.generation.tokens += kept
         if scores is not None:
             self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
             self.generation.alternatives += scores.alternatives[: len(kept)]
-        if before_stop is not None or not has_way_on:
+        if self.constraint is not None and not is_allowed:  # some token is chosen even if none may follow
+            self.fail(self.constraint.error or no_way_on(self.generation.tokens))
+        elif before_stop is not None:
             self.generation.finish = "stop"
         elif kept[-1] in self.end_tokens:
             self.generation.finish = "end"
         self.ended = self.left == 0 or self.generation.finish != "length"
         self.generation.stats.seconds = time.perf_counter() - self.started
         return kept
+
+
+def no_way_on(tokens: list[int]) -> NoWayOnError:
+    return NoWayOnError(
+        f"the format allows no token after the {len(tokens)} that are written, one or more are required: it has become "
+        f"too complex to compute, or a bias forbids all that it allows; simplify it, or leave the bias out"
+    )

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
+from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Unread
 from headstart.inference.core.tree import size_bucket
@@ -68,7 +69,8 @@ class Batch:
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
         unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
         row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
-        row.constraint = None if request.constraint is None else request.constraint.start()
+        if request.constraint is not None:
+            row.constraint = GuardedState(request.constraint, self.target.config.vocab_size)
         return row
 
     def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
@@ -183,13 +185,12 @@ class Batch:
         if not self.is_open:
             self._open(capacity)
         elif self.cache.target.capacity < (self.limit if self.is_static or self.is_lazy else capacity):
-            lengths = [list(slots.lengths) for slots in self.cache.slots]
-            if self.reading is not None:  # growing copies the rows in use
-                unused = [0] * (self.reading.place - len(self.rows))
-                self.cache.set_lengths([*self.cache.target.lengths, *unused, self.reading.count])
+            running, reading = list(self.cache.target.lengths), self.reading
+            unused = [] if reading is None else [0] * (reading.place - len(self.rows))
+            # Growing copies what the rows in use hold, the head's slots with the target's.
+            self.cache.set_lengths([*running, *unused, *([] if reading is None else [reading.count])])
             self._grow(capacity)
-            for slots, own in zip(self.cache.slots, lengths, strict=True):
-                slots.set_lengths(own)
+            self.cache.set_lengths(running)
 
     def _open(self, capacity: int) -> None:
         """Allocate the cache, or borrow that of an earlier run with its captured step."""

@@ -201,10 +201,18 @@ class DecodeLoop:
         return [(number, self.generations[number]) for number in numbers]
 
     def run(self) -> Generator[EmittedTokens, None, None]:
-        """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop."""
+        """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop.
+
+        Raises the error of a text that ends in one.
+        """
         try:
             while not self.idle:
-                yield from self.step()
+                known = len(self.ended)
+                blocks = self.step()
+                errors = [self.generations[number].error for number in self.ended[known:]]
+                yield from blocks
+                for error in filter(None, errors):
+                    raise error
         finally:
             self.close()
 
@@ -218,7 +226,8 @@ class DecodeLoop:
     def step(self) -> list[EmittedTokens]:
         """One piece of work: a pass over prompts, or one step of all rows, or both at once; nothing if idle.
 
-        No block is empty. The first block of a request is its first token.
+        No block is empty. The first block of a request is its first token. What fails in one row, such as a stop string
+        or a constraint, ends that row's text alone, with its error in `generations`; what the rows share raises.
         """
         batch, blocks = self.batch, []
         can_read = self._can_read()

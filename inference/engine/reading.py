@@ -164,9 +164,10 @@ class PromptReader:
         choices = sampling.choose(masked_roots(states, logits) if states else logits, positions, history)
         blocks = []
         for number, row in enumerate(rows):
-            scores = token_scores(row.request, logits[number], choices[number])
-            added = row.add_tokens(choices[number].tolist(), scores)
-            blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
+            with row.failing_alone():
+                scores = token_scores(row.request, logits[number], choices[number])
+                added = row.add_tokens(choices[number].tolist(), scores)
+                blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
         self.batch.join(rows)
         return [block for block in blocks if block.tokens]
 

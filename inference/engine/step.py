@@ -142,7 +142,8 @@ class DecodeStep:
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
         """Let the target choose at each node, among the tokens that the rows' constraints allow there."""
         states = constraints_of(self.batch.rows)
-        logits = masked_tree(states, tree, logits) if states else logits
+        if states:
+            tree, logits = masked_tree(states, tree, logits)
         return verify(tree, logits, self.batch.cache.target.starts, sampling, self.history)
 
     def _roots(self) -> Int[Tensor, "rows 1"]:
@@ -193,17 +194,18 @@ class DecodeStep:
             count = len(found.path)
             if self.history is not None:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
-            scores = None
-            if row.request.logprobs:
-                chosen = torch.tensor(found.tokens, device=device)
-                scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
             if batch.prefixes is not None:
                 row.kept.append(path_taps[index, :count])
             # A drafter without slots reads only the newest positions, and a row that opted out needs none.
             skips = batch.cache.head is None or not row.request.speculative
             # A step with drafts has let the drafter read all positions before these.
             is_read = skips or (self.drafts and not row.unread.is_behind)
-            blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
+            with row.failing_alone():
+                scores = None
+                if row.request.logprobs:
+                    chosen = torch.tensor(found.tokens, device=device)
+                    scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
+                blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
             row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, batch.cache.num_bytes)
         return [block for block in blocks if block.tokens]

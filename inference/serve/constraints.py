@@ -24,6 +24,8 @@ LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 # Keywords beside `properties` that say or may say which others an object has.
 OTHERS = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref", "if"}
 SHOWN = 200  # characters of a message of the library
+FORCED = 16  # tokens that a text is followed for while the grammar leaves no choice, before any is written
+LONGEST = 120_000  # characters of a grammar; a mask of one with more can take a tenth of a second, for all rows
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Grammars:
             raise ValueError(f"the tokenizer {type(tokenizer).__name__} cannot constrain output, {allowed}; {remedy}")
         self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_tokens)
         self.end_tokens, self.vocab_size = frozenset(end_tokens), vocab_size
+        special = [token for token in range(vocab_size) if self.tokens.is_special_token(token)]
+        self.no_text = torch.tensor([*{*special, *end_tokens}])
 
     def json_schema(self, schema: Any, name: str = "schema") -> "Grammar":
         """JSON in one line that this schema allows. Raises ValueError, beginning with `name`, for one of no use."""
@@ -103,24 +107,44 @@ class Grammars:
         return self._checked(LLMatcher.grammar_from_lark("\n".join(rules)), "tools", "a list of tools")
 
     def _checked(self, source: str, name: str, allowed: str) -> "Grammar":
+        if len(source) > LONGEST:
+            raise ValueError(f"{name}: {len(source)} characters given, at most {LONGEST} are allowed; shorten it")
         if error := LLMatcher.validate_grammar(source, self.tokens):
             raise ValueError(f"{name}: {one_line(error)}; {allowed} is allowed: correct it")
-        return Grammar(self, source)
+        grammar = Grammar(self, source)
+        state = grammar.start()
+        for _ in range(FORCED):
+            ways = state.allowed(()).nonzero().flatten().tolist()
+            if len(ways) > 1:
+                break
+            if not ways or not state.advance(ways):
+                reason = one_line(state.matcher.get_error().partition("\n")[0])
+                raise ValueError(
+                    f"{name}: no text fits, or it is too complex ({reason}); {allowed} is allowed: correct it"
+                )
+        return grammar
 
 
 class Grammar:
     """The texts of one language; a text may end only as a whole one of them."""
 
     def __init__(self, grammars: Grammars, source: str) -> None:
-        self.grammars, self.matcher = grammars, LLMatcher(grammars.tokens, source)
+        self.grammars, self.source = grammars, source
+        self.matcher = self.new_matcher()
+
+    def new_matcher(self) -> LLMatcher:
+        return LLMatcher(self.grammars.tokens, self.source)
 
     def start(self) -> "GrammarState":
-        return GrammarState(self.grammars, self.matcher.deep_copy())
+        return GrammarState(self.grammars, self)
 
 
 class GrammarState:
-    def __init__(self, grammars: Grammars, matcher: LLMatcher) -> None:
-        self.grammars, self.matcher = grammars, matcher
+    def __init__(self, grammars: Grammars, grammar: Grammar) -> None:
+        self.grammars, self.grammar = grammars, grammar
+        self.matcher = grammar.matcher.deep_copy()
+        self.taken: list[int] = []  # tokens of the text, without its end
+        self.is_renewed = False
         self.has_ended = False
         self.known: dict[Path, Tensor] = {}  # masks after the present text: a level's drafts and their target ask alike
 
@@ -130,37 +154,51 @@ class GrammarState:
         return self.known[path]
 
     def _mask(self, path: Path) -> Bool[Tensor, " vocab"]:
-        size, ends = self.grammars.vocab_size, self.grammars.end_tokens
+        ends, mask = self.grammars.end_tokens, torch.zeros(self.grammars.vocab_size, dtype=torch.bool)
         if self.has_ended or ends & {*path}:
-            mask = torch.zeros(size, dtype=torch.bool)
             mask[[*ends]] = True
             return mask
+        if path and self.is_renewed:
+            return mask
         taken = self.matcher.try_consume_tokens([*path])
-        if self.matcher.is_error():  # final: the grammar has grown beyond the library's limits
-            return torch.zeros(size, dtype=torch.bool)
-        assert taken == len(path), "the path is not allowed"
         bits = numpy.frombuffer(self.matcher.compute_bitmask(), dtype=numpy.uint8)
+        if self.matcher.is_error():
+            return self._mask(path) if self._renew() else mask
+        assert taken == len(path), "the path is not allowed"
+        mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: len(mask)].astype(bool))
         may_end = self.matcher.is_accepting()
+        mask[self.grammars.no_text] = False  # the library would have a special token for the text that spells it
+        mask[[*ends]] = may_end  # an end token may also be ordinary text, which would end the output all the same
+        if not mask.any() and (forced := self.matcher.compute_ff_bytes()):
+            mask[self.grammars.tokens.greedy_tokenize(forced.decode(errors="ignore"))[0]] = True
         if path:
             self.matcher.rollback(len(path))
-        mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[:size].astype(bool))
-        if not may_end:  # an end token may also be ordinary text, which would end the output all the same
-            mask[[*ends]] = False
         return mask
 
+    def _renew(self) -> bool:
+        """Begin anew after an error of the matcher, which is final; returns whether this is the first time.
+
+        Drafts, and other texts of one request, count towards the library's limits. They must not end a text that would
+        go on without them, so after the first error it goes on without drafts.
+        """
+        if self.is_renewed:
+            return False
+        self.is_renewed, self.matcher = True, self.grammar.new_matcher()
+        self.matcher.consume_tokens(self.taken)
+        return True
+
     def advance(self, tokens: list[int]) -> int:
-        count = 0
-        for token in tokens:
+        for count, token in enumerate(tokens):
             if not bool(self.allowed(())[token]):
-                break
-            is_end = token in self.grammars.end_tokens
-            is_taken = is_end or self.matcher.consume_token(token)
+                return count
+            if token in self.grammars.end_tokens:
+                self.has_ended = True
+            elif self.matcher.consume_token(token) or (self._renew() and self.matcher.consume_token(token)):
+                self.taken.append(token)
+            else:  # beyond the library's limits
+                return count
             self.known.clear()
-            if not is_taken:  # beyond the library's limits
-                break
-            self.has_ended = self.has_ended or is_end
-            count += 1
-        return count
+        return len(tokens)
 
 
 def inlined(schema: Any) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
+from headstart.inference.core.constraint import NoWayOnError
 from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request, TokenScores
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.errors import ApiError
@@ -137,6 +138,8 @@ class Engine:
             job.number = self.loop.submit(job.request)
         except ValueError as error:
             self._report([(job, ApiError(400, str(error)))])
+        except Exception as error:
+            self._report([(job, own_failure(error))])
         else:
             self.jobs[job.number] = job
 
@@ -191,8 +194,12 @@ class Engine:
         """The jobs that have ended since the last call; the loop forgets them."""
         found: list[tuple[Job, Event]] = []
         for number, generation in self.loop.take_ended():
-            job = self.jobs.pop(number)
-            found.append((job, End(generation.finish, generation.stats)))
+            job, error = self.jobs.pop(number), generation.error
+            if isinstance(error, NoWayOnError):
+                found.append((job, ApiError(400, str(error))))
+            else:
+                ended = End(generation.finish, generation.stats)
+                found.append((job, ended if error is None else own_failure(error)))
             self.loop.forget(number)
         return found
 
@@ -210,3 +217,9 @@ class Engine:
 
         if events and not self.asyncio.is_closed():
             self.asyncio.call_soon_threadsafe(put)
+
+
+def own_failure(error: Exception) -> ApiError:
+    """What the client of a failed choice is told; the log gets the traceback."""
+    traceback.print_exception(error)
+    return ApiError(500, f"this choice failed ({type(error).__name__}); the server's log has the reason")

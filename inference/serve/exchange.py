@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree, TokenScores
-from headstart.inference.serve.engine import End, Engine, Event, Job, Update
+from headstart.inference.serve.engine import End, Engine, Event, Job, Update, own_failure
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
@@ -190,12 +190,17 @@ class Exchange:
             if self.first is None:
                 self.first, self.read = event.at, event.at - event.seconds
             self.last = event.at
-            output = job.grow(event)
-            if job.is_over:
-                self.engine.cancel(job)  # if the loop has not found the end itself
-            return job, output
-        self.running.discard(job)
-        self.ended = time.perf_counter()
+        else:
+            self.running.discard(job)
+            self.ended = time.perf_counter()
         if isinstance(event, ApiError):
+            job.finish = "error"
             raise event
-        return job, job.end(event)
+        try:
+            output = job.grow(event) if isinstance(event, Update) else job.end(event)
+        except Exception as error:  # such as in the text of its tokens
+            job.finish = "error"
+            raise own_failure(error) from error
+        if isinstance(event, Update) and job.is_over:
+            self.engine.cancel(job)  # if the loop has not found the end itself
+        return job, output

@@ -18,6 +18,7 @@ __all__ = [
     "end_tokens_of",
     "load_tokenizer",
     "same_tokenizer",
+    "spells_special_token",
     "text_of",
     "visible_text_of",
 ]
@@ -88,6 +89,11 @@ def marks_after_answer(tokenizer: Tokenizer) -> list[int]:
     special = {*tokenizer.all_special_ids, *(i for i, each in tokenizer.added_tokens_decoder.items() if each.special)}
     after = tokenizer(text.partition(words)[2].lstrip(), add_special_tokens=False)["input_ids"]
     return list(takewhile(special.__contains__, after))
+
+
+def spells_special_token(tokenizer: Tokenizer, text: str) -> bool:
+    """Does a text hold that of a special token, which `visible_text_of` leaves out?"""
+    return any(added.special and added.content in text for added in tokenizer.added_tokens_decoder.values())
 
 
 def same_tokenizer(one: Tokenizer, other: Tokenizer) -> bool:

@@ -21,7 +21,7 @@ from headstart.inference.serve.requests.fields import (
 )
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import text_of, visible_text_of
+from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
@@ -69,6 +69,8 @@ class RequestReader:
         self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
         text = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
         stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
+        shows_all = any(spells_special_token(self.prompts.tokenizer, stop) for stop in stops)
+        searched = partial(text_of, self.prompts.tokenizer) if shows_all else text
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
         calls = self.tool_calls(fields)
@@ -78,7 +80,7 @@ class RequestReader:
                 prompt,
                 self.room(prompt, fields),
                 replace(sampling, seed=seed + copy),
-                StopStrings(stops, text) if stops else None,
+                StopStrings(stops, searched) if stops else None,
                 alternatives is not None,
                 isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
                 ends,
@@ -197,7 +199,7 @@ class RequestReader:
         if own.json_ is not None:
             return self.grammars.json_schema(own.json_, "structured_outputs.json")
         regex = "|".join(map(re.escape, own.choice)) if own.choice else own.regex
-        return None if regex is None else self.grammars.regex(regex, "structured_outputs.regex")
+        return None if regex is None else self.grammars.regex(regex, f"structured_outputs.{given[0]}")
 
     @cached_property
     def grammars(self) -> Grammars:

@@ -14,7 +14,10 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class WrittenText:
-    """Gives text out once it is certain that no stop string begins in it. The texts joined are the whole text."""
+    """Gives text out once it is certain that no stop string begins in it. The texts joined are the whole text.
+
+    Stop strings are searched in the text that they are given with, which may show special tokens that `text` hides.
+    """
 
     def __init__(
         self,
@@ -29,12 +32,17 @@ class WrittenText:
         # A character that the prompt begins comes with the token that completes it.
         self.echo = text(prompt).rstrip(REPLACEMENT_CHARACTER) if echo else ""
         self.count = len(self.echo)  # characters so far, those that are held included
-        self.held: list[TokenText] = []
+        self.searched = None if stop is None or stop.detokenize is text else TextStream(stop.detokenize, prompt)
+        self.held: list[tuple[str, TokenText]] = []  # each with the text in which stop strings are searched
         self.stopped: str | None = None  # the stop string that was found
 
     def add(self, token: int, depth: int | None) -> list[TokenText]:
         """Take in a token; returns what is certain now. After a stop string nothing is."""
-        return [] if self.stopped is not None else self._take(TokenText(self.stream.piece(token), depth))
+        if self.stopped is not None:
+            return []
+        shown = self.stream.piece(token)
+        self.count += len(shown)
+        return self._take(shown if self.searched is None else self.searched.piece(token), TokenText(shown, depth))
 
     def offset(self, token: int) -> int:
         """Where the text of a token that comes next will begin; of a part of a character, where that one begins."""
@@ -45,25 +53,36 @@ class WrittenText:
         """The text that was held back, after the last token."""
         if self.stopped is not None:
             return []
-        found = self._take(TokenText(self.stream.rest(), None))
+        shown = self.stream.rest()
+        self.count += len(shown)
+        found = self._take(shown if self.searched is None else self.searched.rest(), TokenText(shown, None))
         rest, self.held = self.held, []
-        return found + rest
+        return found if self.stopped is not None else found + [shown for _, shown in rest if shown.text]
 
-    def _take(self, fresh: TokenText) -> list[TokenText]:
-        self.count += len(fresh.text)
-        if fresh.text:
-            self.held.append(fresh)
-        text = joined(self.held)
+    def _take(self, searched: str, shown: TokenText) -> list[TokenText]:
+        if searched or shown.text:
+            self.held.append((searched, shown))
+        text = "".join(searched for searched, _ in self.held)
         if self.stop is not None and (found := self.stop.first_in(text)) is not None:
             place, self.stopped = found
-            held, self.held = self.held, []
-            return take_characters(held, place + len(self.stopped) * self.include_stop)
+            return self._until(place, place + len(self.stopped) * self.include_stop)
         certain = len(text) - num_begun(text, self.stop.strings if self.stop is not None else ())
         given = []
-        while self.held and len(self.held[0].text) <= certain:
-            certain -= len(self.held[0].text)
-            given.append(self.held.pop(0))
-        return given
+        while self.held and len(self.held[0][0]) <= certain:
+            searched, shown = self.held.pop(0)
+            certain -= len(searched)
+            given.append(shown)
+        return [each for each in given if each.text]
+
+    def _until(self, place: int, end: int) -> list[TokenText]:
+        """What is held: as it is shown before this place of the searched text, as it is searched from there on."""
+        given, first = [], 0
+        for searched, shown in self.held:
+            before = max(place - first, 0)
+            text = shown.text if before >= len(searched) else shown.text[:before]
+            given.append(TokenText(text + searched[before : max(end - first, 0)], shown.depth))
+            first += len(searched)
+        return [each for each in given if each.text]
 
 
 class ToolCallParser:
