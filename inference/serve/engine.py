@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 
 from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.errors import ApiError, stopping
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Engine:
             traceback.print_exc()
         finally:
             self.running = False
-            self._fail_all("the server is stopping")
+            self._fail_all(stopping())
             while not self.orders.empty():
                 self.orders.get()()
 
@@ -129,7 +129,7 @@ class Engine:
 
     def _submit(self, job: Job) -> None:
         if not self.running:
-            self._report([(job, ApiError(503, "the server is stopping; send the request again"))])
+            self._report([(job, stopping())])
             return
         try:
             job.number = self.loop.submit(job.request)
@@ -155,7 +155,7 @@ class Engine:
             self.failures += 1
             lost = f"the step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
-            self._fail_all("decoding failed; the server's log has the reason")
+            self._fail_all(ApiError(500, "decoding failed; the server's log has the reason"))
             self.cache_usage = 0.0
             self.loop = self.make_loop()
             return
@@ -192,9 +192,9 @@ class Engine:
             self.loop.forget(number)
         return found
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: ApiError) -> None:
         jobs, self.jobs = self.jobs, {}
-        self._report([(job, ApiError(500, reason)) for job in jobs.values()])
+        self._report([(job, error) for job in jobs.values()])
 
     def _report(self, events: list[tuple[Job, Event]]) -> None:
         """Put each event into its job's queue, all in one turn of asyncio's loop."""

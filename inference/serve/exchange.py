@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
 from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
@@ -174,4 +174,6 @@ class Exchange:
         self.ended = time.perf_counter()
         if isinstance(event, ApiError):
             raise event
+        if event.finish == "cancelled" and self.first is None:  # by a server that stops: its client has nothing yet
+            raise stopping()
         return job, job.end(event)

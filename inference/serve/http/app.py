@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -69,6 +70,9 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
     add_state(app, service)
     for route, name in FILES.items():
         app.get(route)(partial(page_file, name))
+    for each in app.routes:
+        if isinstance(each, APIRoute) and "GET" in each.methods:
+            each.methods.add("HEAD")
     return Front(app, settings, log), service
 
 
@@ -200,8 +204,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 400:
         return error_response(not_json(cause))
     if isinstance(error, HTTPException):
-        says = {404: "there is no such path here", 405: "this path has another method"}
+        headers = dict(error.headers or {})
+        says = {404: "there is no such path here", 405: f"this path has another method ({headers.get('allow')})"}
         what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
-        return error_response(ApiError(error.status_code, what))
+        return error_response(ApiError(error.status_code, what, headers=headers))
     request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
     return error_response(ApiError(500, f"the server failed; its log has the reason for request {request_id}"))

@@ -1,4 +1,4 @@
-"""Reads bodies with limits, writes streams of events, and notices when the client leaves."""
+"""Reads requests with limits, writes streams of events, and notices when the client leaves."""
 
 import asyncio
 import json
@@ -7,8 +7,10 @@ from collections.abc import AsyncGenerator, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import h11
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
@@ -21,6 +23,39 @@ CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
 
 class ClientGoneError(Exception):
     """The client has closed the connection."""
+
+
+class TimedHeaders(H11Protocol):
+    """uvicorn's protocol, but a connection is closed if a request's headers take longer than `seconds`."""
+
+    def __init__(self, seconds: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.seconds = seconds
+        self.late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def _time(self) -> None:
+        """Let the time run from a request's first byte, or from the connection, until its headers are there."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self.late is None:
+            self.late = self.loop.call_later(self.seconds, self.timeout_keep_alive_handler)
+
+    def _stop(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
 
 
 def limited(receive: Receive, settings: ServerSettings) -> Receive:

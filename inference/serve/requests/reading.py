@@ -53,6 +53,10 @@ class RequestReader:
         stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
+        if seed + fields.n > 2**63:
+            raise wrong(
+                "seed", seed, f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is", "lower it"
+            )
         sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
         requests = [
             Request(
