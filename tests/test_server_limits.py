@@ -199,6 +199,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     ),
     "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "no such field")),
     "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "no such field")),
+    "obfuscation": (
+        COMPLETION,
+        {"stream_options": {"include_obfuscation": True}},
+        400,
+        ("include_obfuscation", "only false"),
+    ),
+    "token ids in answers": (CHAT, {"return_token_ids": True}, 400, ("return_token_ids", "not support", "only false")),
     "beam search": (COMPLETION, {"use_beam_search": True}, 400, ("use_beam_search", "not support", "only false")),
     "a misspelt field": (
         COMPLETION,

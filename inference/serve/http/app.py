@@ -22,7 +22,6 @@ from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.http.front import Front, error_response, log_entry
 from headstart.inference.serve.http.transport import (
     CLIENT_GONE,
-    DONE,
     KEEP_ALIVE,
     ClientGoneError,
     EventStream,
@@ -39,6 +38,7 @@ from headstart.inference.serve.requests.fields import (
     not_json,
     refusal,
 )
+from headstart.inference.serve.requests.responses import ResponsesAnswer, ResponsesRequest, in_own_words
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.tokenizer import text_of
 
@@ -85,9 +85,16 @@ def add_completions(app: FastAPI, service: Service) -> None:
     async def completion(fields: CompletionRequest, request: Request) -> Response:
         return await complete(request, service, fields, CompletionAnswer)
 
+    @app.post("/v1/responses")
+    async def response(fields: ResponsesRequest, request: Request) -> Response:
+        try:
+            return await complete(request, service, fields.as_chat(), partial(ResponsesAnswer, fields))
+        except ApiError as error:
+            raise in_own_words(error) from None
+
 
 async def complete(
-    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: type[Answer]
+    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: Callable[..., Answer]
 ) -> Response:
     """Answer a request for text, in one piece or as a stream."""
     service.admit(1)  # before its prompts are read
@@ -113,17 +120,23 @@ async def gather(exchange: Exchange) -> None:
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
     """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
+    begun = opened = False
     try:
-        begun = False
         async for found in exchange.outputs(service.settings.keep_alive):
+            begun = True
             if found is None:
                 yield KEEP_ALIVE
                 continue
-            chunks = answer.chunks(*found)
-            for chunk in chunks if begun else [*answer.opening(), *chunks]:
+            opening = [] if opened else answer.opening()
+            for chunk in [*opening, *answer.chunks(*found)]:
                 yield event(chunk)
-            begun = True
-        yield DONE
+            opened = True
+        yield answer.last
+    except ApiError as error:
+        if not begun:
+            raise
+        yield event(answer.failed(error))
+        yield answer.last
     finally:
         await service.finish(exchange, log_entry(request))
 

@@ -17,7 +17,6 @@ from headstart.inference.serve.options import ServerSettings
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
-DONE = "data: [DONE]\n\n"
 CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
 
 
@@ -110,7 +109,7 @@ async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Fou
 class EventStream(Response):
     """Server-sent events. They are closed, wherever they are, when the client leaves.
 
-    An ApiError before the first byte is an answer with its status; one after that is an event.
+    An ApiError before the first one is an answer with its status.
     """
 
     media_type = "text/event-stream"
@@ -130,23 +129,16 @@ class EventStream(Response):
             await self.events.aclose()  # if the client left before the first one
 
     async def _write(self, send: Send) -> None:
-        try:
-            async with aclosing(self.events):
-                async for each in self.events:
-                    await self._send(send, each)
-        except ApiError as error:
-            if not self.begun:
-                raise
-            await self._send(send, event(error.body()))
-            await self._send(send, DONE)
+        async with aclosing(self.events):
+            async for each in self.events:
+                if not self.begun:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    self.begun = True
+                await send({"type": "http.response.body", "body": each.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, text: str) -> None:
-        if not self.begun:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            self.begun = True
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """An object as an event; one that has a type is named after it."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"
