@@ -18,7 +18,7 @@ Json = dict[str, Any]
 class Answer:
     """The common form of chat and text completions; subclasses shape a choice."""
 
-    last = "[DONE]"  # the last event of a stream, if there is one of no object
+    last = "data: [DONE]\n\n"  # the end of a stream
 
     prefix: str  # begins the id
     whole_object: str
