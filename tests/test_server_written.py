@@ -46,13 +46,13 @@ TEXT = f"Let me look.\n<tool_call>\n{json.dumps(CALL, ensure_ascii=False)}\n</to
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
-    draw, parser, rest, seen = random.Random(seed), ToolCallParser(), TEXT, ""
+    draw, parser, rest, seen = random.Random(seed), ToolCallParser(["weather", "f"]), TEXT, ""
     calls: list[ToolCall] = []
     while rest:
         count = draw.randint(1, 40 if seed % 2 else 5)
         pieces, more = parser.add([TokenText(rest[:count], None)])
         rest, seen, calls = rest[count:], seen + "".join(piece.text for piece in pieces), calls + more
-    pieces, more = parser.end()
+    pieces, more = parser.add([], is_end=True)
     seen, calls = seen + "".join(piece.text for piece in pieces), calls + more
     assert seen == "Let me look.\n and <tool_call>no</tool_call>!"
     [function] = [call["function"] for call in calls]
@@ -60,8 +60,11 @@ def test_tool_calls_are_found_however_their_marks_are_split(seed: int) -> None:
 
 
 def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
-    whole, cut = ToolCallParser(), ToolCallParser()
+    whole, cut = ToolCallParser(["weather", "f"]), ToolCallParser(["weather", "f"])
     whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
-    assert whole.end()[1][0]["function"]["arguments"] == "{}"
+    assert whole.add([], is_end=True)[1][0]["function"]["arguments"] == "{}"
     cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
-    assert ("".join(piece.text for piece in cut.end()[0]), cut.calls) == ('<tool_call>{"name": "f", "argu', [])
+    assert ("".join(piece.text for piece in cut.add([], is_end=True)[0]), cut.calls) == (
+        '<tool_call>{"name": "f", "argu',
+        [],
+    )

@@ -125,6 +125,7 @@ class Request:
     sampling: Sampling = GREEDY
     stop: StopStrings | None = None
     logprobs: bool = False
+    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to report with each logprob
@@ -154,6 +155,7 @@ class Generation:
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
+    prompt_scores: TokenScores | None = None  # of the prompt's tokens but the first, if the request asks for them
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
     cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import masked_roots
-from headstart.inference.core.request import EmittedTokens, Request, Sequence
+from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
@@ -31,6 +31,22 @@ class PromptChunk:
     def tokens(self) -> list[int]:
         return self.row.text[self.before : self.before + self.count]
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether logits are wanted after each of its tokens, and not after the last one alone."""
+        return self.row.request.prompt_logprobs
+
+    def score(self, logits: Float[Tensor, "count vocab"]) -> None:
+        """Add the log-probabilities of the tokens after these."""
+        following = self.row.text[self.before + 1 : self.before + 1 + self.count]
+        tokens = torch.tensor(following, dtype=torch.long, device=logits.device)
+        scores = token_scores(self.row.request, logits[: len(following)], tokens)
+        before = self.row.generation.prompt_scores or TokenScores([], [])
+        assert scores is not None
+        self.row.generation.prompt_scores = TokenScores(
+            before.chosen + scores.chosen, before.alternatives + scores.alternatives
+        )
+
 
 class PromptReader:
     """Reads prompts into the places after a batch's rows, and lets their rows join."""
@@ -45,15 +61,17 @@ class PromptReader:
         for it, or if prefixes are known and the target cannot read parts side by side.
         """
         batch, prompts = self.batch, [request.prompt for request in requests]
-        known = [batch.known_tokens(prompt) for prompt in prompts]
+        scores = [request.prompt_logprobs for request in requests]
+        known = [0 if own else batch.known_tokens(prompt) for prompt, own in zip(prompts, scores, strict=True)]
         rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
         if sum(rests) > most:
             return False
         *others, last = prompts
         end = known[-1] + BLOCK
-        if batch.prefixes is not None and len(last) > end and any(other[:end] == last[:end] for other in others):
+        finds_prefixes = batch.prefixes is not None and not scores[-1]
+        if finds_prefixes and len(last) > end and any(other[:end] == last[:end] for other in others):
             return False
-        if any(known) and not self.target.packs:
+        if any(known + scores) and not self.target.packs:
             return False
         return batch.fits(requests)
 
@@ -61,7 +79,7 @@ class PromptReader:
         """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
         batch = self.batch
         if rows:
-            prefixes = [batch.use_prefix(row.text) for row in rows]
+            prefixes = [None if row.request.prompt_logprobs else batch.use_prefix(row.text) for row in rows]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
             if count <= most and (len(rows) > 1 or prefixes[0] is None):
                 return self._seat(rows, prefixes)
@@ -89,16 +107,18 @@ class PromptReader:
 
     def parts(self, chunks: list[PromptChunk]) -> list[Part]:
         """The chunks as parts of a pass."""
+        rows = [self.batch.cache.row(chunk.place) for chunk in chunks]
         return [
-            chunk_part(self.target, chunk.tokens, self.batch.cache.row(chunk.place), chunk.before) for chunk in chunks
+            chunk_part(self.target, chunk.tokens, row, chunk.before, not chunk.is_scored)
+            for chunk, row in zip(chunks, rows, strict=True)
         ]
 
     def read(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
-        """Read chunks in a pass of their own; returns the target's output for each, with its last logits alone."""
+        """Read chunks in a pass of their own; returns the target's output for each, with the logits that it needs."""
         tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
         if len(chunks) == 1:
-            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before)]
-        if any(chunk.before for chunk in chunks):
+            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
+        if any(chunk.before or chunk.is_scored for chunk in chunks):
             return self.target.forward_parts(self.parts(chunks))
         return read_prompts(self.target, tokens, rows)
 
@@ -113,6 +133,8 @@ class PromptReader:
             chunk.row.unread.add(taps)
             if batch.prefixes is not None:
                 chunk.row.kept.append(taps)
+            if chunk.is_scored:
+                chunk.score(output.logits[0])
         reading = batch.reading
         if reading is not None:
             (chunk,) = chunks
@@ -126,7 +148,7 @@ class PromptReader:
             batch.reading = None
             if reading.place != len(batch.rows):  # another row has ended meanwhile
                 batch.cache.move(reading.place, len(batch.rows), reading.count)
-        return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0] for output in outputs]))
+        return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0, -1:] for output in outputs]))
 
     def _start(self, rows: list[Sequence], logits: Float[Tensor, "rows 1 vocab"]) -> list[EmittedTokens]:
         """Let rows decode whose prompts were read. The logits after these give the first new tokens.
@@ -172,20 +194,22 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
 
 
-def read_chunk(target: TargetModel, tokens: list[int], row: KVCache, before: int) -> TargetOutput:
-    """Read the next tokens of a prompt after those `before` that its row holds; the logits are those after the last."""
-    part = chunk_part(target, tokens, row, before)
+def read_chunk(
+    target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
+) -> TargetOutput:
+    """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    part = chunk_part(target, tokens, row, before, last_only)
     if before:
         masks = target.masks(part.slots, part.block)
-        return target.forward(part.tokens, part.positions, masks, row, last_only=True)
-    return target.forward(part.tokens, cache=row, last_only=True)
+        return target.forward(part.tokens, part.positions, masks, row, last_only)
+    return target.forward(part.tokens, cache=row, last_only=last_only)
 
 
-def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int) -> Part:
+def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:
     """A chunk of a prompt as a part of a pass with other parts."""
     row.set_lengths([before])
     inputs = torch.tensor([tokens], device=target.device)
-    return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only=True)
+    return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only)
 
 
 def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:

@@ -16,6 +16,7 @@ from llguidance.hf import from_tokenizer
 from torch import Tensor
 
 from headstart.inference.core.constraint import Path
+from headstart.inference.serve.requests.text import CLOSE, OPEN
 from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 
 # One line, as most models write JSON. With free white space a text could go on for ever without getting anywhere.
@@ -80,6 +81,23 @@ class Grammars:
         """Text that matches this regular expression as a whole. Raises ValueError, beginning with `name`."""
         return self._checked(LLMatcher.grammar_from_regex(pattern), name, "a regular expression without look-around")
 
+    def tool_calls(self, tools: dict[str, Any], only_one: bool, content: Any = None) -> "Grammar":
+        """Calls of tools, given by name with the schemas of their arguments, as `ToolCallParser` reads them.
+
+        `content`: in place of calls the text may be JSON that this schema allows. Raises ValueError for a schema of no
+        use.
+        """
+        newline, rules, names = r'"\n"?', [], []  # the model writes it or not, as it has learned
+        for number, (name, schema) in enumerate(tools.items()):
+            self.json_schema(schema, f"tools: parameters of {name}")
+            begin = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
+            names.append(f"tool{number}")
+            rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(schema)}"]
+        rules.append(f'call: "{OPEN}" {newline} ({" | ".join(names)}) {newline} "{CLOSE}"')
+        rules.append("calls: call" if only_one else f"calls: call ({newline} call)*")
+        rules += ["start: calls"] if content is None else ["start: calls | content", f"content: {inlined(content)}"]
+        return self._checked(LLMatcher.grammar_from_lark("\n".join(rules)), "tools", "a list of tools")
+
     def _checked(self, source: str, name: str, allowed: str) -> "Grammar":
         if error := LLMatcher.validate_grammar(source, self.tokens):
             raise ValueError(f"{name}: {one_line(error)}; {allowed} is allowed: correct it")
@@ -139,6 +157,11 @@ class GrammarState:
             self.has_ended = self.has_ended or is_end
             count += 1
         return count
+
+
+def inlined(schema: Any) -> str:
+    """A JSON schema within a grammar of calls."""
+    return f"%json {json.dumps({'x-guidance': LAYOUT, **schema})}"
 
 
 def one_line(error: object) -> str:

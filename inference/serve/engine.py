@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
-from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request
+from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request, TokenScores
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.errors import ApiError, stopping
 
@@ -22,6 +22,8 @@ class Update:
     block: EmittedTokens
     logprobs: list[float]  # one for each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
+    is_first: bool  # of its choice
+    prompt: TokenScores | None  # of the prompt's tokens but the first, with the first update; None if not asked for
     cached: int  # tokens of the prompt that were not read again
     drafted: int  # draft tokens that the target verified in this step
     accepted: int  # those of them that it accepted, also beyond the end of the text
@@ -173,7 +175,9 @@ class Engine:
             block,
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
-            generation.cached_tokens,
+            is_first=first == 0,
+            prompt=generation.prompt_scores if first == 0 else None,
+            cached=generation.cached_tokens,
             drafted=stats.drafted - job.drafted,
             accepted=accepted - job.accepted,
             is_step=stats.steps > job.steps,

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
+from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree, TokenScores
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
@@ -18,8 +18,9 @@ from headstart.inference.show.text_stream import TokenText
 @dataclass(frozen=True)
 class TokenLogprob:
     token: int
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt
     alternatives: Alternatives  # the likeliest tokens in its place
+    offset: int  # where its text begins; for a part of a character, where that one begins
 
 
 @dataclass
@@ -47,50 +48,71 @@ class Output:
 class Choice(Job):
     """A choice and its output so far."""
 
+    wanted: Wanted
     written: WrittenText
     parser: ToolCallParser | None
-    stop_tokens: list[int]  # those of the request, not the target's own
     output: Output = field(default_factory=Output)
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # tokens of the prompt that were not read again
     finish: str | None = None  # in OpenAI's words; None until the choice has ended
     stop_reason: str | int | None = None
-    offset: int = 0  # characters of the tokens whose logprobs are in an answer already
     stats: DecodeStats | None = None  # once it has ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may be added any more, whatever the engine still writes."""
+        has_stopped = self.written.stopped is not None or (self.parser is not None and self.parser.is_done)
+        return has_stopped or self.wanted.fields.max_tokens == 0
 
     def grow(self, update: Update) -> Output:
         """Take in a step; returns what it adds to the output."""
         self.cached = update.cached
         found = Output(count=len(update.block.tokens), tree=update.block.tree, seconds=update.seconds)
+        if update.is_first:
+            found.shown += [TokenText(self.written.echo, None)] if self.written.echo else []
+            found.logprobs += [] if update.prompt is None else self.prompt_logprobs(update.prompt)
         for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
-            if self.written.stopped is not None:
+            if self.is_over:
                 break
             self.tokens.append(token)
             if update.logprobs:
                 alternatives = update.alternatives[place] if update.alternatives else []
-                found.logprobs.append(TokenLogprob(token, update.logprobs[place], alternatives))
+                found.logprobs.append(
+                    TokenLogprob(token, update.logprobs[place], alternatives, self.written.offset(token))
+                )
             if token not in (self.request.end_tokens or ()):
-                found.shown += self.written.add(token, depth)
-        if self.parser is not None:
-            found.shown, found.calls = self.parser.add(found.shown)
+                self.show(found, self.written.add(token, depth))
         self.output.add(found)
+        return found
+
+    def show(self, found: Output, fresh: list[TokenText], is_end: bool = False) -> None:
+        """Add text to an output, tool calls apart."""
+        shown, calls = (fresh, []) if self.parser is None else self.parser.add(fresh, is_end)
+        found.shown, found.calls = found.shown + shown, found.calls + calls
+
+    def prompt_logprobs(self, scores: TokenScores) -> list[TokenLogprob]:
+        """Those of the prompt's tokens, whose text is the echo."""
+        echo, found = WrittenText(self.wanted.text, []), []
+        alternatives: list[Alternatives] = scores.alternatives or [[] for _ in scores.chosen]
+        scored = zip(self.request.prompt, [None, *scores.chosen], [[], *alternatives], strict=True)
+        for token, logprob, likeliest in scored:
+            found.append(TokenLogprob(token, logprob, likeliest, echo.offset(token)))
+            echo.add(token, None)
         return found
 
     def end(self, event: End) -> Output:
         """Take in the end; returns what was held back until now."""
         self.stats = event.stats
-        found = Output(self.written.end(), seconds=event.stats.seconds)
-        if self.parser is not None:
-            found.shown, found.calls = self.parser.add(found.shown)
-            rest, calls = self.parser.end()
-            found.shown, found.calls = found.shown + rest, found.calls + calls
+        found = Output(seconds=event.stats.seconds)
+        self.show(found, self.written.end(), is_end=True)
         self.output.add(found)
+        fields = self.wanted.fields
         self.finish = {"end": "stop", "cancelled": "abort"}.get(event.finish, event.finish)
-        if self.written.stopped is not None:
-            self.finish, self.stop_reason = "stop", self.written.stopped
-        elif event.finish == "end" and self.tokens[-1] in self.stop_tokens:
+        if self.is_over:
+            self.finish, self.stop_reason = "length" if fields.max_tokens == 0 else "stop", self.written.stopped
+        elif event.finish == "end" and self.tokens[-1] in fields.stop_token_ids:
             self.stop_reason = self.tokens[-1]
-        if self.output.calls and self.finish == "stop":
+        if self.output.calls and self.finish == "stop" and not self.wanted.calls.is_named:
             self.finish = "tool_calls"
         return found
 
@@ -113,9 +135,11 @@ class Exchange:
                 index,
                 request,
                 self.events,
-                written=WrittenText(wanted.text, request.prompt, request.stop, fields.include_stop_str_in_output),
-                parser=ToolCallParser() if wanted.has_tools else None,
-                stop_tokens=fields.stop_token_ids,
+                wanted=wanted,
+                written=WrittenText(
+                    wanted.text, request.prompt, request.stop, fields.include_stop_str_in_output, wanted.echoes
+                ),
+                parser=ToolCallParser(wanted.calls.schemas, wanted.calls.only_one) if wanted.calls.schemas else None,
             )
             for index, request in enumerate(wanted.requests)
         ]
@@ -167,8 +191,8 @@ class Exchange:
                 self.first, self.read = event.at, event.at - event.seconds
             self.last = event.at
             output = job.grow(event)
-            if job.written.stopped is not None:
-                self.engine.cancel(job)  # if the loop has not found the stop string itself
+            if job.is_over:
+                self.engine.cancel(job)  # if the loop has not found the end itself
             return job, output
         self.running.discard(job)
         self.ended = time.perf_counter()

@@ -22,17 +22,29 @@ class TextStream:
     The pieces joined, with the rest at the end, are the whole text.
     """
 
-    def __init__(self, text: Detokenize, before: list[int]) -> None:
-        """`before` are the tokens in front of the first one, such as the prompt."""
+    def __init__(self, text: Detokenize, before: list[int], is_shown: bool = False) -> None:
+        """`before` are the tokens in front of the first one, such as the prompt.
+
+        They may end inside a character. If it becomes complete, all of it comes with its last token. `is_shown`: their
+        own text, without such an end, is shown in front of this one.
+        """
         self.text = text
         self.tokens = before[-CONTEXT:]
-        self.given = len(text(self.tokens))  # characters of these tokens' text that were given out
+        whole = text(self.tokens)
+        self.given = len(whole.rstrip(REPLACEMENT_CHARACTER))  # characters of these tokens' text that were given out
+        self.unsure = "" if is_shown else whole[self.given :]  # what follows them before the first token
+        self.held = len(whole) - self.given - len(self.unsure)  # replacement characters that are held back
 
     def piece(self, token: int) -> str:
         """The text that this token makes certain."""
         self.tokens.append(token)
         whole = self.text(self.tokens)
         certain = whole.rstrip(REPLACEMENT_CHARACTER)  # the last character's bytes may not be complete
+        if self.unsure and len(certain) > self.given:
+            if whole.startswith(self.unsure, self.given):  # no token has completed it
+                self.given += len(self.unsure)
+            self.unsure = ""
+        self.held = max(len(whole) - len(certain) - len(self.unsure), 0)
         piece = certain[self.given :]
         self.given = max(self.given, len(certain))
         if len(certain) == len(whole) and len(self.tokens) > 4 * CONTEXT:
@@ -42,4 +54,4 @@ class TextStream:
 
     def rest(self) -> str:
         """The text that was held back, after the last token."""
-        return self.text(self.tokens)[self.given :]
+        return self.text(self.tokens)[self.given :].removeprefix(self.unsure)

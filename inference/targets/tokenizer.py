@@ -1,5 +1,6 @@
 """Tokenizers of targets and draft models: loading, decoding and comparing them."""
 
+import re
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -10,6 +11,7 @@ __all__ = [
     "REPLACEMENT_CHARACTER",
     "FastTokenizer",
     "Tokenizer",
+    "bytes_of",
     "chat_tokens",
     "load_tokenizer",
     "same_tokenizer",
@@ -17,6 +19,12 @@ __all__ = [
     "visible_text_of",
 ]
 
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # where bytes are tokens of last resort
+# Byte-level tokenizers name a byte by its character in Latin-1, or by a later one if that would not be visible.
+VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
+BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(HIDDEN)}
+SPACE = "\u2581"  # in names of SentencePiece's tokens
 REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of a character are still missing
 
 
@@ -41,6 +49,20 @@ def chat_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[in
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens, special tokens included."""
     return str(tokenizer.decode(tokens))
+
+
+def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
+    """The bytes of one token, also of one that is a part of a character."""
+    text = text_of(tokenizer, [token])
+    spelled = str(tokenizer.convert_ids_to_tokens(token))
+    if REPLACEMENT_CHARACTER in text:
+        if byte := BYTE_TOKEN.fullmatch(spelled):
+            return bytes([int(byte[1], 16)])
+        if {*spelled} <= BYTE_OF.keys():
+            return bytes(BYTE_OF[character] for character in spelled)
+    if spelled.startswith(SPACE):  # a decoder may drop the space that begins a text
+        return spelled.replace(SPACE, " ").encode()
+    return text.encode()
 
 
 def visible_text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -25,6 +25,7 @@ from headstart.inference.serve.http.transport import (
     KEEP_ALIVE,
     ClientGoneError,
     EventStream,
+    JsonRoute,
     event,
     unless_gone,
 )
@@ -63,6 +64,7 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
         service.engine.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.router.route_class = JsonRoute
     for kind in (ApiError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     add_completions(app, service)

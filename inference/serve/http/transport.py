@@ -3,17 +3,20 @@
 import asyncio
 import json
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
 import h11
+from fastapi.routing import APIRoute
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.requests.fields import read_json
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
@@ -84,6 +87,23 @@ def limited(receive: Receive, settings: ServerSettings) -> Receive:
                 raise ApiError(413, large)
 
     return receive_some
+
+
+class JsonRequest(Request):
+    async def json(self) -> Any:
+        return read_json((await self.body()).decode("utf-8-sig"))
+
+
+class JsonRoute(APIRoute):
+    """A route whose body becomes values by `read_json`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def answer(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return answer
 
 
 async def until_gone(receive: Receive) -> None:

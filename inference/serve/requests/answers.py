@@ -1,16 +1,15 @@
 """Answers in OpenAI's shapes, whole and in chunks."""
 
 import time
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Choice, Exchange, Output
-from headstart.inference.serve.requests.fields import CompletionRequest
 from headstart.inference.show.text_stream import TokenText
-from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER, Tokenizer, text_of, visible_text_of
+from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
 
 Json = dict[str, Any]
 
@@ -93,6 +92,10 @@ class Answer:
             found["usage"] = usage(self.exchange) if options.continuous_usage_stats else None
         return found
 
+    def spelled(self, token: int) -> str:
+        """The text of one token; in place of parts of characters it has replacement characters."""
+        return bytes_of(self.tokenizer, token).decode(errors="replace")
+
     def first_of(self, choice: Choice) -> Json | None:
         """The first chunk of a choice, if there is one before its first token."""
         raise NotImplementedError
@@ -128,46 +131,35 @@ class ChatAnswer(Answer):
         ]
         return {"content": content} if content else None
 
-    def entry(self, token: int, logprob: float) -> Json:
-        text = text_of(self.tokenizer, [token])
-        known = REPLACEMENT_CHARACTER not in text  # else the token is part of a character
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if known else None}
+    def entry(self, token: int, logprob: float | None) -> Json:
+        return {"token": self.spelled(token), "logprob": logprob, "bytes": [*bytes_of(self.tokenizer, token)]}
 
 
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def first_of(self, choice: Choice) -> Json | None:
-        echo = self.echo(choice)
-        return {"index": choice.index, "text": echo, "logprobs": None} if echo else None
+        return None
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
-        text = self.echo(choice) + output.text if is_whole else output.text
-        return {"index": choice.index, "text": text, "logprobs": self.logprobs(choice, output)}
+        return {"index": choice.index, "text": output.text, "logprobs": self.logprobs(output)}
 
-    def echo(self, choice: Choice) -> str:
-        is_echoed = isinstance(self.fields, CompletionRequest) and self.fields.echo
-        return visible_text_of(self.tokenizer, choice.request.prompt) if is_echoed else ""
-
-    def logprobs(self, choice: Choice, output: Output) -> Json | None:
-        """Offsets count the characters of the tokens' own texts, also of those whose text is held back."""
+    def logprobs(self, output: Output) -> Json | None:
         given = output.logprobs
         if not given:
             return None
-        texts = [text_of(self.tokenizer, [each.token]) for each in given]
-        *offsets, choice.offset = accumulate(map(len, texts), initial=choice.offset)
         return {
-            "tokens": texts,
+            "tokens": [self.spelled(each.token) for each in given],
             "token_logprobs": [each.logprob for each in given],
-            "top_logprobs": [self.by_text(each.alternatives) for each in given],
-            "text_offset": offsets,
+            "top_logprobs": [None if each.logprob is None else self.by_text(each.alternatives) for each in given],
+            "text_offset": [each.offset for each in given],
         }
 
     def by_text(self, alternatives: Alternatives) -> dict[str, float]:
         """Logprobs by the texts of their tokens; of those that look alike, as parts of characters do, the likeliest."""
         found: dict[str, float] = {}
         for token, logprob in alternatives:
-            found.setdefault(text_of(self.tokenizer, [token]), logprob)
+            found.setdefault(self.spelled(token), logprob)
         return found
 
 

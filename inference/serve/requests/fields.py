@@ -2,12 +2,13 @@
 
 import difflib
 import json
+import re
 import reprlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.errors import ApiError, wrong
@@ -20,12 +21,15 @@ IGNORED = frozenset({
 # Fields of other servers, with the value that switches them off and is accepted for that reason.
 OFF: dict[str, Any] = {
     **{"suffix": "", "best_of": 1, "prompt_logprobs": 0, "use_beam_search": False, "length_penalty": 1, "typical_p": 1},
-    **{"bad_words": [], "modalities": ["text"], "functions": [], "function_call": "none", "parallel_tool_calls": True},
+    **{"bad_words": [], "modalities": ["text"], "functions": [], "function_call": "none"},
     **{"spaces_between_special_tokens": True, "include_obfuscation": False, "include_reasoning": True},
     **{"return_token_ids": False, "return_tokens_as_token_ids": False, "background": False, "truncation": "disabled"},
 }
 MOST_STOPS, LONGEST_STOP = 64, 1000
+STOPS = f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters without U+FFFD, is"
 MOST_ALTERNATIVES = 20
+# Each escape of a JSON text; what is not whole is half of a surrogate pair.
+HALF = re.compile(r"(?P<whole>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
 
 
 @dataclass(frozen=True)
@@ -59,9 +63,12 @@ class Range:
         return custom_error_schema(schema, "not_allowed", custom_error_message=f"{kind} {words} is")
 
 
-def well_formed(text: Any) -> Any:
-    """JSON may hold halves of surrogate pairs, which no tokenizer reads."""
-    return text.encode(errors="replace").decode() if isinstance(text, str) else text
+def read_json(text: str) -> Any:
+    """The value of a JSON text, with the replacement character for each half of a surrogate pair.
+
+    JSON can name such halves by escapes, but no tokenizer reads them and no answer can hold them.
+    """
+    return json.loads(HALF.sub(lambda found: found["whole"] or r"\ufffd", text))
 
 
 def check_tools(given: list[Any]) -> list[Any]:
@@ -79,15 +86,17 @@ def has_function(given: Any) -> bool:
 
 
 Flag = Annotated[bool, Allowed("true or false is")]
-Text = Annotated[str, BeforeValidator(well_formed), Allowed("a text is")]
+Text = Annotated[str, Allowed("a text is")]
 Tokens = Annotated[list[int], Allowed("a list of token ids is")]
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP)]
+# Texts show U+FFFD for what is no whole character, also while its last bytes are still missing.
+Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP, pattern="^[^\ufffd]*$")]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
 Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
 Priority = Annotated[int, Range(-(2**31), 2**31)]
 Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
 Format = Literal["text", "json_object", "json_schema"]
+CHOICES = 'auto, none, required or {"type": "function", "function": {"name": NAME}}'
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 
 
@@ -165,9 +174,7 @@ class TextRequest(SamplingFields):
     min_tokens: Annotated[int, Range(0)] = 0
     logit_bias: dict[str, Any] = {}  # its tokens and values are checked when it is read
     seed: Seed | None = None
-    stop: Annotated[
-        Stop | Stops, Allowed(f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters, is")
-    ] = []
+    stop: Annotated[Stop | Stops, Allowed(STOPS)] = []
     include_stop_str_in_output: Flag = False
     stop_token_ids: Annotated[list[int], Field(max_length=1000), Allowed("a list of at most 1000 token ids is")] = []
     ignore_eos: Flag = False
@@ -197,12 +204,23 @@ class Message(BaseModel, strict=True):
     reasoning_content: Text | None = None
 
 
+class NamedFunction(Fields):
+    name: Text
+
+
+class NamedTool(Fields):
+    """The choice of one tool, as OpenAI has it."""
+
+    type: Annotated[Literal["function"], Allowed("function is")]
+    function: NamedFunction
+
+
 class Templated(Fields):
     """The fields by which a chat becomes a prompt."""
 
     messages: list[Message] | None = None
     tools: Annotated[list[Any], AfterValidator(check_tools)] = []
-    tool_choice: Annotated[Literal["auto", "none"], Allowed("auto or none is")] = "auto"
+    tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, Allowed(f"{CHOICES} is")] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
     reasoning_effort: Text | None = None
     verbosity: Text | None = None
@@ -221,6 +239,7 @@ class ChatRequest(TextRequest, Templated):
     """A body of /v1/chat/completions."""
 
     max_completion_tokens: Annotated[int, Range(1)] | None = None
+    parallel_tool_calls: Flag = True  # False: one call at most
     logprobs: Flag = False
     top_logprobs: Alternatives = 0
 
@@ -232,6 +251,7 @@ class CompletionRequest(TextRequest):
         Text | Tokens | Annotated[list[Text | Tokens], Allowed("")],
         Allowed("a text, a list of texts, a list of token ids or a list of such lists is"),
     ]
+    max_tokens: Annotated[int, Range(0)] | None = None
     add_special_tokens: Flag = True
     logprobs: Alternatives | None = None
     echo: Flag = False

@@ -1,11 +1,10 @@
 """Turns messages and prompts of requests into the target's tokens."""
 
 import inspect
-import json
 from typing import Any
 
 from headstart.inference.serve.errors import ApiError, wrong
-from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, has_function, well_formed
+from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, has_function, read_json
 from headstart.inference.targets.tokenizer import Tokenizer
 
 
@@ -61,7 +60,7 @@ class PromptReader:
         if len(text) > longest:
             given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
             raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
-        return list(self.tokenizer(well_formed(text), add_special_tokens=special, verbose=False)["input_ids"])
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
     def from_prompt(self, given: str | list[int], special: bool) -> list[int]:
         """One prompt of a completion; `special` is that of `from_text`."""
@@ -100,7 +99,7 @@ def read_calls(name: str, given: list[Any]) -> list[Any]:
             raise wrong(f"{name}[{place}]", call, "an object with function.name is", "give back the server's call")
         arguments = call["function"].get("arguments", {})
         try:
-            read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
+            read = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
         except (ValueError, RecursionError):
             field = f"{name}[{place}].function.arguments"
             raise wrong(field, arguments, "a JSON object in a string is", "correct it") from None

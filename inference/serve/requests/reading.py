@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -12,12 +12,29 @@ from headstart.inference.core.sampling import Sampling, check_bias
 from headstart.inference.engine.checks import check_length
 from headstart.inference.serve.constraints import Grammars, LeastTokens
 from headstart.inference.serve.errors import ApiError, wrong
-from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, SamplingFields, TextRequest
+from headstart.inference.serve.requests.fields import (
+    ChatRequest,
+    CompletionRequest,
+    NamedTool,
+    SamplingFields,
+    TextRequest,
+)
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import text_of, visible_text_of
 
+NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
+
+
+@dataclass(frozen=True)
+class ToolCalls:
+    """The tool calls that an answer may hold."""
+
+    schemas: dict[str, Any] = field(default_factory=dict)  # of the arguments, by the tools' names
+    is_forced: bool = False  # the answer is a call
+    is_named: bool = False  # the request says of which tool
+    only_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,10 +46,11 @@ class Wanted:
     requests: list[Request]  # one for each choice
     seed: int  # for the first choice of each prompt; further choices count up from it
     text: Detokenize
+    calls: ToolCalls
 
     @property
-    def has_tools(self) -> bool:
-        return isinstance(self.fields, ChatRequest) and bool(self.fields.tools) and self.fields.tool_choice == "auto"
+    def echoes(self) -> bool:
+        return isinstance(self.fields, CompletionRequest) and self.fields.echo
 
 
 class RequestReader:
@@ -57,7 +75,8 @@ class RequestReader:
             raise wrong(
                 "seed", seed, f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is", "lower it"
             )
-        sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
+        calls = self.tool_calls(fields)
+        sampling, constraint = self.sampling(fields), self.constraint(fields, calls, ends)
         requests = [
             Request(
                 prompt,
@@ -65,6 +84,7 @@ class RequestReader:
                 replace(sampling, seed=seed + copy),
                 StopStrings(stops, text) if stops else None,
                 alternatives is not None,
+                isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
                 ends,
                 fields.priority,
                 alternatives=alternatives or 0,
@@ -75,7 +95,7 @@ class RequestReader:
             for prompt in prompts
             for copy in range(fields.n)
         ]
-        return Wanted(fields, prompts, requests, seed, text)
+        return Wanted(fields, prompts, requests, seed, text, calls)
 
     def chat(self, fields: ChatRequest) -> list[list[int]]:
         if fields.top_logprobs and not fields.logprobs:
@@ -84,8 +104,8 @@ class RequestReader:
         return [self.prompts.from_chat(fields)]
 
     def completion(self, fields: CompletionRequest) -> list[list[int]]:
-        if fields.echo and fields.logprobs is not None:
-            raise wrong("echo", True, "false is, as logprobs of a prompt are not computed,", "leave one of the two out")
+        if fields.max_tokens == 0 and not fields.echo:
+            raise wrong("max_tokens", 0, "a whole number of at least 1, or 0 with echo, is", "raise it")
         given: Any = fields.prompt
         is_one = isinstance(given, str) or not given or isinstance(given[0], int)
         prompts = [given] if is_one else given
@@ -125,16 +145,30 @@ class RequestReader:
         if isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
             name, most = "max_completion_tokens", fields.max_completion_tokens
         left = self.target.max_positions - len(prompt)
-        check_length(self.target, prompt, max(left, 1) if most is None else most, name)
+        check_length(self.target, prompt, max(left if most is None else most, 1), name)
         limit = left if most is None else most
         if fields.min_tokens > limit:
             allowed = f"at most the {limit} tokens of the longest answer are"
             raise wrong("min_tokens", fields.min_tokens, allowed, "lower it")
-        return limit
+        return max(limit, 1)  # where no answer is wanted, the engine still writes a token, which is not shown
 
-    def constraint(self, fields: TextRequest, ends: tuple[int, ...]) -> Constraint | None:
+    def tool_calls(self, fields: TextRequest) -> ToolCalls:
+        if not isinstance(fields, ChatRequest) or fields.tool_choice == "none":
+            return ToolCalls()
+        choice, functions = fields.tool_choice, [tool["function"] for tool in fields.tools]
+        given = {each["name"]: each.get("parameters") for each in functions}
+        schemas = {name: NO_ARGUMENTS if schema is None else schema for name, schema in given.items()}
+        if choice != "auto" and not schemas:
+            raise wrong("tool_choice", choice, "auto or none is, as there are no tools,", "give tools")
+        if not isinstance(choice, NamedTool):
+            return ToolCalls(schemas, choice == "required", only_one=not fields.parallel_tool_calls)
+        if (name := choice.function.name) not in schemas:
+            raise wrong("tool_choice", name, f"{', '.join(schemas)} is", "name one of the tools")
+        return ToolCalls({name: schemas[name]}, is_forced=True, is_named=True, only_one=True)
+
+    def constraint(self, fields: TextRequest, calls: ToolCalls, ends: tuple[int, ...]) -> Constraint | None:
         """The form of the text, or its least length."""
-        grammar, least = self.grammar(fields), fields.min_tokens
+        grammar, least = self.grammar(fields, calls), fields.min_tokens
         if grammar is None:
             return LeastTokens(least, ends, self.vocab_size) if least and ends else None
         allowed = "is with a format, which itself says where a text may end,"
@@ -144,18 +178,26 @@ class RequestReader:
             raise wrong("min_tokens", least, f"only 0 {allowed}", "leave it out")
         return grammar
 
-    def grammar(self, fields: TextRequest) -> Constraint | None:
+    def grammar(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:
         format_, own = fields.response_format, fields.structured_outputs
         given = [name for name in ("json_", "regex", "choice") if getattr(own, name) not in (None, [])]
         if len(given) + (format_.type != "text") > 1:
             raise wrong("structured_outputs", given, "one format is", "leave the others out")
-        if format_.type == "json_object":
-            return self.grammars.json_schema({"type": "object"})
-        if format_.type == "json_schema":
-            name = "response_format.json_schema.schema"
-            if format_.json_schema.schema_ is None:
-                raise ApiError(400, f"{name}: missing; a JSON schema is needed; write one", "response_format")
-            return self.grammars.json_schema(format_.json_schema.schema_, name)
+        if given and calls.is_forced:
+            raise wrong(
+                "structured_outputs", given, "none is, as tool_choice forces a call,", "leave one of the two out"
+            )
+        name = "response_format.json_schema.schema"
+        if format_.type == "json_schema" and format_.json_schema.schema_ is None:
+            raise ApiError(400, f"{name}: missing; a JSON schema is needed; write one", "response_format")
+        schema = format_.json_schema.schema_ if format_.type == "json_schema" else {"type": "object"}
+        is_json = format_.type != "text"
+        content = self.grammars.json_schema(schema, name) if is_json else None
+        if calls.is_forced or (calls.schemas and is_json):  # a format binds what is written in place of calls
+            otherwise = schema if is_json and not calls.is_forced else None
+            return self.grammars.tool_calls(calls.schemas, calls.only_one, otherwise)
+        if content is not None:
+            return content
         if own.json_ is not None:
             return self.grammars.json_schema(own.json_, "structured_outputs.json")
         regex = "|".join(map(re.escape, own.choice)) if own.choice else own.regex

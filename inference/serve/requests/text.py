@@ -1,12 +1,13 @@
 """The text of one choice as its tokens arrive: cut before a stop string, and split from tool calls."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Detokenize, StopStrings
 from headstart.inference.show.text_stream import TextStream, TokenText
+from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 ToolCall = dict[str, Any]  # as OpenAI has it
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -16,16 +17,29 @@ class WrittenText:
     """Gives text out once it is certain that no stop string begins in it. The texts joined are the whole text."""
 
     def __init__(
-        self, text: Detokenize, prompt: list[int], stop: StopStrings | None = None, include_stop: bool = False
+        self,
+        text: Detokenize,
+        prompt: list[int],
+        stop: StopStrings | None = None,
+        include_stop: bool = False,
+        echo: bool = False,
     ) -> None:
-        """`include_stop` keeps the stop string that ends the text."""
-        self.stream, self.stop, self.include_stop = TextStream(text, prompt), stop, include_stop
+        """`include_stop` keeps the stop string that ends the text. With `echo` the prompt's text comes first."""
+        self.stream, self.stop, self.include_stop = TextStream(text, prompt, echo), stop, include_stop
+        # A character that the prompt begins comes with the token that completes it.
+        self.echo = text(prompt).rstrip(REPLACEMENT_CHARACTER) if echo else ""
+        self.count = len(self.echo)  # characters so far, those that are held included
         self.held: list[TokenText] = []
         self.stopped: str | None = None  # the stop string that was found
 
     def add(self, token: int, depth: int | None) -> list[TokenText]:
         """Take in a token; returns what is certain now. After a stop string nothing is."""
         return [] if self.stopped is not None else self._take(TokenText(self.stream.piece(token), depth))
+
+    def offset(self, token: int) -> int:
+        """Where the text of a token that comes next will begin; of a part of a character, where that one begins."""
+        is_part = self.stream.text([token]).startswith(REPLACEMENT_CHARACTER)
+        return self.count + (0 if is_part else self.stream.held)
 
     def end(self) -> list[TokenText]:
         """The text that was held back, after the last token."""
@@ -36,6 +50,7 @@ class WrittenText:
         return found + rest
 
     def _take(self, fresh: TokenText) -> list[TokenText]:
+        self.count += len(fresh.text)
         if fresh.text:
             self.held.append(fresh)
         text = joined(self.held)
@@ -54,45 +69,47 @@ class WrittenText:
 class ToolCallParser:
     """Splits text from the tool calls in it, JSON between <tool_call> and </tool_call> as Hermes and Qwen models write.
 
-    A mark may be spread over any number of tokens. What looks like a call but is none stays text, mark included.
+    A mark may be spread over any number of tokens, and the strings of a call may hold marks. What looks like a call but
+    is none stays text, mark included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Collection[str], only_one: bool = False) -> None:
+        """`names` are those of the tools. With `only_one`, the text ends after the first call."""
+        self.names, self.only_one = names, only_one
         self.held: list[TokenText] = []
         self.calls: list[ToolCall] = []
 
-    def add(self, fresh: list[TokenText]) -> tuple[list[TokenText], list[ToolCall]]:
-        """The text that is certain to be no call, and the calls that ended in it."""
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is over, as it has its only call."""
+        return self.only_one and bool(self.calls)
+
+    def add(self, fresh: list[TokenText], is_end: bool = False) -> tuple[list[TokenText], list[ToolCall]]:
+        """The text that is certain to be no call, and the calls that ended in it.
+
+        At the end nothing is held back: a call whose closing mark is missing counts if its JSON is whole.
+        """
         visible: list[TokenText] = []
         before = len(self.calls)
-        for each in fresh:
-            self.held.append(each)
-            visible += self._release()
+        self.held += fresh
+        while not self.is_done:
+            text = joined(self.held)
+            start = text.find(OPEN)
+            if start < 0:
+                begun = 0 if is_end else num_begun(text, (OPEN,))
+                visible += take_characters(self.held, len(text) - begun)
+                break
+            visible += take_characters(self.held, start)
+            found = first_call(text[start:], self.names, is_end)
+            if found is None:
+                break
+            call, count = found
+            taken = take_characters(self.held, count)
+            if call is None:
+                visible += taken
+            else:
+                self.calls.append(call)
         return visible, self.calls[before:]
-
-    def end(self) -> tuple[list[TokenText], list[ToolCall]]:
-        """The rest: a call whose closing mark is missing counts if its JSON is whole."""
-        text = joined(self.held)
-        rest, self.held = self.held, []
-        if text.startswith(OPEN) and (call := read_call(text.removeprefix(OPEN))) is not None:
-            self.calls.append(call)
-            return [], [call]
-        return rest, []
-
-    def _release(self) -> list[TokenText]:
-        text = joined(self.held)
-        start = text.find(OPEN)
-        if start < 0:
-            return take_characters(self.held, len(text) - num_begun(text, (OPEN,)))
-        visible = take_characters(self.held, start)
-        inside, mark, _ = text[start + len(OPEN) :].partition(CLOSE)
-        if not mark:
-            return visible
-        whole = take_characters(self.held, len(OPEN) + len(inside) + len(CLOSE))
-        if (call := read_call(inside)) is None:
-            return visible + whole
-        self.calls.append(call)
-        return visible
 
 
 def joined(held: Sequence[TokenText]) -> str:
@@ -118,15 +135,49 @@ def num_begun(text: str, marks: Sequence[str]) -> int:
     return next((count for count in counts if any(mark.startswith(text[-count:]) for mark in marks)), 0)
 
 
-def read_call(text: str) -> ToolCall | None:
-    """The call in this JSON, None if it is none."""
+def first_call(text: str, names: Collection[str], is_end: bool) -> tuple[ToolCall | None, int] | None:
+    """The call that begins a text, and its number of characters; None if that depends on text that is to come.
+
+    In place of a call that is none stands None, with the characters that are certain to be text.
+    """
+    no_call = None, len(OPEN)
+    inside = text.removeprefix(OPEN).lstrip()
+    if inside and not inside.startswith("{"):
+        return no_call
     try:
-        found = json.loads(text)
+        found, end = JSON.raw_decode(inside)
+    except json.JSONDecodeError as error:
+        # A string that is not closed may hold any mark; elsewhere a mark means that the JSON does not go on.
+        may_go_on = error.msg.startswith("Unterminated string") or CLOSE not in inside[error.pos :]
+        return None if may_go_on and not is_end else no_call
     except (ValueError, RecursionError):
+        return no_call
+    after = inside[end:].lstrip()
+    if not after.startswith(CLOSE):
+        if not CLOSE.startswith(after):
+            return no_call
+        if not is_end:
+            return None
+    return read_call(found, names), len(text) - len(after) + min(len(after), len(CLOSE))
+
+
+def refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+JSON = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def read_call(found: dict[str, Any], names: Collection[str]) -> ToolCall | None:
+    """The call of a tool in this JSON, None if it is none."""
+    name, arguments = found.get("name"), found.get("arguments", found.get("parameters"))
+    if not isinstance(name, str) or name not in names:
         return None
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
+    given = {} if arguments in (None, "") else arguments
+    try:
+        written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
+    except ValueError:  # a number beyond those of floating point
         return None
-    arguments = found.get("arguments", found.get("parameters", {}))
-    written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    function = {"name": found["name"], "arguments": written}
+    # JSON may name halves of surrogate pairs by escapes; no text can hold them in another form.
+    function = {"name": name, "arguments": written.encode(errors="backslashreplace").decode()}
     return {"id": f"call_{uuid4().hex[:24]}", "type": "function", "function": function}
