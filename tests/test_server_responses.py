@@ -149,7 +149,7 @@ def test_events_add_up_to_the_whole_response(client: OpenAI, text: str | None) -
     assert (last.output_text.strip(), last.usage) == (whole.output_text.strip(), whole.usage)
     calls = [(item.name, item.arguments) for item in last.output if item.type == "function_call"]
     assert calls == [(item.name, item.arguments) for item in whole.output if item.type == "function_call"]
-    assert len(calls) == (text or "").count("</tool_call>")
+    assert len(calls) == (text or "").count("<tool_call>")
     for place, item in enumerate(last.output):
         own_events = [event for event in events if getattr(event, "output_index", None) == place]
         kinds = [event.type.removeprefix("response.") for event in own_events]

@@ -33,6 +33,7 @@ OWN_WORDS = {
     "max_completion_tokens": "max_output_tokens",
     r"^response_format(\.json_schema)?": "text.format",
     "^reasoning_effort": "reasoning.effort",
+    r'"function": \{"name": NAME\}': '"name": NAME',
 }
 
 
