@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-page walk docs clean
+.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-clients check-page walk docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -93,6 +93,11 @@ check-speculators: $(INSTALLED) .venv-speculators/.installed ## save a head with
 	$(BIN)/python tests/interop/check_speculators.py .venv-speculators/bin/python
 	$(BIN)/python tests/interop/check_speculators_block.py .venv-speculators/bin/python
 
+# Each client is installed into an environment of its own below .venv-clients: pip's, and npm's for those in JavaScript.
+check-clients: $(INSTALLED) ## use the server with OpenAI's clients, agents and load tools as they are shipped (minutes; needs node)
+	$(BIN)/headstart smollm2
+	$(BIN)/python tests/interop/check_clients.py --target models/SmolLM2-135M-Instruct
+
 # The browser is the system's own; playwright only drives it.
 BROWSER ?= chromium
 PAGE ?= runs/tiny/report/report.html
@@ -119,5 +124,5 @@ docs: .venv-docs/.installed ## build the site of the documents into site/; a bro
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean: ## remove environments and caches, but never runs/
-	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-page .venv-docs site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-clients .venv-page .venv-docs site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

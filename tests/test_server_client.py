@@ -26,7 +26,7 @@ TEMPLATE = (
     "{% if m.role == 'system' and not loop.first %}{{ raise_exception('a system message must come first') }}{% endif %}"
     "[{{ m.role }}]{{ m.content }}"
     "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments.at }}>{% endfor %}"
-    "{% endfor %}{{ mood }}{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% endfor %}{{ mood }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 USER: Any = {"role": "user", "content": "a tree"}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -140,6 +140,18 @@ CONVERSATION: list[Any] = [
             "[user]a tree[assistant]it",
         ),
         ({"user": "u1", "metadata": {"a": "b"}, "store": False}, "[user]a tree[assistant]"),
+        ({"reasoning_effort": "low", "verbosity": "high"}, "[user]a treelow[assistant]"),
+        (
+            {
+                "stream_options": {"include_obfuscation": False},
+                "extra_body": {
+                    "return_token_ids": False,
+                    "include_reasoning": True,
+                    "prompt_cache_options": {"mode": "implicit"},
+                },
+            },
+            "[user]a tree[assistant]",
+        ),
     ],
 )
 def test_a_chat_is_what_its_template_makes_of_it(
@@ -148,7 +160,7 @@ def test_a_chat_is_what_its_template_makes_of_it(
     found = chat(client, temperature=0, max_tokens=20, **fields)
     assert found.usage.prompt_tokens == len(tokens_of(server, prompt))
     assert (found.choices[0].message.content or "") == alone(server, prompt, 20, Sampling())
-    shared = {name: value for name, value in fields.items() if name in ("messages", "tools")}
+    shared = {name: value for name, value in fields.items() if name in ("messages", "tools", "reasoning_effort")}
     if fields.get("tool_choice") != "none":
         body = {"messages": [USER], **shared, **fields.get("extra_body", {})}
         told: Any = outside.post("/tokenize", body=body, cast_to=object)

@@ -45,7 +45,11 @@ WRONG: dict[str, tuple[list[str], Says]] = {
     "a queue below none": (["--target", "x", "--max-queue", "-1"], Says("--max-queue", "-1", "0 to", "leave it out")),
     "an empty key": (
         ["--target", "x", "--api-key", ""],
-        Says("--api-key", "empty key", "visible characters", "change"),
+        Says("--api-key", "empty key", "visible ASCII characters", "change"),
+    ),
+    "a key that no header holds": (
+        ["--target", "x", "--api-key", "schlüssel"],
+        Says("--api-key", "beyond ASCII", "visible ASCII characters", "change"),
     ),
     "an empty name": (
         ["--target", "x", "--served-model-name", ""],
@@ -78,6 +82,14 @@ def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
     assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
+
+
+def test_a_wrong_key_of_the_environment_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
+    refused = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
 
 
 def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:

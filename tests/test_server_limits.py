@@ -147,6 +147,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     ),
     "no tokens": (COMPLETION, {"max_tokens": 0}, 400, ("max_tokens", "0 given", "at least 1")),
     "half a token": (COMPLETION, {"max_tokens": 1.5}, 400, ("max_tokens", "1.5", "a whole number")),
+    "seeds that count beyond the last": (
+        COMPLETION,
+        {"seed": 2**63 - 1, "n": 2},
+        400,
+        ("seed: 9223372036854775807 given", "at most 2^63 - 2", "n = 2"),
+    ),
     "a seed of 65 bits": (COMPLETION, {"seed": 2**64}, 400, ("seed", "a whole number")),
     "a bias beyond the vocabulary": (COMPLETION, {"logit_bias": {"300": 1}}, 400, ("logit_bias", "300", "0 to 299")),
     "a bias of 101": (COMPLETION, {"logit_bias": {"3": 101}}, 400, ("logit_bias", "101", "-100 to 100")),
@@ -220,6 +226,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
     ),
     "a template of their own": (CHAT, {"chat_template": "{{ x }}"}, 400, ("chat_template", "no such field")),
     "a field of another server": (COMPLETION, {"guided_json": {}}, 400, ("guided_json", "no such field")),
+    "obfuscation": (
+        COMPLETION,
+        {"stream_options": {"include_obfuscation": True}},
+        400,
+        ("include_obfuscation", "only false"),
+    ),
+    "token ids in answers": (CHAT, {"return_token_ids": True}, 400, ("return_token_ids", "not support", "only false")),
     "beam search": (COMPLETION, {"use_beam_search": True}, 400, ("use_beam_search", "not support", "only false")),
     "a misspelt field": (
         COMPLETION,
@@ -576,17 +589,23 @@ def test_draining_lets_requests_end_and_takes_no_more(served: Served) -> None:
 
 
 def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -> None:
-    with gated(served) as (server, gate):
-        thread = post_in_thread(server, max_tokens=100, ignore_eos=True)
-        until(lambda: server.service.waiting == 1)
-        gate.steps.release(3)
-        until(lambda: server.service.running == 1)
+    with gated(served, max_queue=4) as (server, gate):
+        thread = post_in_thread(server, max_tokens=100, ignore_eos=True, n=2)
+        until(lambda: server.service.waiting == 2)
+        gate.steps.release(4)
+        until(lambda: server.service.running == 2)
+        waiting = [post_in_thread(server, n=2, stream=stream) for stream in (False, True)]
+        until(lambda: server.service.waiting == 4)
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(0.1), server.service.engine.asyncio)
         draining.result(20)
         gate.steps.release(1)
         assert thread.result() == 200
         assert thread.found is not None
         assert thread.found.json()["choices"][0]["finish_reason"] == "abort"
+        for each in waiting:  # they got an empty answer with status 200, which no client sends elsewhere
+            assert each.result() == 503
+            assert each.found is not None
+            assert each.found.headers["retry-after"]
 
 
 def test_connections_that_open_and_drop_leave_nothing_behind(

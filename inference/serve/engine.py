@@ -13,7 +13,7 @@ from queue import Empty, SimpleQueue
 from headstart.inference.core.constraint import NoWayOnError
 from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request, TokenScores
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.errors import ApiError, stopping
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Engine:
             traceback.print_exc()
         finally:
             self.running = False
-            self._fail_all("the server is stopping")
+            self._fail_all(stopping())
             while not self.orders.empty():
                 self.orders.get()()
 
@@ -132,7 +132,7 @@ class Engine:
 
     def _submit(self, job: Job) -> None:
         if not self.running:
-            self._report([(job, ApiError(503, "the server is stopping; send the request again"))])
+            self._report([(job, stopping())])
             return
         try:
             job.number = self.loop.submit(job.request)
@@ -160,7 +160,7 @@ class Engine:
             self.failures += 1
             lost = f"the step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
-            self._fail_all("decoding failed; the server's log has the reason")
+            self._fail_all(ApiError(500, "decoding failed; the server's log has the reason"))
             self.cache_usage = 0.0
             self.loop = self.make_loop()
             return
@@ -203,9 +203,9 @@ class Engine:
             self.loop.forget(number)
         return found
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, error: ApiError) -> None:
         jobs, self.jobs = self.jobs, {}
-        self._report([(job, ApiError(500, reason)) for job in jobs.values()])
+        self._report([(job, error) for job in jobs.values()])
 
     def _report(self, events: list[tuple[Job, Event]]) -> None:
         """Put each event into its job's queue, all in one turn of asyncio's loop."""

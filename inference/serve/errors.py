@@ -7,6 +7,7 @@ LONGEST = 600  # characters of a message
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
+    403: "PermissionDeniedError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
@@ -31,6 +32,11 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "APIError")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.status}}
+
+
+def stopping() -> ApiError:
+    """The answer to a request that a server on its way out does not begin."""
+    return ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
 
 
 def wrong(name: str, given: Any, allowed: str, remedy: str) -> ApiError:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree, TokenScores
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update, own_failure
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
 from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
@@ -196,6 +196,8 @@ class Exchange:
         if isinstance(event, ApiError):
             job.finish = "error"
             raise event
+        if self.first is None and isinstance(event, End) and event.finish == "cancelled":
+            raise stopping()  # the server; its client has nothing yet
         try:
             output = job.grow(event) if isinstance(event, Update) else job.end(event)
         except Exception as error:  # such as in the text of its tokens

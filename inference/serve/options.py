@@ -1,8 +1,10 @@
 """The command line of `headstart serve`, readable without torch."""
 
 import argparse
+import ipaddress
 import math
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +33,19 @@ class ServerSettings:
     body_timeout: float = 60.0  # seconds until a request has arrived
     keep_alive: float = 15.0  # seconds of silence after which a stream gets a comment
     busy_status: int = 503  # where the queue is full
+    hosts: frozenset[str] | None = None  # names of this server apart from those of loopback; None: any name
+
+    def is_own(self, host: str | None) -> bool:
+        """May a request name this server so, in Host or Origin? `host` comes without a port.
+
+        A page of another site can point its own name at 127.0.0.1 (DNS rebinding), and its browser then sends that one.
+        """
+        if self.hosts is None or host is None or host in self.hosts or host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host.endswith(".localhost")
 
 
 DEFAULTS = ServerSettings(())
@@ -67,8 +82,11 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
     if given.recipe is None and given.target is None:
         parser.error("--target: missing, a RECIPE or the folder of a model is needed; write one of them")
     model = model_options(parser, given)
-    if any(not key or not key.isprintable() or " " in key for key in given.api_key or ()):
-        parser.error("--api-key: an empty key or one with spaces given, visible characters are allowed; change it")
+    source = KEYS if given.api_key is None else "--api-key"
+    keys = given.api_key or [key for key in os.environ.get(KEYS, "").split(",") if key]
+    if any(not re.fullmatch("[!-~]+", key) for key in keys):
+        wrong = "an empty key or one with spaces or characters beyond ASCII given"
+        parser.error(f"{source}: {wrong}, visible ASCII characters are allowed, as in HTTP headers; change it")
     if any(not name for name in given.served_model_name or ()):
         parser.error("--served-model-name: '' given, a name is allowed; write one, or leave it out")
     if given.max_batch is not None:
@@ -79,19 +97,29 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         given.port,
         ServerSettings(
             names=tuple(given.served_model_name or [Path(str(model.target)).name]),
-            api_keys=tuple(given.api_key or filter(None, os.environ.get(KEYS, "").split(","))),
+            api_keys=tuple(keys),
             max_batch=model.decode.max_batch,
             max_queue=given.max_queue,
             max_body=int(given.max_body * MEBIBYTE),
             queue_timeout=given.queue_timeout or None,
             request_timeout=given.request_timeout or None,
             busy_status=given.busy_status,
+            hosts=own_hosts(given.host, given.allowed_host or ()),
         ),
         given.shutdown_timeout,
         None if given.memory is None else int(given.memory * GIBIBYTE),
         int(given.prefix_memory * GIBIBYTE) or None,
         given.always_draft,
     )
+
+
+def own_hosts(host: str, allowed: Sequence[str]) -> frozenset[str] | None:
+    """The names that `is_own` allows: any, unless only this machine is listened to or names are given."""
+    try:
+        is_local = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        is_local = host == "localhost"
+    return frozenset(name.lower() for name in (*allowed, host)) if allowed or is_local else None
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
@@ -103,6 +131,9 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     no_key = f"default: those in {KEYS}, separated by commas; without it no key is required"
     add("--api-key", action="append", metavar="KEY", help=f"{key} ({no_key})")
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
+    only = "name by which clients and web pages may reach the server, besides localhost; repeat it for several"
+    name_or_any = "default: none at a loopback --host, else any"
+    add("--allowed-host", action="append", metavar="NAME", help=f"{only} ({name_or_any})")
     always = "draft at every load; by default a head drafts only while that pays, by this machine's step times"
     add("--always-draft", action="store_true", help=always)
     status = "HTTP status of a refusal while the queue is full; clients retry after both (default: %(default)s)"

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.http.front import figures
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
@@ -79,7 +79,7 @@ class Service:
         """Raise ApiError unless `count` more choices may decode or wait."""
         if not self.ready:
             self.metrics.reject("stopping")
-            raise ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
+            raise stopping()
         if self.running + self.waiting + count > self.most_choices:
             self.metrics.reject("queue_full")
             turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -21,7 +22,6 @@ from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.http.front import Front, error_response, log_entry
 from headstart.inference.serve.http.transport import (
     CLIENT_GONE,
-    DONE,
     KEEP_ALIVE,
     ClientGoneError,
     EventStream,
@@ -39,6 +39,7 @@ from headstart.inference.serve.requests.fields import (
     not_json,
     refusal,
 )
+from headstart.inference.serve.requests.responses import ResponsesAnswer, ResponsesRequest, in_own_words
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.tokenizer import text_of
 
@@ -71,6 +72,9 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
     add_state(app, service)
     for route, name in FILES.items():
         app.get(route)(partial(page_file, name))
+    for each in app.routes:
+        if isinstance(each, APIRoute) and "GET" in each.methods:
+            each.methods.add("HEAD")
     return Front(app, settings, log), service
 
 
@@ -83,9 +87,16 @@ def add_completions(app: FastAPI, service: Service) -> None:
     async def completion(fields: CompletionRequest, request: Request) -> Response:
         return await complete(request, service, fields, CompletionAnswer)
 
+    @app.post("/v1/responses")
+    async def response(fields: ResponsesRequest, request: Request) -> Response:
+        try:
+            return await complete(request, service, fields.as_chat(), partial(ResponsesAnswer, fields))
+        except ApiError as error:
+            raise in_own_words(error) from None
+
 
 async def complete(
-    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: type[Answer]
+    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: Callable[..., Answer]
 ) -> Response:
     """Answer a request for text, in one piece or as a stream."""
     service.admit(1)  # before its prompts are read
@@ -111,17 +122,23 @@ async def gather(exchange: Exchange) -> None:
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
     """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
+    begun = opened = False
     try:
-        begun = False
         async for found in exchange.outputs(service.settings.keep_alive):
+            begun = True
             if found is None:
                 yield KEEP_ALIVE
                 continue
-            chunks = answer.chunks(*found)
-            for chunk in chunks if begun else [*answer.opening(), *chunks]:
+            opening = [] if opened else answer.opening()
+            for chunk in [*opening, *answer.chunks(*found)]:
                 yield event(chunk)
-            begun = True
-        yield DONE
+            opened = True
+        yield answer.last
+    except ApiError as error:
+        if not begun:
+            raise
+        yield event(answer.failed(error))
+        yield answer.last
     finally:
         await service.finish(exchange, log_entry(request))
 
@@ -202,8 +219,9 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code == 400:
         return error_response(not_json(cause))
     if isinstance(error, HTTPException):
-        says = {404: "there is no such path here", 405: "this path has another method"}
+        headers = dict(error.headers or {})
+        says = {404: "there is no such path here", 405: f"this path has another method ({headers.get('allow')})"}
         what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
-        return error_response(ApiError(error.status_code, what))
+        return error_response(ApiError(error.status_code, what, headers=headers))
     request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
     return error_response(ApiError(500, f"the server failed; its log has the reason for request {request_id}"))

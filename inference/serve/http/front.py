@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -87,7 +88,13 @@ class Front:
                 self.log(json.dumps(entry))
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError without a right key, which is compared in full with each, and for a body of another type."""
+        """Raise ApiError for another server's name, without a right key, which is compared in full with each, and for a
+        body of another type."""
+        for name in ("Host", "Origin"):
+            given = headers.get(name, "")
+            if not self.settings.is_own(host_in(given)):
+                allowed = "localhost, loopback addresses and names given by --allowed-host are allowed"
+                raise ApiError(403, f"{name}: {given[:100]!r} given, {allowed}; restart the server with the name")
         keys = self.settings.api_keys if scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS" else ()
         scheme, _, token = headers.get("authorization", "").partition(" ")
         right = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in keys]
@@ -99,6 +106,14 @@ class Front:
         if scope["method"] == "POST" and kind != "application/json":
             allowed = "application/json is allowed; send it with that header"
             raise ApiError(415, f"Content-Type: {kind[:60]!r} given, {allowed}")
+
+
+def host_in(given: str) -> str | None:
+    """The host in a Host or Origin header, without its port; None without a header, "" for one that has no host."""
+    try:
+        return (urlsplit(given if "//" in given else f"//{given}").hostname or "") if given else None
+    except ValueError:
+        return ""
 
 
 def error_response(error: ApiError) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""Reads bodies with limits, writes streams of events, and notices when the client leaves."""
+"""Reads requests with limits, writes streams of events, and notices when the client leaves."""
 
 import asyncio
 import json
@@ -7,10 +7,12 @@ from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
+import h11
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.options import ServerSettings
@@ -18,12 +20,44 @@ from headstart.inference.serve.requests.fields import read_json
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
-DONE = "data: [DONE]\n\n"
 CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
 
 
 class ClientGoneError(Exception):
     """The client has closed the connection."""
+
+
+class TimedHeaders(H11Protocol):
+    """uvicorn's protocol, but a connection is closed if a request's headers take longer than `seconds`."""
+
+    def __init__(self, seconds: float, **given: Any) -> None:
+        super().__init__(**given)
+        self.seconds = seconds
+        self.late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._time()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._time()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop()
+
+    def _time(self) -> None:
+        """Let the time run from a request's first byte, or from the connection, until its headers are there."""
+        if self.conn.their_state is not h11.IDLE:
+            self._stop()
+        elif self.late is None:
+            self.late = self.loop.call_later(self.seconds, self.timeout_keep_alive_handler)
+
+    def _stop(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
 
 
 def limited(receive: Receive, settings: ServerSettings) -> Receive:
@@ -95,7 +129,7 @@ async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Fou
 class EventStream(Response):
     """Server-sent events. They are closed, wherever they are, when the client leaves.
 
-    An ApiError before the first byte is an answer with its status; one after that is an event.
+    An ApiError before the first one is an answer with its status.
     """
 
     media_type = "text/event-stream"
@@ -115,23 +149,16 @@ class EventStream(Response):
             await self.events.aclose()  # if the client left before the first one
 
     async def _write(self, send: Send) -> None:
-        try:
-            async with aclosing(self.events):
-                async for each in self.events:
-                    await self._send(send, each)
-        except ApiError as error:
-            if not self.begun:
-                raise
-            await self._send(send, event(error.body()))
-            await self._send(send, DONE)
+        async with aclosing(self.events):
+            async for each in self.events:
+                if not self.begun:
+                    await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                    self.begun = True
+                await send({"type": "http.response.body", "body": each.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, text: str) -> None:
-        if not self.begun:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            self.begun = True
-        await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
 
 
 def event(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False)}\n\n"
+    """An object as an event; one that has a type is named after it."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -6,6 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
+from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Choice, Exchange, Output
 from headstart.inference.show.text_stream import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
@@ -15,6 +16,8 @@ Json = dict[str, Any]
 
 class Answer:
     """The common form of chat and text completions; subclasses shape a choice."""
+
+    last = "data: [DONE]\n\n"  # the end of a stream
 
     prefix: str  # begins the id
     whole_object: str
@@ -68,6 +71,10 @@ class Answer:
                 found.append({**self.base, "choices": [], "usage": usage(self.exchange)})
             found[-1]["metrics"] = metrics(self.exchange, self.most_depth)
         return found
+
+    def failed(self, error: ApiError) -> Json:
+        """The chunk that ends a stream in an error."""
+        return error.body()
 
     def tree(self, tree: DraftTree) -> Json:
         """A draft tree with the texts of its nodes, without padding."""

@@ -13,16 +13,17 @@ from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.errors import ApiError, wrong
 
-# Accepted without effect: they tell OpenAI's service about the caller.
+# Accepted without effect: they tell OpenAI's service about the caller, its cache and its own tools.
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
-    "request_id",
+    "prompt_cache_options", "request_id", "max_tool_calls",
 })  # fmt: skip
 # Fields of other servers, with the value that switches them off and is accepted for that reason.
 OFF: dict[str, Any] = {
     **{"suffix": "", "best_of": 1, "prompt_logprobs": 0, "use_beam_search": False, "length_penalty": 1, "typical_p": 1},
     **{"bad_words": [], "modalities": ["text"], "functions": [], "function_call": "none"},
-    "spaces_between_special_tokens": True,
+    **{"spaces_between_special_tokens": True, "include_obfuscation": False, "include_reasoning": True},
+    **{"return_token_ids": False, "return_tokens_as_token_ids": False, "background": False, "truncation": "disabled"},
 }
 MOST_STOPS, LONGEST_STOP = 64, 1000
 STOPS = f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters without U+FFFD, is"
@@ -90,6 +91,8 @@ Tokens = Annotated[list[int], Allowed("a list of token ids is")]
 # Texts show U+FFFD for what is no whole character, also while its last bytes are still missing.
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP, pattern="^[^\ufffd]*$")]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
+Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
+Priority = Annotated[int, Range(-(2**31), 2**31)]
 Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
 Format = Literal["text", "json_object", "json_schema"]
@@ -170,7 +173,7 @@ class TextRequest(SamplingFields):
     max_tokens: Annotated[int, Range(1)] | None = None
     min_tokens: Annotated[int, Range(0)] = 0
     logit_bias: dict[str, Any] = {}  # its tokens and values are checked when it is read
-    seed: Annotated[int, Range(-(2**63), 2**63 - 1)] | None = None
+    seed: Seed | None = None
     stop: Annotated[Stop | Stops, Allowed(STOPS)] = []
     include_stop_str_in_output: Flag = False
     stop_token_ids: Annotated[list[int], Field(max_length=1000), Allowed("a list of at most 1000 token ids is")] = []
@@ -179,7 +182,7 @@ class TextRequest(SamplingFields):
     response_format: ResponseFormat = ResponseFormat()
     structured_outputs: StructuredOutputs = StructuredOutputs()
     speculative: Flag = True
-    priority: Annotated[int, Range(-(2**31), 2**31)] = 0
+    priority: Priority = 0
     stream: Flag = False
     stream_options: StreamOptions = StreamOptions()
     headstart: Extension = Extension()
@@ -219,9 +222,17 @@ class Templated(Fields):
     tools: Annotated[list[Any], AfterValidator(check_tools)] = []
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, Allowed(f"{CHOICES} is")] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    reasoning_effort: Text | None = None
+    verbosity: Text | None = None
     continue_final_message: Flag = False
     add_generation_prompt: Flag | None = None  # None: unless the final message is continued
     add_special_tokens: Flag | None = None  # None: for a text, but not for messages
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables of the chat template, which may read these hints, too."""
+        hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        return {**{name: value for name, value in hints.items() if value is not None}, **self.chat_template_kwargs}
 
 
 class ChatRequest(TextRequest, Templated):

@@ -24,7 +24,7 @@ class PromptReader:
 
     def from_chat(self, fields: Templated) -> list[int]:
         """The conversation through the target's chat template; raises ApiError for what the template refuses."""
-        messages, variables, continued = fields.messages, fields.chat_template_kwargs, fields.continue_final_message
+        messages, variables, continued = fields.messages, fields.variables, fields.continue_final_message
         if not messages:
             raise wrong("messages", messages, "a list of at least one message is", "write [{role: user, content: ...}]")
         if not self.template.exists:

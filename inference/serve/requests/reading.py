@@ -73,6 +73,10 @@ class RequestReader:
         searched = partial(text_of, self.prompts.tokenizer) if shows_all else text
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
+        if seed + fields.n > 2**63:
+            raise wrong(
+                "seed", seed, f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is", "lower it"
+            )
         calls = self.tool_calls(fields)
         sampling, constraint = self.sampling(fields), self.constraint(fields, calls, ends)
         requests = [

@@ -1,0 +1,100 @@
+"""Laws of who may ask and how: names of the server, keys, methods, connections that send half a request."""
+
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from server_run import NAME, Running, load_served, running
+
+from headstart.inference.serve.options import serve_options
+
+LOCAL = serve_options(None, ["--target", "x", "--allowed-host", "Box.example"]).settings
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target")
+    with running(served, replace(LOCAL, names=(NAME,), body_timeout=0.5)) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "localhost:8000"}, 200),
+        ({"Host": "LOCALHOST"}, 200),
+        ({"Host": "chat.localhost"}, 200),
+        ({"Host": "[::1]:9"}, 200),
+        ({"Host": "127.8.8.8"}, 200),
+        ({"Host": "box.example:80"}, 200),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Host": "evil.example", "Origin": "http://localhost"}, 403),
+        ({"Host": "localhost.evil.example"}, 403),
+        ({"Host": "10.0.0.1"}, 403),
+        ({"Host": ":8000"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Origin": "http://localhost:3000"}, 200),
+        ({"Origin": "https://box.example"}, 200),
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+    ],
+)
+def test_pages_of_other_sites_reached_the_server_by_dns_rebinding(
+    server: Running, headers: dict[str, str], status: int
+) -> None:
+    for path in ("/", "/v1/models", "/metrics"):
+        found = httpx.get(server.url + path, headers=headers)
+        assert found.status_code == status, found.text
+        assert status == 200 or "--allowed-host" in found.json()["error"]["message"]
+
+
+def test_a_server_for_other_machines_answers_to_any_name_unless_names_are_given() -> None:
+    host = ["--target", "x", "--host", "0.0.0.0"]
+    assert serve_options(None, host).settings.is_own("box.example")
+    named = serve_options(None, [*host, "--allowed-host", "a.example"]).settings
+    assert [named.is_own(name) for name in ("a.example", "box.example", "127.0.0.1")] == [True, False, True]
+
+
+WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@pytest.mark.parametrize(("before", "sent"), [(b"", b""), (b"", b"GET /heal"), (b"", WHOLE[:-3]), (WHOLE, WHOLE[:-3])])
+def test_half_sent_headers_held_a_connection_for_ever(server: Running, before: bytes, sent: bytes) -> None:
+    """A byte now and then does not extend the time."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+        client.settimeout(0.1)
+        client.sendall(before + sent)
+        came, end = b"", time.monotonic() + 3
+        while time.monotonic() < end:
+            try:
+                fresh = client.recv(1000)
+            except TimeoutError:
+                client.sendall(b"x" if sent else b"")
+                continue
+            except ConnectionError:
+                fresh = b""
+            if not fresh:
+                break
+            came += fresh
+    assert time.monotonic() < end
+    assert (b"200 OK" in came) == bool(before)
+
+
+@pytest.mark.parametrize("path", ["/", "/style.css", "/v1/models", f"/v1/models/{NAME}", "/health", "/metrics"])
+def test_head_is_get_without_a_body(server: Running, path: str) -> None:
+    found, whole = httpx.head(server.url + path), httpx.get(server.url + path)
+    assert (found.status_code, found.content) == (200, b"")
+    assert found.headers.get("content-type") == whole.headers.get("content-type")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})]
+)
+def test_a_wrong_method_is_told_the_right_one(server: Running, method: str, path: str, allowed: set[str]) -> None:
+    found = httpx.request(method, server.url + path)
+    assert found.status_code == 405
+    assert {*found.headers["allow"].split(", ")} == allowed

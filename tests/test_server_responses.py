@@ -1,0 +1,206 @@
+"""Laws of /v1/responses: its text is that of the chat that it stands for, and its events add up to its answer."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from openai import APIError, OpenAI
+from server_run import NAME, Running, load_served, running
+from test_server_client import LOOK, SCHEMA, TEMPLATE
+from test_server_limits import assert_refused, gated, until
+
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.service import Served
+
+CALL = '<tool_call>{"name":"f"}</tool_call>'
+FLAT = {"type": "function", **LOOK["function"]}  # type: ignore[dict-item]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    found = load_served(tmp_path_factory.mktemp("served") / "target")
+    found.tokenizer.chat_template = TEMPLATE + "{% for m in messages %}{{ m.reasoning_content }}{% endfor %}"
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(served: Served) -> Iterator[Running]:
+    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[OpenAI]:
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def respond(client: OpenAI, **fields: Any) -> Any:
+    extra = {"seed": 3, **fields.pop("extra_body", {})}
+    shared = {"model": NAME, "input": "a tree", "max_output_tokens": 20, "extra_body": extra}
+    return client.responses.create(**{**shared, **fields})
+
+
+CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "look", "arguments": '{"at": "it"}'}
+CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+
+
+@pytest.mark.parametrize(
+    ("given", "chat"),
+    [
+        ({}, {}),
+        ({"instructions": "be brief"}, {"messages": [("system", "be brief"), ("user", "a tree")]}),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a ", "tree")]}]},
+            {"messages": [("user", "a tree")]},
+        ),
+        (
+            {
+                "input": [
+                    {"role": "developer", "content": "be brief"},
+                    {"role": "user", "content": "look"},
+                    {
+                        "type": "reasoning",
+                        "id": "rs_1",
+                        "summary": [],
+                        "content": [{"type": "reasoning_text", "text": "why"}],
+                    },
+                    {
+                        "type": "message",
+                        "id": "msg_1",
+                        "role": "assistant",
+                        "status": "completed",
+                        "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}],
+                    },
+                    CALL_ITEM,
+                    CALL_ITEM,
+                    {"type": "function_call_output", "call_id": "c1", "output": "it"},
+                    {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "no"}]},
+                    CALL_ITEM,
+                    {
+                        "type": "function_call_output",
+                        "call_id": "c1",
+                        "output": [{"type": "input_text", "text": "a tree"}],
+                    },
+                ],
+            },
+            {
+                "messages": [
+                    ("system", "be brief"),
+                    ("user", "look"),
+                    ("assistant", "so", {"reasoning_content": "why", "tool_calls": [CALL_TURN, CALL_TURN]}),
+                    ("tool", "it", {"tool_call_id": "c1"}),
+                    ("assistant", None, {"tool_calls": [CALL_TURN]}),
+                    ("tool", "a tree", {"tool_call_id": "c1"}),
+                ]
+            },
+        ),
+        ({"tools": [FLAT]}, {"tools": [LOOK]}),
+        ({"tools": [FLAT], "tool_choice": "none"}, {"tools": [LOOK], "tool_choice": "none"}),
+        ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
+        ({"temperature": 0, "top_p": 0.5, "max_output_tokens": 5}, {"temperature": 0, "top_p": 0.5, "max_tokens": 5}),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        ),
+        (
+            {
+                "store": True,
+                "metadata": {"a": "b"},
+                "include": ["reasoning.encrypted_content"],
+                "truncation": "disabled",
+            },
+            {},
+        ),
+        (
+            {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+            {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
+        ),
+    ],
+)
+def test_a_response_is_the_chat_that_it_stands_for(client: OpenAI, given: dict[str, Any], chat: dict[str, Any]) -> None:
+    turns = chat.pop("messages", [("user", "a tree")])
+    messages: Any = [{"role": role, "content": text, **(more[0] if more else {})} for role, text, *more in turns]
+    expected = client.chat.completions.create(model=NAME, messages=messages, seed=3, **{"max_tokens": 20, **chat})
+    found = respond(client, **given)
+    assert found.output_text == expected.choices[0].message.content
+    assert expected.usage is not None
+    assert found.usage.input_tokens == expected.usage.prompt_tokens
+    assert found.usage.output_tokens == expected.usage.completion_tokens
+    is_cut = expected.choices[0].finish_reason == "length"
+    assert found.status == ("incomplete" if is_cut else "completed")
+    assert (found.incomplete_details is not None) == is_cut
+
+
+@pytest.mark.parametrize(
+    "text",
+    [None, "so", CALL, f"  \n{CALL}\n", f"look: {CALL} {CALL}", f"{CALL} then\n{CALL} end", "\n ", CALL[:-5]],
+)
+def test_events_add_up_to_the_whole_response(client: OpenAI, text: str | None) -> None:
+    own: dict[str, Any] = {} if text is None else {"extra_body": {"structured_outputs": {"choice": [text]}}}
+    fields = {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 100, **own}
+    whole, events = respond(client, **fields), list(respond(client, **fields, stream=True))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1].response
+    assert events[-1].type == f"response.{last.status}" == f"response.{whole.status}"
+    assert (last.output_text.strip(), last.usage) == (whole.output_text.strip(), whole.usage)
+    calls = [(item.name, item.arguments) for item in last.output if item.type == "function_call"]
+    assert calls == [(item.name, item.arguments) for item in whole.output if item.type == "function_call"]
+    assert len(calls) == (text or "").count("<tool_call>")
+    for place, item in enumerate(last.output):
+        own_events = [event for event in events if getattr(event, "output_index", None) == place]
+        kinds = [event.type.removeprefix("response.") for event in own_events]
+        assert (kinds[0], kinds[-1]) == ("output_item.added", "output_item.done")
+        assert own_events[0].item.id == own_events[-1].item.id == item.id
+        assert own_events[-1].item == item
+        written = "".join(event.delta for event in own_events if event.type.endswith(".delta"))
+        is_call = item.type == "function_call"
+        assert written == (item.arguments if is_call else item.content[0].text)
+        assert kinds[-2] == ("function_call_arguments.done" if is_call else "content_part.done")
+
+
+def test_an_error_after_the_first_event_is_an_event_that_clients_raise(served: Served) -> None:
+    with gated(served) as (server, gate), OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        gate.steps.release(1)
+        stream = respond(client, stream=True, extra_body={"structured_outputs": {"choice": ["so it is"]}})
+        until(lambda: server.service.running == 1)
+        gate.fails = True
+        gate.steps.release(1)
+        with pytest.raises(APIError, match="decoding failed"):
+            list(stream)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"previous_response_id": "resp_1"}, ("previous_response_id", "resp_1", "the whole conversation as input")),
+        ({"conversation": "conv_1"}, ("conversation", "no such field")),
+        ({"input": None}, ("input: missing",)),
+        ({"input": []}, ("input: []", "at least one message")),
+        ({"input": [{"content": "x"}]}, ("input[0].role",)),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, ("input[0].type", "item_reference", "whole")),
+        ({"input": [{**CALL_ITEM, "arguments": "{"}]}, ("input", "arguments", "a JSON object in a string")),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            ("input[0].content", "input_image", "input_text"),
+        ),
+        ({"tools": [{"type": "web_search"}]}, ("tools[0]", "web_search", "type function")),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, ("text.format.schema", "missing")),
+        ({"max_output_tokens": 500}, ("max_output_tokens", "lower max_output_tokens", "128 positions")),
+        ({"include": ["message.output_text.logprobs"]}, ("include[0]", "reasoning.encrypted_content")),
+        ({"truncation": "auto"}, ("truncation", "disabled")),
+        ({"background": True}, ("background", "only false")),
+        ({"temperature": -1}, ("temperature", "0 to 100")),
+        ({"n": 2}, ("n: there is no such field",)),
+    ],
+)
+def test_what_needs_a_store_or_other_tools_is_refused_by_name(
+    server: Running, fields: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    for stream in (False, True):
+        found = httpx.post(f"{server.url}/v1/responses", json={"input": "a tree", "stream": stream, **fields})
+        assert_refused(found, 400, *parts)
+        assert json.loads(found.text)["error"]["param"].startswith(parts[0].partition(":")[0].removesuffix(".schema"))
