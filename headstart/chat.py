@@ -28,6 +28,7 @@ from rich.console import Console
 from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
 from headstart.smollm2 import fetch
 
@@ -51,9 +52,11 @@ def talk(options: ChatOptions) -> None:
     interactive = options.prompt is None and sys.stdin.isatty()
     piped = options.prompt is None and not interactive
     console = Console(highlight=False, color_system=None if piped else "auto")
-    sampling = Sampling(options.temperature, seed=options.seed, rule=wanted.decode.acceptance)
+    sampling = Sampling(options.temperature or 0.0, seed=options.seed, rule=wanted.decode.acceptance)
     model, tokenizer, section = load_model(wanted)
     assert model.drafter is not None
+    if options.temperature is None:
+        sampling = replace(sampling, temperature=TargetDefaults.of(model.target, temperature=0.0).sampling.temperature)
     longest = wanted.decode.max_new_tokens
     chat = Chat(model.target, model.drafter, tokenizer, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")

