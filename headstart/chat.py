@@ -55,9 +55,11 @@ def talk(options: ChatOptions) -> None:
     sampling = Sampling(options.temperature or 0.0, seed=options.seed, rule=wanted.decode.acceptance)
     model, tokenizer, section = load_model(wanted)
     assert model.drafter is not None
+    own, longest = TargetDefaults.of(model.target, temperature=0.0), wanted.decode.max_new_tokens
     if options.temperature is None:
-        sampling = replace(sampling, temperature=TargetDefaults.of(model.target, temperature=0.0).sampling.temperature)
-    longest = wanted.decode.max_new_tokens
+        sampling = replace(sampling, temperature=own.sampling.temperature)
+    if "max_new_tokens" not in wanted.decode.model_fields_set:  # half of a small target's positions are for questions
+        longest = own.length(0, min(longest, max(model.target.max_positions // 2, 1)))
     chat = Chat(model.target, model.drafter, tokenizer, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:

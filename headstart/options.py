@@ -32,17 +32,17 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
     own = "default: what the target's generation_config.json says, else 0, which takes the likeliest token"
     parser.add_argument("--temperature", type=float, help=f"how freely tokens are sampled ({own})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512, or what the target allows)")
     parser.add_argument("--prompt", help="answer this question and exit")
     given = parser.parse_args(argv)
     if given.recipe is None and given.target is None and (HEAD / "config.json").is_file():
         given.head = given.head or HEAD
     model = model_options(parser, given)
-    longest = model.decode.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens
-    if longest < 1:
-        parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
-    decode = model.decode.model_copy(update={"max_new_tokens": longest})
-    return ChatOptions(replace(model, decode=decode), given.temperature, given.seed, given.prompt)
+    if (longest := given.max_new_tokens) is not None:
+        if longest < 1:
+            parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
+        model = replace(model, decode=model.decode.model_copy(update={"max_new_tokens": longest}))
+    return ChatOptions(model, given.temperature, given.seed, given.prompt)
 
 
 def smollm2_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
