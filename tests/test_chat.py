@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from headstart import chat as command
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.chat import session
 from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
@@ -324,6 +326,29 @@ def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
     told = capsys.readouterr().out
     assert "drafts by prompt lookup" in told
     assert "tokens/s, about" in told
+
+
+def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ignored; and the longest answer by default left a small target no room for the question."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    path = tmp_path / "target" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
+    arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
+    chats: list[Chat] = []
+    written: list[list[int]] = []
+    monkeypatch.setattr(
+        session, "Answer", lambda *given: (answer := Answer(*given), written.append(answer.generation.tokens))[0]
+    )
+    monkeypatch.setattr(command, "Chat", lambda *given: chats.append(Chat(*given)) or chats[-1])
+    for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
+        talk(monkeypatch, b"", *arguments, *more)
+    assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]
+    assert all(len({*tokens}) == len(tokens) for tokens in (written[1], written[3]))  # after each chat's measurement
+    path.write_text(json.dumps({"num_beams": 4}))
+    with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
+        talk(monkeypatch, b"", *arguments)
 
 
 def test_the_default_target_is_fetched_if_it_is_missing(
