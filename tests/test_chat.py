@@ -328,6 +328,18 @@ def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
     assert "tokens/s, about" in told
 
 
+def record(monkeypatch: pytest.MonkeyPatch, module: Any, kind: Callable[..., Any]) -> list[Any]:
+    """Everything of this kind that the module makes from now on."""
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(kind(*given))
+        return made[-1]
+
+    monkeypatch.setattr(module, kind.__name__, make)
+    return made
+
+
 def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -336,16 +348,12 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
     path = tmp_path / "target" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
     arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
-    chats: list[Chat] = []
-    written: list[list[int]] = []
-    monkeypatch.setattr(
-        session, "Answer", lambda *given: (answer := Answer(*given), written.append(answer.generation.tokens))[0]
-    )
-    monkeypatch.setattr(command, "Chat", lambda *given: chats.append(Chat(*given)) or chats[-1])
+    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, session, Answer)
     for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
         talk(monkeypatch, b"", *arguments, *more)
     assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]
-    assert all(len({*tokens}) == len(tokens) for tokens in (written[1], written[3]))  # after each chat's measurement
+    for answer in answers[1::2]:  # after each chat's measurement
+        assert len({*answer.generation.tokens}) == len(answer.generation.tokens)
     path.write_text(json.dumps({"num_beams": 4}))
     with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
         talk(monkeypatch, b"", *arguments)

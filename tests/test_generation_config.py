@@ -38,7 +38,7 @@ class Demo:
     """The demo target with the generation_config.json of a folder: as transformers' model, and as ours with a head."""
 
     def __init__(self) -> None:
-        load = partial(AutoModelForCausalLM.from_pretrained, DEMO, dtype=torch.float32)
+        load: Any = partial(AutoModelForCausalLM.from_pretrained, DEMO, dtype=torch.float32)
         self.theirs, self.own = load(), load()
         self.theirs.generation_config = GenerationConfig()
         self.without_file = self.theirs.generate(**prompts(**SHORT)).tolist()
@@ -110,11 +110,13 @@ def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = theirs.generate(**prompts(**call))
-        assert torch.equal(model.generate(**prompts(**call)), wanted)
+        found = model.generate(**prompts(**call))
+    assert isinstance(found, torch.Tensor)
+    assert torch.equal(found, wanted)
     assert wanted.tolist() != demo.without_file
 
 
-SAMPLING = {
+SAMPLING: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
     "truncation": {"do_sample": True, "top_k": 7, "min_p": 0.02, "no_repeat_ngram_size": 2},
     "all at once": {

@@ -49,7 +49,9 @@ class TargetDefaults:
                 raise wrong_value("stop_strings", strings, "null is", "set it to null, and name them in requests")
             settings["eos_token_id"] = tuple(token for token in target.end_tokens if token < vocab_size)
             sampling = forbid(read_sampling(settings, rule), read_forbidden(settings, vocab_size))
-            read_rules(settings, [], 0, 1, vocab_size)  # refuses what it refuses later
+            if not read_rules(settings, [], 0, 1, vocab_size).forbid_nothing and rule != "seeded":
+                allowed = "only seeded is allowed with rules about a text, such as no_repeat_ngram_size"
+                raise ValueError(f"decode.acceptance: {rule} given, {allowed}; set them to null in the file")
             chosen = 0.0 if own.get("do_sample") is False else read_number("temperature", own.get("temperature", 1))
             unsaid = own.keys().isdisjoint({"do_sample", "temperature"})
             return cls(replace(sampling, temperature=temperature if unsaid else chosen), settings, vocab_size)
