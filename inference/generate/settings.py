@@ -194,8 +194,6 @@ def read_settings(config: Config | None, overrides: Settings, target: Config | N
     given, own = config_fields(config), target_fields(target)
     settings = {**DEFAULTS, **own, **given, **overrides}
     of_target = own.keys() - given.keys() - overrides.keys()
-    if not settings["do_sample"]:
-        settings = {name: value for name, value in settings.items() if name not in of_target & ONLY_WHEN_SAMPLING}
     wrong, unsupported = {}, unsupported_fields(settings)
     for name, read in READERS.items():
         if settings.get(name) is not None:
@@ -203,6 +201,8 @@ def read_settings(config: Config | None, overrides: Settings, target: Config | N
                 settings[name] = read(name, settings[name])
             except ValueError as error:
                 wrong[name] = str(error)
+    if "do_sample" not in wrong and not settings["do_sample"]:
+        unsupported = {name: line for name, line in unsupported.items() if name not in of_target & ONLY_WHEN_SAMPLING}
     if not wrong:
         # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
         explicit = overrides.keys() if "do_sample" in overrides else settings.keys() - of_target
