@@ -156,7 +156,7 @@ class Generation:
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
-    logits: list[Float[Tensor, "kept vocab"]] = field(default_factory=list)  # for all new tokens, if kept
+    logits: list[Float[Tensor, "_ vocab"]] = field(default_factory=list)  # for all new tokens, if kept
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
     cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
 

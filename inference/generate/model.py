@@ -290,7 +290,7 @@ def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:
     return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
 
 
-def by_step(rows: list[Float[Tensor, "new vocab"]]) -> tuple[Float[Tensor, "rows vocab"], ...]:
+def by_step(rows: list[Float[Tensor, "_ vocab"]]) -> tuple[Float[Tensor, "rows vocab"], ...]:
     """One tensor per new token, with 0 for rows that have ended."""
     return pad_sequence(rows).unbind()
 
