@@ -41,7 +41,7 @@ from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import Bench
-from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.command import machine, recipe_template, report_prompts
 from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Chat, Prompt
@@ -120,9 +120,9 @@ def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
 
 def prompts_of(recipe: Recipe, target: TargetModel) -> list[Prompt]:
     """The prompts of the report, shortened to what the target has positions for."""
-    tokenizer = recipe_tokenizer(recipe)
-    chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
-    return [chat.shortened(prompt) for prompt in report_prompts(recipe, tokenizer)]
+    template = recipe_template(recipe)
+    chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
+    return [chat.shortened(prompt) for prompt in report_prompts(recipe, template)]
 
 
 def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterator[Method]:

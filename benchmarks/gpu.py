@@ -32,7 +32,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.inputs import taps_to_read
-from headstart.inference.report.command import machine, recipe_tokenizer, report_prompts
+from headstart.inference.report.command import machine, recipe_template, report_prompts
 from headstart.inference.report.compare import Comparison
 from headstart.inference.report.methods import Method
 from headstart.inference.report.rounds import run_rounds
@@ -259,7 +259,7 @@ def demo(console: Console, recipe: Recipe) -> None:
     ]
     for temperature in recipe.report.temperatures:
         sampling = Sampling(temperature, seed=recipe.seed)
-        prompts = report_prompts(recipe, recipe_tokenizer(recipe))
+        prompts = report_prompts(recipe, recipe_template(recipe))
         rounds = run_rounds(methods, target, prompts, recipe.decode.max_new_tokens, sampling, warmup=1)
         console.print(short_table(Comparison(methods, rounds, target, sampling, batch=1).outcomes()))
 

@@ -46,7 +46,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.inputs import taps_to_read
-from headstart.inference.report.command import recipe_tokenizer, report_prompts
+from headstart.inference.report.command import recipe_template, report_prompts
 from headstart.inference.report.compare import Interval, speedup
 from headstart.inference.report.questions import Chat
 from headstart.inference.targets.model import TargetModel
@@ -123,10 +123,10 @@ def run(recipe: Recipe, seeds: int) -> None:
             "and one seed or more are allowed; add a temperature or raise --seeds"
         )
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    folder, taps, decode, tokenizer = recipe.head_in_use, taps_to_read(recipe), recipe.decode, recipe_tokenizer(recipe)
-    prompts = report_prompts(recipe, tokenizer)
+    folder, taps, decode, template = recipe.head_in_use, taps_to_read(recipe), recipe.decode, recipe_template(recipe)
+    prompts = report_prompts(recipe, template)
     target = TargetModel.load(recipe.target, taps)
-    chat = Chat(tokenizer, target.max_positions - decode.max_new_tokens)
+    chat = Chat(template, target.max_positions - decode.max_new_tokens)
     tokens = [chat.shortened(prompt).tokens for prompt in prompts]
     head = load_drafting_head(folder, target)
     own, *others = trees(decode, head)

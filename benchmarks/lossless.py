@@ -28,7 +28,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.generate.inputs import OWN_HEAD, taps_to_read
-from headstart.inference.report.command import recipe_tokenizer, report_prompts
+from headstart.inference.report.command import recipe_template, report_prompts
 from headstart.inference.report.compare import Divergence, divergence
 from headstart.inference.report.methods import Method, growth_of
 from headstart.inference.report.questions import Chat
@@ -63,10 +63,10 @@ def main() -> None:
 
 def check(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    tokenizer, taps = recipe_tokenizer(recipe), taps_to_read(recipe)
-    prompts = report_prompts(recipe, tokenizer)
+    template, taps = recipe_template(recipe), taps_to_read(recipe)
+    prompts = report_prompts(recipe, template)
     target = TargetModel.load(recipe.target, taps)
-    chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
+    chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
     prompts = [*map(chat.shortened, prompts)]
     console, found = Console(), list[Checked]()
     num_texts = sum(1 + len(prompt.later) for prompt in prompts)

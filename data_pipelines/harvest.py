@@ -21,7 +21,7 @@ from accelerate import PartialState
 from headstart.common.errors import CONTINUES
 from headstart.common.launcher import end_with_launcher
 from headstart.data_pipelines.disk_space import check_disk, forecast_disk
-from headstart.data_pipelines.features.features import TapTexts, tap, write_features
+from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
@@ -94,7 +94,7 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
         refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
         config = TargetConfig.from_folder(target)
         taps = taps_to_store(recipe, config)
-        load = cache(partial(TargetModel.load, recipe.target, taps))  # loads on first use, once
+        load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
         stack.callback(load.cache_clear)
         yield Harvest(recipe, state, config, taps, load)
 
@@ -160,6 +160,7 @@ class Harvest:
             writer, ranks = speculative_writer(recipe, data.draft_head)
         else:
             writer, ranks = target_writer(recipe, self.load()), self.load().ranks
+            check_states(recipe, self.load(), shards)
 
         def work(write: Writer) -> None:
             share = ranks.share(shards)
@@ -190,6 +191,7 @@ class Harvest:
     def make_features(self, responses: Stage, shards: list[ShardPrompts], made_from: dict[str, str]) -> None:
         """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
         recipe, target = self.recipe, self.load()
+        check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
         self.say(check_disk(recipe, target.config, target.taps, responses))
         share = target.ranks.share(shards)
@@ -227,6 +229,15 @@ def shard_identities(features: Stage, responses: Stage, shards: list[ShardPrompt
     return {shard.features_file: digest_of([common, files[shard.responses_file]]) for shard in shards}
 
 
+def check_states(recipe: Recipe, target: TargetModel, shards: list[ShardPrompts]) -> None:
+    """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
+    states, of = tap(target, [shards[0].rows[0]["tokens"]]), "the first prompt"
+    if recipe.data.online is None:
+        finite_states(recipe, states, target.taps, of)
+    else:  # nothing is stored in data.dtype
+        refuse_non_finite(recipe.target.dtype, states, of)
+
+
 def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
     """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
     output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
@@ -234,7 +245,7 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int])
     frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
     own, rebuilt = output.logits[0, -1].float(), frozen.logits(output.last_hidden[0, -1])
     error = float((own - rebuilt).abs().max() / own.abs().max())
-    if error > LOGITS_TOLERANCE:
+    if not error <= LOGITS_TOLERANCE:  # NaN is not, either
         raise ValueError(
             f"target.path: the logits of {recipe.target.path} are not its lm_head over its final norm (they differ by "
             f"{error:.1%}); {target.config.model_type!r} models are not supported, so choose another target"

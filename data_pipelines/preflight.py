@@ -14,6 +14,7 @@ from headstart.data_pipelines.prompts.self_written.selection import optional_ren
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
@@ -87,7 +88,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
         optional_rensa()
-        UserTemplate(tokenizer, data)
+        UserTemplate(ChatTemplate(tokenizer, recipe.target.chat_template_kwargs), data)
     if data.prompts not in (PYTHON_STDLIB, SELF) and not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():

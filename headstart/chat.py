@@ -30,6 +30,7 @@ from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.smollm2 import fetch
 
 
@@ -60,7 +61,8 @@ def talk(options: ChatOptions) -> None:
         sampling = replace(sampling, temperature=own.sampling.temperature)
     if "max_new_tokens" not in wanted.decode.model_fields_set:  # half of a small target's positions are for questions
         longest = own.length(0, min(longest, max(model.target.max_positions // 2, 1)))
-    chat = Chat(model.target, model.drafter, tokenizer, sampling, longest, console, interactive)
+    template = ChatTemplate(tokenizer, section.chat_template_kwargs)
+    chat = Chat(model.target, model.drafter, template, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:
         chat.answer(options.prompt)

@@ -217,7 +217,7 @@ def calibrate(recipe: Recipe) -> None:
     """Fit the calibration of decode.head on the report's prompts and save it with the head."""
     with only_run_in(recipe.run_dir, "a calibration"):
         taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
-        target = TargetModel.load(recipe.target, taps)
+        target = TargetModel.load_to_answer(recipe.target, taps)
         head = load_head_for(recipe.head_in_use, target.frozen)
         depth, longest = depth_for(recipe.decode, head), recipe.decode.max_new_tokens
         head.calibration = fit_calibration(target, head, prompts, depth, longest)

@@ -86,6 +86,8 @@ def allowed_values(schema: dict[str, Any]) -> str:
         return f"only {schema['const']}"
     if "enum" in schema:
         return "one of " + ", ".join(schema["enum"])
+    if schema.get("additionalProperties") is True:
+        return "names with their values"
     if "additionalProperties" in schema:
         return f"names, each with {allowed_values(schema['additionalProperties'])}"
     if "items" in schema:

@@ -31,6 +31,7 @@ REMOVED: dict[str, str] = {
     "head.markov_gate": "remove it: the Markov head has no gate",
     "head.norm_output": "write head.norms: true for the two norms of EAGLE-3.1, or remove it",
     "head.sample_from_anchor": "remove it: heads with markov_rank above 0 or causal true predict the next token",
+    "joint.distill_weight": "remove it: the divergence from the original target has the weight 1",
     "log.project": "set the variable WANDB_PROJECT, or remove it for the project headstart",
     "report.head": "write decode.head",
     "report.warmup_prompts": "remove it: the three longest prompts are decoded before timing starts",

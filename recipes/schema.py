@@ -2,8 +2,9 @@
 
 import os
 import re
+from datetime import date
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -54,6 +55,16 @@ def refuse_unknown_device(name: str) -> str:
     raise ValueError(f"auto, cpu, cuda, a numbered device such as cuda:1, or mps, xpu, hpu is allowed; {advice}")
 
 
+def with_day_as_text(variables: object) -> object:
+    """The variables with `date` as text, which YAML reads as a day; raises ValueError for one that is no day."""
+    if not isinstance(variables, dict) or "date" not in variables:
+        return variables
+    try:
+        return {**variables, "date": date.fromisoformat(str(variables["date"])).isoformat()}
+    except ValueError:
+        raise ValueError("date is a day such as 2026-11-26; correct it, or remove it") from None
+
+
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
@@ -89,6 +100,12 @@ class TargetSection(Section):
         "every layer over all ranks of the launch, which compute each batch together; null is one device.",
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code shipped with the model.")
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(with_day_as_text)] = Field(
+        default={},
+        description="Variables of the chat template, such as {enable_thinking: false}, for prompts, responses, reports "
+        "and serving alike. date, a day such as 2026-11-26, is what templates take for today; without it servers use "
+        "the present day, and a run the day on which its prompts were begun.",
+    )
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="Attention code. auto: the fastest exact one; sdpa, eager: transformers' own."
     )
@@ -429,9 +446,6 @@ class JointSection(Section):
     lora_rank: int = Field(default=32, gt=0, description="Rank of the low-rank additions with mode lora.")
     learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
     warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
-    distill_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the KL divergence between the original and the tuned target."
-    )
 
 
 class DecodeSection(Section):

@@ -20,6 +20,7 @@ from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -38,7 +39,7 @@ def load_served(
     about: dict[str, str | bool | None] = {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic"}
     return Served(
         target=target,
-        tokenizer=load_tokenizer(folder),
+        template=ChatTemplate(load_tokenizer(folder)),
         make_loop=partial(DecodeLoop, target, own, max_batch, prefix_memory=prefix_memory),
         defaults=TargetDefaults.of(target),
         most_depth=3,

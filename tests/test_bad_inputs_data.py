@@ -142,7 +142,7 @@ given: response and completion | {"prompt": "x", "response": "a", "completion": 
 given: a plain completion with a system turn | {"system": "be brief", "prompt": "x", "completion": "a"}
     LINE | system is given | messages are needed | give the turns as messages
 given: a question without its answer | {"messages": [{user}]}
-    LINE | the last turn is not by the assistant | add the answer | choose data.responses=target
+    LINE | needs response or completion beside prompt, or a turn of the assistant | choose data.responses=target
 given: tokens without a mask | {"tokens": [1, 2, 3]}
     LINE | no token to train on | set loss_mask values to 1 | FIX
 given: a text of one token | {"text": "x"}
@@ -269,13 +269,13 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        pytest.param("rows.jsonl", b'\xef\xbb\xbf{"prompt": "one"}\r\n{"prompt": "two"}\r\n', id="a mark at the start"),
+        pytest.param("rows.jsonl", b'\xef\xbb\xbf{"text": "one"}\r\n{"text": "two"}\r\n', id="a mark at the start"),
         pytest.param("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", id="a mark at the start of a text"),
-        pytest.param("rows.json", b'[\n  {"prompt": "one"},\n  {\n"prompt": "two"}\n]\n', id="an indented array"),
-        pytest.param("rows.json", b'\xef\xbb\xbf[{"prompt": "one"}, {"prompt": "two"}]', id="a marked array"),
-        pytest.param("rows.jsonl", b'[{"prompt": "one"},\n{"prompt": "two"}]', id="an array with the wrong suffix"),
-        pytest.param("rows.JSONL", b'{"prompt": "one"}\n\n{"prompt": "two"}', id="a suffix in capitals"),
-        pytest.param("rows.jsonl", b'{"prompt": "one", "tokens": null}\n{"prompt": null, "text": "two"}', id="nulls"),
+        pytest.param("rows.json", b'[\n  {"text": "one"},\n  {\n"text": "two"}\n]\n', id="an indented array"),
+        pytest.param("rows.json", b'\xef\xbb\xbf[{"text": "one"}, {"text": "two"}]', id="a marked array"),
+        pytest.param("rows.jsonl", b'[{"text": "one"},\n{"text": "two"}]', id="an array with the wrong suffix"),
+        pytest.param("rows.JSONL", b'{"text": "one"}\n\n{"text": "two"}', id="a suffix in capitals"),
+        pytest.param("rows.jsonl", b'{"text": "one", "tokens": null}\n{"prompt": null, "text": "two"}', id="nulls"),
     ],
 )
 def test_a_file_in_an_unusual_dress_gives_its_rows(place: Path, headstart: Command, name: str, content: bytes) -> None:
@@ -307,9 +307,13 @@ def mostly_held_out(place: Path) -> list[str]:
     return []
 
 
+def said_by_a_human(text: str) -> dict[str, Any]:
+    return {"conversations": [{"from": "human", "value": text}]}
+
+
 def held_out_in_another_form(place: Path) -> list[str]:
     rows_of(place / "prompts.jsonl", *texts(0, 3), {"messages": [USER]})
-    rows_of(place / "heldout.jsonl", {"messages": [USER, REPLY]}, {"text": "prompt 1"})
+    rows_of(place / "heldout.jsonl", {"messages": [USER, REPLY]}, said_by_a_human("prompt 1"))
     return []
 
 

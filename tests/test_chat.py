@@ -32,6 +32,7 @@ from headstart.inference.core.verify import BONUS, Accepted, Verified
 from headstart.inference.report.trace import trace
 from headstart.inference.show.colours import SHADES, token_style
 from headstart.inference.show.text_stream import TextStream
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
 from headstart.recipes.schema import Eagle3Section, TargetSection
@@ -93,7 +94,8 @@ def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
         printed = io.StringIO()
         system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
         console = Console(file=printed, width=500, highlight=False, **system)
-        return Chat(talker, drafter, build_tokenizer(), Sampling(temperature), longest, console), printed
+        template = ChatTemplate(build_tokenizer())
+        return Chat(talker, drafter, template, Sampling(temperature), longest, console), printed
 
     return make
 
@@ -237,7 +239,7 @@ def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_s
     kept = [turn["content"] for turn in chat.conversation.turns if turn["role"] == "user"]
     assert kept[-1].startswith("5 ")
     assert len(kept) < 6
-    prompt = Conversation(build_tokenizer(), 60, 20)
+    prompt = Conversation(ChatTemplate(build_tokenizer()), 60, 20)
     prompt.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 3]
     asked = prompt.ask("of tokens")
     assert len(asked.tokens) <= 40
@@ -282,12 +284,12 @@ def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any, talker: 
 
 def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, talker: TargetModel) -> None:
     chat, printed = make_chat(KnowsTheText(talker))
-    chat.conversation.tokenizer.chat_template = None
+    chat.conversation.template.tokenizer.chat_template = None
     chat.introduce("names")
     chat.converse(["  the target\n", "writes\n"])
     assert "no chat template" in printed.getvalue()
     assert chat.conversation.turns == []
-    assert chat.conversation.ask(" a").tokens == chat.conversation.tokenizer(" a")["input_ids"]
+    assert chat.conversation.ask(" a").tokens == chat.conversation.template.tokenizer(" a")["input_ids"]
 
 
 def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:

@@ -9,9 +9,10 @@ import pytest
 from tiny_run import build_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from headstart.data_pipelines.prompts.chat_masks import ChatTemplate, MaskedTokens
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.rows import BadRow
+from headstart.inference.targets.chat_template import ChatTemplate
 
 TEMPLATES = Path(__file__).parent / "chat_templates"
 SYSTEM = {"role": "system", "content": "Be brief."}
@@ -47,8 +48,11 @@ FAMILIES = {
     "gemma": Family("<bos> <eos> <start_of_turn> <end_of_turn>", "<end_of_turn>", system=False),
     "phi3": Family("<s> <|endoftext|> <|user|> <|system|> <|assistant|> <|end|>", "<|end|>"),
     "phi4": Family("<s> </s> <|im_start|> <|im_sep|> <|im_end|>", "<|im_end|>"),
-    "deepseek_r1": Family(
-        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜>", "<｜end▁of▁sentence｜>"
+    "deepseek_r1": Family(  # its prompt opens a reasoning block, which an answer without reasoning closes first
+        "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜>",
+        "<｜end▁of▁sentence｜>",
+        "\n</think>\n\n",
+        keeps_past=False,
     ),
     "deepseek_v3": Family(
         "<｜begin▁of▁sentence｜> <｜end▁of▁sentence｜> <｜User｜> <｜Assistant｜> <｜tool▁calls▁begin｜> "
@@ -72,13 +76,13 @@ FAMILIES = {
 }
 
 
-def template_of(name: str) -> tuple[PreTrainedTokenizerFast, ChatTemplate]:
+def template_of(name: str) -> tuple[PreTrainedTokenizerFast, ChatMasks]:
     tokenizer, special = build_tokenizer(), FAMILIES[name].special.split()
     tokenizer.add_special_tokens(
         {"bos_token": special[0], "eos_token": special[1], "additional_special_tokens": special[2:]}
     )
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text().rstrip("\n")
-    return tokenizer, ChatTemplate(tokenizer)
+    return tokenizer, ChatMasks(ChatTemplate(tokenizer))
 
 
 def unmasked(tokenizer: PreTrainedTokenizerFast, sample: MaskedTokens) -> list[str]:
@@ -111,10 +115,7 @@ def test_the_tokens_before_each_reply_are_the_prompt_used_in_serving(name: str) 
         for start, _ in sample.spans
     ]
     served = [tokenizer.decode(template.prompt(Conversation(chat[:number]))) for number in replies]
-    opened = (
-        "<think>\n" if name == "deepseek_r1" else ""
-    )  # its prompt opens a reasoning block that past turns do not show
-    assert [text + opened for text in found] == served
+    assert found == served
 
 
 def test_reasoning_is_trained_on_where_the_template_shows_it() -> None:
@@ -182,7 +183,7 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not(name: str, call: str
 def test_a_template_that_does_not_write_tool_calls_is_refused() -> None:
     conversation = parse_row(TOOL_CHAT)
     assert isinstance(conversation, Conversation)
-    with pytest.raises(BadRow, match="does not write the tool calls add"):
+    with pytest.raises(BadRow, match="does not write the tool call add of turn 2"):
         template_of("chatml")[1].masked(conversation, "all")
 
 
@@ -191,8 +192,8 @@ def test_a_template_that_does_not_write_tool_calls_is_refused() -> None:
     [
         ("{{ raise_exception('no such role') }}", "refuses these messages .*no such role"),
         ("{% for m in messages %}{{ m.content.missing.deeper }}{% endfor %}", "refuses these messages"),
-        ("{% for m in messages %}[{{ m.role }}]{% endfor %}", "does not show the words of turn 2"),
-        ("{% for m in messages %}[{{ m.role }}]{{ m.content[:5] }}{% endfor %}", "does not show the words of turn 2"),
+        ("{% for m in messages %}[{{ m.role }}]{% endfor %}", "does not write the words of turn 1"),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content[:9] }}{% endfor %}", "does not write the words of turn 2"),
         (
             "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' and messages[-1].role == 'assistant' %}"
             "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}",
@@ -204,11 +205,11 @@ def test_a_template_that_cannot_be_masked_exactly_is_refused(template: str, why:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(BadRow, match=why):
-        ChatTemplate(tokenizer).masked(Conversation(CHAT), "all")
+        ChatMasks(ChatTemplate(tokenizer)).masked(Conversation(CHAT), "all")
 
 
-def test_a_token_that_spans_the_boundary_of_the_words_is_refused() -> None:
-    """The words "the" start inside the token " the"."""
+def test_an_answer_whose_first_token_would_hold_the_end_of_the_prompt_is_tokenized_apart() -> None:
+    """The words "the" start inside the token " the", which a server's prompt ends before."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + ':' + ' ' + m.content }}{% endfor %}"
@@ -216,5 +217,6 @@ def test_a_token_that_spans_the_boundary_of_the_words_is_refused() -> None:
     )
     assert len(tokenizer(" the")["input_ids"]) == 1
     chat = Conversation([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}])
-    with pytest.raises(BadRow, match="spans the boundary"):
-        ChatTemplate(tokenizer).masked(chat, "all")
+    [sample] = ChatMasks(ChatTemplate(tokenizer)).masked(chat, "all")
+    prompt = tokenizer("user: hiassistant: ")["input_ids"]
+    assert (sample.tokens[: len(prompt)], unmasked(tokenizer, sample)) == (prompt, ["the"])

@@ -22,6 +22,7 @@ from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, rea
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high, margins_in_words
 from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
@@ -103,21 +104,22 @@ def test_a_divergence_has_its_position_and_margin(target: TargetModel) -> None:
 
 def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
     rows = [{"question_id": 1, "category": "math", "turns": ["a draft", "and then"]}]
-    rows += [{"category": "math", "turns": ["a path"]}, {"source": "typing.py", "prompt": "def head"}]
+    rows += [{"category": "math", "turns": ["a path"]}, {"source": "typing.py", "text": "def head"}]
+    rows += [{"category": "qa", "prompt": "a head"}]
     path = tmp_path / "question.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = build_tokenizer()
-    found = read_questions(path, tokenizer, 1000, 3)
-    assert [prompt.category for prompt in found] == [CONVERSATION, "math", "typing.py"]
-    assert tokenizer.decode(found[0].tokens) == "[user]a draft[assistant]"
-    assert tokenizer.decode(found[2].tokens) == "def head"
-    assert [p.tokens for p in read_questions(path, tokenizer, 3, 3)][1:] == [found[1].tokens, found[2].tokens[-3:]]
+    template = ChatTemplate(build_tokenizer())
+    found = read_questions(path, template, 1000, 4)
+    assert [prompt.category for prompt in found] == [CONVERSATION, "math", "typing.py", "qa"]
+    texts = [template.tokenizer.decode(prompt.tokens) for prompt in found]
+    assert texts == ["[user]a draft[assistant]", "[user]a path[assistant]", "def head", "[user]a head[assistant]"]
+    assert read_questions(path, template, 3, 3)[2].tokens == found[2].tokens[-3:]
     assert (found[0].later, found[2].later) == (("and then",), ())
     path.write_text('{"category": "math"}\n')
     with pytest.raises(
-        ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or prompt .* is allowed"
+        ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or text .* is allowed"
     ):
-        read_questions(path, tokenizer, 10, 3)
+        read_questions(path, template, 10, 3)
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
@@ -126,7 +128,7 @@ def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Pa
     rows += [{"category": "qa", "turns": [f"qa {i}"]} for i in range(6)]
     path = tmp_path / "question.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = read_questions(path, build_tokenizer(), 1000, 6)
+    found = read_questions(path, ChatTemplate(build_tokenizer()), 1000, 6)
     assert [prompt.category for prompt in found] == [CONVERSATION, "qa"] * 3
     assert [prompt.said for prompt in found[::2]] == [("writing 0",), ("stem 0",), ("writing 1",)]
 
@@ -138,7 +140,8 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = build_tokenizer()
     target = TargetModel(make_model(vocab_size=len(tokenizer)), ())
-    prompts, chat = read_questions(path, tokenizer, 1000, 2), Chat(tokenizer, 100)
+    template = ChatTemplate(tokenizer)
+    prompts, chat = read_questions(path, template, 1000, 2), Chat(template, 100)
     methods = [Method("generate", transformers=True), Method("plain")]
     rounds = run_rounds(methods, target, prompts, 6, Sampling(1.0), 0, 2, chat.next_turn)
     assert [(each.place, len(each.prompts)) for each in rounds] == [((0, 0), 2), ((0, 1), 1)]
@@ -150,7 +153,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
 
 
 def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_not() -> None:
-    chat, long = Chat(build_tokenizer(), 5), [*range(9)]
+    chat, long = Chat(ChatTemplate(build_tokenizer()), 5), [*range(9)]
     assert chat.shortened(Prompt(long, "qa", ("said",))).tokens == [0, 1, 2, 7, 8]
     assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
     assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
+from headstart.data_pipelines.prompts.arrow_rows import NotJson
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.row_samples import encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
@@ -138,6 +142,85 @@ def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path)
         assert [row.fields for row in found] == rows, source
 
 
+def tool_rows() -> list[dict[str, Any]]:
+    """Rows whose calls and tools share no keys, so that Arrow pads all of them; some hold nothing, and some null."""
+
+    def row(name: str, arguments: dict[str, Any], properties: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": said, "tools": [{"type": "function", "function": tool}], **fields}
+
+    return [
+        row("weather", {"city": "Oslo"}, {"city": {"type": "string", "enum": ["Oslo", None]}}),
+        row("rates", {"of": {"day": 5, "bank": "x"}, "in": ["a", "b"]}, {"of": {"type": "object"}}, id=3),
+        row("now", {}, {}),
+        {"messages": turns("hi", "hello"), "created": None},
+    ]
+
+
+def arrow_tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as tables of several writers: `json` is text of the type arrow.json, polars has 64-bit offsets."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    features = {name: datasets.List(datasets.Json()) for name in ("messages", "tools")}
+    whole = {"id": datasets.Value("int64"), "created": datasets.Value("null"), **features}
+    table = pyarrow.table(columns)
+    return {
+        "pyarrow": table,
+        "datasets": datasets.Dataset.from_list(rows).data.table,
+        "json": datasets.Dataset.from_dict(columns, features=datasets.Features(whole)).data.table,
+        "polars": table.cast(pyarrow.schema([field.with_type(large(field.type)) for field in table.schema])),
+    }
+
+
+def large(kind: Any) -> Any:
+    """An Arrow type with 64-bit offsets throughout, as polars writes it."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(large(field.type)) for field in kind])
+    if pyarrow.types.is_list(kind):
+        return pyarrow.large_list(large(kind.value_type))
+    return pyarrow.large_string() if pyarrow.types.is_string(kind) else kind
+
+
+def test_keys_that_arrow_adds_to_a_row_are_not_content(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = tool_rows()
+    wanted = [parse_row(row) for row in rows]
+    for writer, table in arrow_tables(rows).items():
+        parquet.write_table(table, tmp_path / "rows.parquet")
+        assert [parse_row(row.read()) for row in read_rows(str(tmp_path / "rows.parquet"))] == wanted, writer
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [
+        (lambda pa: pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], {"a": 1, "b": None}),  # its own keys
+        (lambda pa: pa.dictionary(pa.int8(), pa.string()), "a", "a"),
+        (lambda pa: pa.json_(), '{"a": null}', {"a": None}),
+        (lambda pa: pa.json_(), "{", "Expecting property name"),
+        (lambda pa: pa.json_(), r'"\ud800"', "surrogates not allowed"),
+        (lambda pa: pa.map_(pa.int64(), pa.string()), [(1, "a")], "type map<int64, "),
+        (lambda pa: pa.list_(pa.timestamp("ns")), [1], "type timestamp[ns]"),
+        (lambda pa: pa.struct({"a": pa.binary()}), {"a": b"a"}, "type binary"),
+    ],
+)
+def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: Any, found: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"prompt": ["a", "b"], "x": pyarrow.array([value, None], kind(pyarrow))})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    first, second = (row.read() for row in read_rows(str(tmp_path / "rows.parquet")))
+    assert second == {"prompt": "b", "x": None}
+    if not isinstance(first["x"], NotJson):
+        assert first["x"] == found
+        return
+    assert parse_row(first) == parse_row({"prompt": "a"})  # a column that is not read may hold anything
+    with pytest.raises(BadRow, match=f"prompt is Arrow data that JSON cannot hold .*{re.escape(found)}"):
+        parse_row({"prompt": first["x"]})
+
+
 def test_each_line_of_a_text_file_is_a_text(tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("one\n\ntwo \n")
     assert [(row.line, row.fields) for row in read_rows(str(tmp_path / "texts.txt"))] == [
@@ -162,7 +245,7 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
     bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
     path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
     report = RowReport(str(path))
-    rows = read_prompts(build_tokenizer(), section(), None, report)
+    rows = read_prompts(ChatTemplate(build_tokenizer()), section(), None, report)
     assert [row["id"] for row in rows] == [0, 1, 2]
     found = report.to_json()
     assert found["rows"] == 9
@@ -174,6 +257,29 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
         report.check()
     report.rows = 600
     report.check()
+
+
+@pytest.mark.parametrize("responses", ["given", "target"])
+def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
+    """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
+    build_run(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
+    rows += [{"tokens": [5, 300, 7], "loss_mask": [0, 0, 1]}, {"prompt": "a", "response": "b"}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "heldout.jsonl", {"prompt": "x", "response": "y"})
+    recipe = tiny_recipe(
+        tmp_path, f"data.responses={responses}", f"data.prompts={prompts}", f"data.heldout_prompts={heldout}"
+    )
+    with pytest.raises(ValueError, match=r"3 of 4 rows are unusable"):
+        make_prompts(recipe)
+    [train, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    assert [row["line"] for row in train["bad_rows"]] == [1, 2, 3]
+    for row in train["bad_rows"]:
+        assert row["kind"] == "unknown token"
+        assert re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"])
 
 
 def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
@@ -195,7 +301,7 @@ def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_pat
 def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text("\n")
     report = RowReport(str(tmp_path / "prompts.jsonl"))
-    assert read_prompts(build_tokenizer(), section(), 3, report) == []
+    assert read_prompts(ChatTemplate(build_tokenizer()), section(), 3, report) == []
     with pytest.raises(ValueError, match=r"prompts\.jsonl has no prompts"):
         report.check()
 
@@ -203,8 +309,9 @@ def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
 def test_messages_need_a_chat_template() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
+    template = ChatTemplate(tokenizer)
     with pytest.raises(BadRow, match="messages need a chat template"):
-        encode_prompt(tokenizer, parse_known(tokenizer, {"messages": turns("hello")}))
+        encode_prompt(ChatMasks(template), parse_known(template, {"messages": turns("hello")}))
 
 
 # Prompts for the target to answer
@@ -212,19 +319,17 @@ def test_messages_need_a_chat_template() -> None:
 
 def test_the_target_answers_the_last_user_turn() -> None:
     """The given answer to it is dropped; earlier answers stay."""
-    tokenizer = build_tokenizer()
+    template = ChatTemplate(build_tokenizer())
     row = {"messages": turns("first", "kept", "second", "dropped")}
-    assert (
-        tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row)))
-        == "[user]first[assistant]kept[user]second[assistant]"
-    )
+    tokens = encode_prompt(ChatMasks(template), parse_known(template, row))
+    assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
     assert len(row["messages"]) == 4  # the caller's row is unchanged
 
 
 def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "prompts.jsonl", *({"prompt": text} for text in ("abcdefgh", "xyz", "never used")))
+    path = write_rows(tmp_path / "prompts.jsonl", *({"text": text} for text in ("abcdefgh", "xyz", "never used")))
     tokenizer, report = build_tokenizer(), RowReport(str(path))
-    first, second = read_prompts(tokenizer, section(prompt_tokens=4), 2, report)
+    first, second = read_prompts(ChatTemplate(tokenizer), section(prompt_tokens=4), 2, report)
     assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
     assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
     assert report.to_json()["cut"] == [1]
@@ -269,6 +374,23 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_
     [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     assert report["too_long"] == [4]
     assert store.about["mask_rule"] == f"{which} turns of the assistant"
+
+
+def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
+    """A head would have been trained at loss 0, and written."""
+    build_run(tmp_path)
+    rows = [{"tokens": [5 + n, 20, 40, 60], "loss_mask": [0, 1, 0, 0]} for n in range(4)]
+    write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "held.jsonl", {"text": "whatever is killed resumes"})
+    values = f"data.heldout_prompts={heldout}", f"run_dir={tmp_path / 'run'}"
+    with pytest.raises(ValueError, match=r"data\.prompts: none of the 4 texts is trained on after its second token"):
+        harvest(tiny_recipe(tmp_path, "data.responses=given", *values))
+    shutil.rmtree(tmp_path / "run")
+    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
+    silent = {**config, "eos_token_id": [*range(300)]}  # every token ends the target's text
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(silent))
+    with pytest.raises(ValueError, match=r"data\.prompts: the target's responses to all 4 prompts are empty"):
+        harvest(tiny_recipe(tmp_path, *values))
 
 
 def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tmp_path: Path) -> None:
@@ -350,7 +472,7 @@ def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
     """A token of the joined text may hold the end of the prompt and the start of the completion."""
     tokenizer = build_tokenizer()
     for prompt, answer in (("the", " target"), ("the ", "target"), ("t", "he target"), ("a", "b" + END_OF_TEXT)):
-        joined = join(tokenizer, PromptAndAnswer(prompt, answer))
+        joined = join(ChatTemplate(tokenizer), PromptAndAnswer(prompt, answer))
         alone = tokenizer(prompt)["input_ids"]
         assert joined.tokens[: len(alone)] == alone
         assert joined.spans == [(len(alone), len(joined.tokens))]
@@ -375,24 +497,24 @@ def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
 
 def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
     """data.responses: target; the row means the same as when its response is trained on."""
-    tokenizer = build_tokenizer()
+    template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
         ({"prompt": "what?", "completion": "that"}, "what?"),
-        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "what?"),
+        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
     ):
-        assert tokenizer.decode(encode_prompt(tokenizer, parse_known(tokenizer, row))) == prompt
+        assert template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_known(template, row))) == prompt
 
 
 # Held-out prompts and long ones
 
 
 def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: Path) -> None:
-    texts = [{"prompt": f"prompt {number}"} for number in range(20)]
+    texts = [{"text": f"prompt {number}"} for number in range(20)]
     path, report = write_rows(tmp_path / "prompts.jsonl", *texts), RowReport(str(tmp_path / "prompts.jsonl"))
     tokenizer, sizes = build_tokenizer(), section(prompt_tokens=20)
     held_out = {tuple(tokenizer("prompt 3")["input_ids"])}
-    rows = read_prompts(tokenizer, sizes, 12, report, held_out)
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, 12, report, held_out)
     assert [tokenizer.decode(row["tokens"]) for row in rows] == [f"prompt {n}" for n in range(13) if n != 3]
     assert [row["id"] for row in rows] == list(range(12))
     assert (report.rows, report.samples, report.held_out) == (13, 12, [4])
@@ -405,8 +527,8 @@ def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path)
     """A plain text has no prompt; the first token alone says nothing."""
     path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
     tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
-    held_out = {key_of(row) for row in read_prompts(tokenizer, sizes, 1, RowReport(str(path)))}
-    rows = read_prompts(tokenizer, sizes, None, report, held_out)
+    held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
 
 
@@ -426,6 +548,6 @@ def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
     rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
     path = write_rows(tmp_path / "prompts.jsonl", *rows)
     report = RowReport(str(path))
-    assert len(read_prompts(build_tokenizer(), section(prompt_tokens=20), None, report)) == 3
+    assert len(read_prompts(ChatTemplate(build_tokenizer()), section(prompt_tokens=20), None, report)) == 3
     assert (report.cut, report.lost_system) == ([1, 2], [1])
     report.check()  # a prompt that was cut is usable

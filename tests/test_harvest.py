@@ -32,6 +32,7 @@ from headstart.data_pipelines.prompts.responses import sampling_of
 from headstart.data_pipelines.stages.shard_work import idle_cores
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
 from headstart.inference.targets.model import TargetModel
@@ -218,9 +219,21 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
         list(client.complete([[1, 2]], [Sampling()], 4, 1))
 
 
+def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+    url, handler = server
+    handler.odd = {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [5, 300]}]}
+    build_run(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.server: http.* answered with token 300, 0 to 299 of the target"):
+        harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+
+
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
+    """Once it missed the end tokens that only generation_config.json names."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
+    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
+    ends = {**config, "eos_token_id": [*range(0, 300, 9)]}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(ends))
     frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
     save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
     harvest(recipe)
@@ -228,6 +241,28 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     for row in responses(recipe):
         assert row["response"] == generate(target, row["prompt"], 12, sampling_of(recipe, "train", row["id"])).tokens
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
+
+
+def test_answers_end_where_the_chat_template_ends_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target whose configuration names another end token went on after it, with turns of a user."""
+    build_run(tmp_path)
+    recipe, marked = (tiny_recipe(tmp_path, f"run_dir={tmp_path / name}") for name in ("plain", "marked"))
+    harvest(recipe)
+    before = {tuple(row["prompt"]): row["response"] for row in responses(recipe)}
+    mark = next(row[2] for row in before.values() if len(row) > 3)
+    tokenizer = build_tokenizer()
+    name = str(tokenizer.convert_ids_to_tokens(mark))
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    written = "{{ m.content }}{% if m.role == 'assistant' %}MARK{% endif %}".replace("MARK", name)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("{{ m.content }}", written)
+    tokenizer.save_pretrained(tmp_path / "target")
+    capsys.readouterr()
+    harvest(marked)
+    assert f"texts also end at {name!r}, an end token of its tokenizer or chat template" in capsys.readouterr().out
+    found = {tuple(row["prompt"]): row["response"] for row in responses(marked)}
+    assert len(found.keys() & before.keys()) > 3
+    for prompt in found.keys() & before.keys():
+        assert found[prompt] == cut_at_end(before[prompt], [mark])
 
 
 def test_responses_do_not_depend_on_shards_and_batches(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class Counted:
 def counted(harvested: Path) -> tuple[Counted, OnlineStore]:
     recipe = online(harvested, "data.harvest_batch=4")
     target = Counted(recipe)
-    return target, OnlineStore(harvest(recipe), "train", target, recipe.data.harvest_batch)
+    return target, OnlineStore(harvest(recipe), "train", target, recipe.data.harvest_batch, "float32")
 
 
 def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:

@@ -271,8 +271,11 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
     [
         ("", Says("report.prompts", "questions.jsonl given, which is empty", "one prompt or more", "add rows")),
         ("\n\n", Says("report.prompts", "which is empty", "one prompt or more is allowed", "add rows")),
-        ("{}\n", Says("report.prompts: row 1", "{}", "turns (a list of texts) or prompt", "fix or remove the row")),
-        ('{"prompt": 7}\n', Says("report.prompts: row 1", "7", "prompt (a text) is allowed", "fix or remove")),
+        (
+            "{}\n",
+            Says("report.prompts: row 1", "{}", "turns (a list of texts), prompt or text", "fix or remove the row"),
+        ),
+        ('{"prompt": 7}\n', Says("report.prompts: row 1", "7", "prompt or text (a text) is allowed", "fix or remove")),
         ('{"turns": "abc"}\n', Says("report.prompts: row 1", "abc", "turns (a list of texts)", "fix or remove")),
         ('{"turns": [{"a": 1}]}\n', Says("report.prompts: row 1", "turns", "(a list of texts)", "fix or remove")),
         ("no json\n", Says("line 1", "not JSON", "", "fix or remove the line")),

@@ -15,7 +15,7 @@ from chat_run import build_chat_run, build_letters
 from launches import finish, launch_module
 from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
@@ -36,6 +36,7 @@ from headstart.data_pipelines.prompts.self_written.selection import (
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
@@ -207,13 +208,20 @@ def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> None:
     tokenizer, _ = template_of(name)
-    template = UserTemplate(tokenizer, data_section())
+    template = UserTemplate(ChatTemplate(tokenizer), data_section())
     opening = template.opening(None)
     words = "What is 2+2?"
     written = list(tokenizer(opening.space + words, add_special_tokens=False)["input_ids"])
     whole, wanted = template.prompt(words), [*opening.tokens, *written, opening.end]
     assert whole[: len(wanted)] == wanted
     assert tokenizer.decode(whole).startswith(tokenizer.decode(opening.tokens) + opening.space + words)
+
+
+def test_a_tokenizer_without_places_of_tokens_is_refused() -> None:
+    """It ended in a KeyError."""
+    slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
+    with pytest.raises(ValueError, match=r"data\.prompts: self given, .*tokenizer is one in Python.*name a file"):
+        UserTemplate(ChatTemplate(slow), data_section())
 
 
 # Filters
@@ -244,14 +252,17 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
         ("", True, "too short"),
         ("a b c", True, "too short"),
         ("one two three <end> four", True, "template marks"),
+        ("one two three [PAD] four", True, "template marks"),  # a token that the target lacks
     ],
 )
 def test_what_is_wrong_with_a_candidate_alone_is_found(
     folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
 ) -> None:
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
-    template = UserTemplate(tokenizer, recipe.data)
-    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0])
+    template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
+    size = len(tokenizer)
+    tokenizer.add_tokens(["[PAD]"])
+    writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
     [candidate] = writer.candidates([5])
     assert (candidate["candidate"], candidate["rejected"]) == (5, why)
 
@@ -260,8 +271,9 @@ def test_a_prompt_is_what_a_server_renders_from_the_words(folder: Path, tmp_path
     """A template may trim the words, and a tokenizer may divide them otherwise than the target did."""
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
-    template = UserTemplate(tokenizer, recipe.data)
-    [candidate] = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0]).candidates([0])
+    template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
+    writer = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0], len(tokenizer))
+    [candidate] = writer.candidates([0])
     assert candidate["rejected"] is None
     assert candidate["tokens"] == template.prompt(WORDS)
 

@@ -4,6 +4,7 @@ import itertools
 import shutil
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,14 @@ from headstart.trainers.new_head import build_head, start_of_run
 from headstart.trainers.optimizers import build_optimizers, set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
 from headstart.trainers.ranks.launch import start_accelerator
-from headstart.trainers.step import StepResult, Training, TrainingInputs, count_micro_batches, train_step
+from headstart.trainers.step import (
+    StepResult,
+    Training,
+    TrainingInputs,
+    count_micro_batches,
+    refuse_nothing_to_learn,
+    train_step,
+)
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
@@ -72,6 +80,37 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
         largest = {key: float(value.abs().max()) for key, value in gradient.items()}
         for key, value in split.items():
             assert_close(value, gradient[key], rtol=1e-5, atol=1e-5 * largest[key])
+
+
+@pytest.mark.parametrize(
+    ("head", "trained_on"),
+    [
+        ("{kind: eagle3}", [1]),  # its feature would be that of the token before the first
+        ("{kind: eagle1}", [1]),
+        ("{kind: medusa, medusa_heads: 3}", [0, 1]),
+        ("{kind: block, block_size: 3}", [1, 3, 5]),  # an anchor and the token after it must be trained on
+        ("{kind: eagle3, draft_vocab_size: 80}", []),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
+    make_recipe: Callable[..., Recipe], head: str, trained_on: list[int], split: str
+) -> None:
+    """It used to train at loss 0 and to write a head, or to measure on nothing."""
+    recipe = make_recipe("run", f"head={head}")
+    shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
+    training = start_training(recipe)
+    refuse_nothing_to_learn(training)
+    samples = []
+    for number in range(3):
+        sample = vars(training.inputs)[split][number]
+        places = torch.isin(torch.arange(len(sample.tokens)), torch.tensor(trained_on))
+        samples.append(replace(sample, loss_mask=places if trained_on else sample.loss_mask))
+    if not trained_on:
+        training.head.unrolled.teacher.column.fill_(-1)  # a draft vocabulary without any choice of the target
+    spoiled: dict[str, Any] = {split: samples}
+    with pytest.raises(ValueError, match="samples hold no token to learn"):
+        refuse_nothing_to_learn(replace(training, inputs=replace(training.inputs, **spoiled)))
 
 
 def test_one_micro_batch_of_features_is_in_memory_at_a_time(

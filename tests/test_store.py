@@ -1,26 +1,30 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import json
+import math
 import re
 import shlex
 import shutil
 import subprocess
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch.testing import assert_close
 
+from headstart.data_pipelines import harvest as harvesting
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.sample_stores import ReadAhead
-from headstart.data_pipelines.features.shard_files import bytes_per_token, decode, encode
-from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.features.store import merge, num_leaked, stats, verify
+from headstart.data_pipelines.features.shard_files import bytes_per_token, decode, encode, non_finite
+from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
+from headstart.data_pipelines.features.store import merge, num_leaked, refuse_damage, stats, verify
 from headstart.data_pipelines.harvest import harvest
+from headstart.trainers import run as train
 from headstart.trainers.loop import SampleOrder
 
 
@@ -89,7 +93,70 @@ def test_a_harvest_in_8_bits_is_close_to_one_in_float32(harvested: Path, tmp_pat
         assert_close(small[number].loss_mask, whole[number].loss_mask)
 
 
+@pytest.mark.parametrize("value", [1.0, 7e4, math.inf, math.nan])
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "float8", "int8"])
+def test_states_that_a_format_cannot_hold_are_found_in_it(tmp_path: Path, storage: str, value: float) -> None:
+    states = torch.randn(5, 64)
+    states[3, 2] = value
+    stored = encode("x", states, storage)
+    save_file(stored, tmp_path / "file")
+    is_held = bool(decode(safe_open(tmp_path / "file", "pt"), "x", 0, 5)[3, 2].isfinite())
+    assert is_held == (math.isfinite(value) and (storage, value) != ("float16", 7e4))
+    assert bool(non_finite(stored)) != is_held
+
+
+def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A run with a target whose embedding is changed."""
+    build_run(folder)
+    path = folder / "target" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.embed_tokens.weight"] = change(weights["model.embed_tokens.weight"])
+    save_file(weights, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize("checked_first", [True, False])
+def test_states_too_large_for_the_format_stop_the_harvest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
+) -> None:
+    """They were stored as infinities, verified as sound, and found in the first step of training that read them."""
+    run_with(tmp_path, lambda embedding: embedding * 1e6)
+    if not checked_first:  # as if only later texts had such states
+        monkeypatch.setattr(harvesting, "check_states", lambda *_: None)
+    recipe = tiny_recipe(tmp_path, "data.dtype=float16")
+    of = "the first prompt" if checked_first else r"rows [\d, ]+ of train-00000"
+    with pytest.raises(ValueError, match=rf"data\.dtype: float16 given, .* reach [\d,]+ \({of}\).*bfloat16, float32"):
+        harvest(recipe)
+    assert bool(list(recipe.responses_dir.glob("*.jsonl*"))) != checked_first
+    assert not list(recipe.features_dir.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("responses", ["target", "given"])
+def test_a_target_that_computes_nonsense_is_refused_with_online_features_too(tmp_path: Path, responses: str) -> None:
+    run_with(tmp_path, lambda embedding: embedding * math.nan)
+    rows = "".join(json.dumps({"text": f"{number} is a number of two tokens or more"}) + "\n" for number in range(12))
+    for name in ("prompts", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text(rows if name == "prompts" else '{"text": "nothing like it"}\n')
+    for where in ("null", "[auto]"):
+        recipe = tiny_recipe(tmp_path, f"data.responses={responses}", f"data.online={where}", "train.eval_prompts=0")
+        with pytest.raises(ValueError, match=r"target\.dtype: float32 given, .* hidden states are not finite"):
+            train(recipe)
+
+
 # The commands
+
+
+def test_numbers_in_a_store_that_are_not_finite_are_found(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    refuse_damage(tmp_path / "features")
+    about = read_manifest(tmp_path / "features")
+    path = tmp_path / "features" / "heldout-00000.safetensors"
+    spoiled = load_file(path)
+    spoiled["tap.3"][4, 5] = math.inf
+    save_file(spoiled, path)
+    write_manifest(tmp_path / "features", [shard["file"] for shard in about["shards"]], about)
+    for refuses in (refuse_damage, lambda folder: merge(tmp_path / "merged", [folder])):
+        with pytest.raises(ValueError, match=r"heldout-00000\.safetensors: its tap\.3 holds .*another data\.dtype"):
+            refuses(tmp_path / "features")
 
 
 @pytest.mark.parametrize("place", [0.0, 0.3, 0.7, 1.0])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_run import build_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
@@ -25,6 +26,7 @@ from transformers import (
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.targets.loading import fast_dtype, slow_format
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import end_tokens_of
 from headstart.recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
@@ -130,6 +132,28 @@ def test_a_model_that_is_wrapped_again_keeps_its_own_settings(make_model: MakeMo
     again = TargetModel(first.model, ())
     assert again.end_tokens == [8, 9]
     assert again.generation_config.top_k == 3
+
+
+@pytest.mark.parametrize(
+    ("after_words", "known", "ends"),
+    [
+        ("<mark>[user]", [], ["<end>", "<mark>"]),
+        ("\n<close><mark>\n<other>", [], ["<end>", "<mark>"]),  # the last of those right after the words
+        ("<mark><end>", [], ["<end>"]),
+        ("<mark><other>", ["<mark>"], ["<end>"]),  # the target's own
+        ("[user]<mark>", [], ["<end>"]),
+    ],
+)
+def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
+    after_words: str, known: list[str], ends: list[str]
+) -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<mark>", "<close>", "<other>"]})
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}AFTER{% endfor %}".replace(
+        "AFTER", after_words
+    )
+    found = end_tokens_of(tokenizer, tokenizer.convert_tokens_to_ids(known))
+    assert tokenizer.convert_ids_to_tokens(found) == ends
 
 
 def test_a_loaded_target_equals_the_saved_one(target: TargetModel, target_folder: Path) -> None:

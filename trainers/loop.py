@@ -12,7 +12,14 @@ from headstart.heads.base import DraftHead
 from headstart.recipes import Recipe
 from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
 from headstart.trainers.run_checkpoints import Checkpoints
-from headstart.trainers.step import StepResult, Training, TrainingInputs, samples_of_rank, train_step
+from headstart.trainers.step import (
+    StepResult,
+    Training,
+    TrainingInputs,
+    refuse_nothing_to_learn,
+    samples_of_rank,
+    train_step,
+)
 from headstart.trainers.tracking import Tracker
 
 LOG_EVERY = 10  # steps between logged metrics
@@ -23,8 +30,9 @@ def train(
 ) -> None:
     """Fit the head, starting from the newest checkpoint if there is one; the last checkpoint is the result.
 
-    Raises ValueError if a loss or a gradient is not finite, naming the step and its samples, or if a checkpoint cannot
-    be read or written. Raises SystemExit with a shell's exit code after the step in which SIGTERM or Ctrl-C arrived.
+    Raises ValueError if there is nothing to learn, if a loss or a gradient is not finite, naming the step and its
+    samples, or if a checkpoint cannot be read or written. Raises SystemExit with a shell's exit code after the step in
+    which SIGTERM or Ctrl-C arrived.
     """
     section, found = recipe.train, checkpoints.load()
     done = 0 if found is None else found.step
@@ -32,6 +40,7 @@ def train(
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, inputs, accelerator, found)
+    refuse_nothing_to_learn(training)
     order = SampleOrder(inputs.train.shard_sizes, recipe.seed)
     with Tracker(recipe, done, accelerator.is_main_process) as tracker, Interrupts() as interrupts:
         if done:

@@ -12,7 +12,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
-from headstart.trainers.evaluation import HeldOutDecoding
+from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
@@ -101,6 +101,30 @@ def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
     if wrong:
         what = f"the checkpoint of step {found.step} does not fit the head"
         raise ValueError(f"{what}: {'; '.join(wrong[:8])}; choose another run_dir")
+
+
+def refuse_nothing_to_learn(training: Training) -> None:
+    """Raise ValueError unless the head can predict a token of some training sample, and of some held-out one.
+
+    Usually this reads one sample of each.
+    """
+    unrolled, device = training.head.unrolled, training.accelerator.device
+    dtype = training.inputs.frozen.embedding.dtype
+    for name, store in (("training", training.inputs.train), ("held-out", training.inputs.heldout)):
+        outside = 0
+        for sample in (store[number] for number in range(len(store))):
+            with training.autocast():
+                supervision = unrolled.supervise(Batch.collate([sample], dtype, device), HELD_OUT)
+            if supervision.counts(unrolled.objective.unroll)[0] > 0:
+                break
+            outside += supervision.outside
+        else:
+            first = "the second of two in a row" if isinstance(unrolled.head, BlockHead) else "one"
+            raise ValueError(
+                f"the {len(store)} {name} samples hold no token to learn: {first} that is trained on, after the second "
+                f"of its text, is needed, and the target's choice for it in the draft vocabulary ({outside} are not); "
+                "train on more of each text (loss_mask, data.turns), or raise head.draft_vocab_size"
+            )
 
 
 @dataclass(frozen=True)

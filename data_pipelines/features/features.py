@@ -12,7 +12,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.data_pipelines.features.batches import length_buckets
-from headstart.data_pipelines.features.shard_files import ShardBuffer, shard_is_whole, stored_states, stored_tokens
+from headstart.data_pipelines.features.shard_files import (
+    ShardBuffer,
+    compute_dtype,
+    non_finite,
+    shard_is_whole,
+    stored_states,
+    stored_tokens,
+)
 from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.inference.targets.model import TargetModel
@@ -114,7 +121,7 @@ def write_features(
             buffer.put(range(len(texts)), token_tensors(texts))
             for numbers in length_buckets(lengths, recipe.data.harvest_batch):
                 states = tap_texts([texts[number].tokens for number in numbers])
-                copier.add(partial(copy_states, buffer, numbers, states, taps, recipe.data.dtype))
+                copier.add(partial(copy_states, recipe, buffer, numbers, states, taps, path.stem))
                 meter.add(len(numbers), sum(lengths[number] for number in numbers))
             copier.add(partial(writer.add, partial(buffer.write, path, made_from[path.name])))
 
@@ -125,9 +132,39 @@ def token_tensors(texts: list[Text]) -> dict[str, Tensor]:
     return stored_tokens(tokens, torch.tensor([flag for text in texts for flag in text.loss_mask]))
 
 
-def copy_states(buffer: ShardBuffer, numbers: list[int], states: States, taps: tuple[int, ...], storage: str) -> None:
+def copy_states(
+    recipe: Recipe, buffer: ShardBuffer, numbers: list[int], states: States, taps: tuple[int, ...], shard: str
+) -> None:
     """Copy the states of a batch into the shard buffer; they are encoded before they leave a GPU."""
-    buffer.put(numbers, on_host(stored_states(taps, states.taps, states.last_hidden, storage)))
+    rows = ", ".join(map(str, numbers))
+    buffer.put(numbers, on_host(finite_states(recipe, states, taps, f"rows {rows} of {shard}")))
+
+
+def finite_states(recipe: Recipe, states: States, taps: tuple[int, ...], of: str) -> dict[str, Tensor]:
+    """The stored form of states; raises ValueError, naming what they are `of`, if it holds numbers that are not finite.
+
+    A head would be trained on them only until the first step that reads one.
+    """
+    stored = stored_states(taps, states.taps, states.last_hidden, recipe.data.dtype)
+    if not non_finite(stored):
+        return stored
+    refuse_non_finite(recipe.target.dtype, states, of)
+    largest = max(float(part.abs().max()) for part in (states.taps, states.last_hidden) if part.numel())
+    raise ValueError(
+        f"data.dtype: {recipe.data.dtype} given, but the target's hidden states reach {largest:,.0f} ({of}), and the "
+        f"largest number is {torch.finfo(compute_dtype(recipe.data.dtype)).max:,.0f}; bfloat16, float32, int8 and "
+        "float8 are allowed: choose one of them"
+    )
+
+
+def refuse_non_finite(dtype: str, states: States, of: str) -> None:
+    """Raise ValueError if the target itself computes states that are not finite; `dtype` is its number format."""
+    if not all(part.isfinite().all() for part in (states.taps, states.last_hidden)):
+        raise ValueError(
+            f"target.dtype: {dtype} given, but the target's hidden states are not finite in it ({of}); choose "
+            f"{'bfloat16 or float32' if dtype == 'float16' else 'float32'}, and if that does not help, copy or "
+            "download the model again"
+        )
 
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

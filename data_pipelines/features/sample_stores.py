@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.common.launcher import end_with_parent
 from headstart.data_pipelines.features.batches import Sample, SampleStore, length_buckets, median_tap_sizes
-from headstart.data_pipelines.features.features import States, TapTexts, on_host, tap
+from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.prompts.responses import count_written, read_texts
 from headstart.data_pipelines.stages.stage import Stage
@@ -44,8 +44,8 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
             else:
                 process = TargetProcess(recipe.target, taps, devices[Ranks().rank % len(devices)])
                 tap_texts = stack.enter_context(closing(process)).tap
-            batch = recipe.data.harvest_batch
-            train, heldout = (OnlineStore(harvested, split, tap_texts, batch) for split in splits)
+            batch, dtype = recipe.data.harvest_batch, recipe.target.dtype
+            train, heldout = (OnlineStore(harvested, split, tap_texts, batch, dtype) for split in splits)
         if devices != IN_THIS_PROCESS:  # reading ahead in this process would slow training down
             train = stack.enter_context(closing(ReadAhead(train)))
         yield train, heldout
@@ -54,9 +54,9 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
 class OnlineStore(SampleStore):
     """The samples that a harvest would store, computed on demand, those that `expect` announces together."""
 
-    def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int) -> None:
-        """`batch` is the number of texts in one forward of the target."""
-        self.tap_texts, self.batch = tap_texts, batch
+    def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int, dtype: str) -> None:
+        """`batch` is the number of texts in one forward of the target, whose number format is `dtype`."""
+        self.tap_texts, self.batch, self.dtype = tap_texts, batch, dtype
         names = [name for name in sorted(responses.facts()["files"]) if name.startswith(f"{split}-")]
         shards = [read_texts(responses.folder / name) for name in names]
         self.texts = [text for shard in shards for text in shard]
@@ -93,7 +93,9 @@ class OnlineStore(SampleStore):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
-            states = on_host(vars(self.tap_texts([text.tokens for text in texts])))
+            found = self.tap_texts([text.tokens for text in texts])
+            refuse_non_finite(self.dtype, found, f"responses {', '.join(map(str, batch))}")
+            states = on_host(vars(found))
             parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
             for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):
                 yield number, Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)

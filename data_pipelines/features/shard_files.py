@@ -93,6 +93,12 @@ def stored_states(taps: tuple[int, ...], tapped: Tensor, last_hidden: Tensor, st
     return stored
 
 
+def non_finite(tensors: dict[str, Tensor]) -> list[str]:
+    """The names of stored states that are not finite; those in 8 bits have a scale that is not."""
+    floats = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize > 1}
+    return [name for name, tensor in floats.items() if not tensor.isfinite().all()]
+
+
 def shard_is_whole(path: Path, wanted: str) -> bool:
     """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
     if not path.exists():

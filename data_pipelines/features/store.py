@@ -22,6 +22,7 @@ from rich.filesize import decimal
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure, write_text
+from headstart.data_pipelines.features.shard_files import non_finite, open_shard
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
     FeatureStore,
@@ -56,6 +57,21 @@ def refuse_damage(folder: Path) -> None:
         only_foreign = len(foreign) == len(problems)
         remedy = f"remove: {shlex.join(['rm', *map(str, foreign)])}" if only_foreign else repair(folder, problems)
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
+    refuse_non_finite_store(folder)
+
+
+def refuse_non_finite_store(folder: Path) -> None:
+    """Raise ValueError for the first shard of a sound store that holds numbers that are not finite."""
+    about = read_manifest(folder)
+    for path in (folder / shard["file"] for shard in about["shards"]):
+        opened = open_shard(path)
+        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+            if non_finite({name: opened.get_tensor(name)}):
+                raise ValueError(
+                    f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}, and no "
+                    "head can be trained on them; harvest again in another run_dir with another data.dtype, such as "
+                    "bfloat16"
+                )
 
 
 def stats(folder: Path) -> Json:
@@ -90,6 +106,8 @@ def merge(into: Path, sources: list[Path]) -> Stage:
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
     if problems := [problem for source in sources for problem in verify(source).values()]:
         raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
+    for source in sources:
+        refuse_non_finite_store(source)
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with removed_on_failure(partial):
@@ -215,7 +233,7 @@ def main() -> None:
             print(json.dumps(stats(arguments.folder), indent=1))
         else:
             refuse_damage(arguments.folder)
-            print(f"{arguments.folder}: every shard matches the manifest")
+            print(f"{arguments.folder}: every shard matches the manifest, and all numbers are finite")
 
 
 if __name__ == "__main__":

@@ -1,30 +1,33 @@
 """Conversations as tokens in the target's chat template, with the ranges that the assistant wrote.
 
-The ranges come from the template's generation marks if it has them, else from comparing renderings: the text after the
-generation prompt, including the end mark, is what the target would write. Some templates change earlier turns when a
-new one is added: they drop reasoning, or end the last turn differently. Such a conversation becomes one sample per
-assistant turn, each with the context that the target would see, instead of one sample for all turns.
+A turn of the assistant is trained on after the tokens that a server would send for the turns before it, and up to its
+end mark. Where these tokens continue those of the turn before, both are one sample. Templates that change earlier turns
+once a new one is added (they drop reasoning, or end the last turn differently) thus give one sample per turn.
+
+What the target writes in a turn is what the rendering with the turn adds to the prompt; generation marks of a template
+are not used, as templates put them in different places. A row is refused if the rendering hides a part of it.
 """
 
+import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
-from jinja2 import TemplateError
-
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.chat_template import ChatTemplate
 
 Turns = Literal["all", "last"]
 Span = tuple[int, int]
 
-GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 STAND_IN = "\u27e6words of the assistant\u27e7"  # rendered in place of a turn's words, to find what surrounds them
 LONGEST_HEADER = 256  # most characters that a template writes between a prompt and the reply
+OPENED = re.compile(r"\s*<(\w+)>\s*")  # a block that a prompt opens for the answer, as DeepSeek-R1's <think>
+REASONING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>(.*)\Z", re.DOTALL)  # in the words of a turn
 
 
 @dataclass(frozen=True)
@@ -35,87 +38,111 @@ class MaskedTokens:
     spans: list[Span]
 
 
-class ChatTemplate:
-    """A tokenizer's chat template; raises BadRow if it has none."""
+class ChatMasks:
+    """Turns conversations into prompts and masked texts; `added` counts what the template adds to answers."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        if tokenizer.chat_template is None:
-            raise BadRow("chat template", "messages need a chat template, which the tokenizer lacks; give prompt")
-        self.tokenizer = tokenizer
-        self.is_marked = GENERATION_MARK.search(str(tokenizer.chat_template)) is not None
-        added = tokenizer.added_tokens_decoder.values()
-        marks = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        self.special = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)))
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self.added = Counter[str]()  # text that the template writes before an answer's own words -> answers
+        self.without_end = 0  # answers after which the template writes no special token
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The tokens after which the target answers the last turn that is not the assistant's."""
         asked = conversation.prompt()
-        return list(self.tokenizer(self.render(asked, ask=True), add_special_tokens=False)["input_ids"])
+        text = self.render(asked, ask=True)
+        refuse_hidden(text, asked)
+        return self._served(asked, self.template.encode(text))
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
-        """The conversation as one sample, or as one per assistant turn if the template changes earlier turns.
+        """A conversation that ends with an answer as one sample, or as several if the template changes earlier turns.
 
         The ranges cover all assistant turns or the last one, as `turns` says. Raises BadRow if no range can be found.
         """
-        if conversation.prompt().messages == conversation.messages:
-            why = "the last turn is not by the assistant; add the answer, or choose data.responses=target"
-            raise BadRow("no response", why)
-        if self.is_marked:
-            return [self._marked(conversation, turns)]
-        samples = list(self._samples(conversation))
-        if turns == "last":
-            text, spans = samples[-1]
-            samples = [(text, spans[-1:])]
-        return [self._encode(text, spans) for text, spans in samples]
+        answers = [
+            place
+            for place, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and place not in conversation.context_only
+        ]
+        if not answers:
+            raise BadRow("nothing to train on", "every turn of the assistant has weight 0; leave the row out")
+        samples: list[MaskedTokens] = []
+        for place in answers if turns == "all" else answers[-1:]:
+            before = conversation.first(place)
+            asked = self.render(before, ask=True)
+            refuse_hidden(asked, before)
+            prompt, written = self._tokens(asked, self._answer(conversation, place, asked))
+            self._served(before, prompt)
+            known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
+            if samples and prompt[: len(known)] == known:
+                samples.pop()
+            else:
+                spans = []
+            samples.append(MaskedTokens(prompt + written, [*spans, (len(prompt), len(prompt) + len(written))]))
+        return samples
 
-    def _marked(self, conversation: Conversation, turns: Turns) -> MaskedTokens:
-        rendered = self._apply(conversation, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        spans = runs(rendered["assistant_masks"])
-        if not spans:
-            raise BadRow("chat template", "the chat template marks no text of this conversation as generated")
-        return MaskedTokens(rendered["input_ids"][: spans[-1][1]], spans if turns == "all" else spans[-1:])
+    def _tokens(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
+        """The tokens of a prompt, and those of the answer after it.
 
-    def _samples(self, conversation: Conversation) -> Iterator[tuple[str, list[Span]]]:
-        """Texts with the character ranges of the assistant; a turn that continues the previous text shares it."""
-        text, spans = "", list[Span]()
-        for number, message in enumerate(conversation.messages):
-            if message["role"] == "assistant":
-                rendered, start = self._render_turn(conversation, number)
-                if spans and not (rendered.startswith(text) and start >= len(text)):
-                    yield text, spans
-                    spans = []
-                text, spans = rendered, [*spans, (start, len(rendered))]
-        yield text, spans
-
-    def _render_turn(self, conversation: Conversation, number: int) -> tuple[str, int]:
-        """The text up to the end of assistant turn `number`, and where its words start; renders with and without it."""
-        before = Conversation(conversation.messages[:number], conversation.tools)
-        turn = conversation.messages[number]
-        asked, full = self.render(before, ask=True), self.render(append(before, turn))
-        plain = {key: value for key, value in turn.items() if key in ("role", "tool_calls")}
-        around = self.render(append(before, {**plain, "content": STAND_IN}))
-        if turn.get("tool_calls"):
-            end = self._end_of_calls(turn, full)
-        else:
-            _, words, tail = around.partition(STAND_IN)
-            if not words or not full.endswith(tail):
-                raise BadRow("chat template", f"the chat template does not show the words of turn {number + 1}")
-            mark = self.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
-            end = len(full) - len(tail) + (mark.end() if mark else 0)
-        if full.startswith(asked):
-            return full[:end], len(asked)
-        return self._render_changed_context(before, asked, full[:end], around.partition(STAND_IN)[0])
-
-    def _render_changed_context(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[str, int]:
-        """`_render_turn` for a turn whose rendering does not start with its prompt `asked`.
-
-        Either the prompt ends with text that the turn does not show (DeepSeek-R1 opens <think>), which is dropped. Or
-        the template changes earlier turns once there is an answer (Mistral moves the system prompt); the answer is then
-        appended to the prompt that the target would see. `opening` is the rendering up to the turn's words.
+        The answer is tokenized apart if a token of the joined text would hold parts of both.
         """
+        encode, decode = self.template.encode, self.template.tokenizer.decode
+        prompt, whole = encode(asked), encode(asked + answer)
+        if whole[: len(prompt)] == prompt:
+            return prompt, whole[len(prompt) :]
+        written = encode(answer)
+        if decode(prompt + written) != decode(whole):
+            raise BadRow("chat template", "a token spans the boundary of the assistant's words")
+        return prompt, written
+
+    def _served(self, asked: Conversation, prompt: list[int]) -> list[int]:
+        """The prompt's tokens, if the tokenizer's own apply_chat_template gives the same."""
+        if self._guarded(self.template.own_tokens, asked) != prompt:
+            why = "the tokenizer's apply_chat_template gives other tokens than its chat template as text"
+            raise BadRow("chat template", f"{why}; such tokenizers are not supported")
+        return prompt
+
+    def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
+        """What the target writes in turn `place` after the prompt `asked`, its end mark included."""
+        before, turn = conversation.first(place), conversation.messages[place]
+        full = self.render(conversation.first(place + 1))
+        around = self.render(append(before, {"role": "assistant", "content": STAND_IN}))
+        opening, words, tail = around.partition(STAND_IN)
+        if turn.get("tool_calls"):
+            marks = list(self.template.special.finditer(full))
+            mark = marks[-1] if marks else None
+            end = mark.end() if mark else len(full.rstrip())
+        else:
+            if not words or not full.endswith(tail):
+                raise BadRow("chat template", f"the chat template does not write the words of turn {place + 1}")
+            mark = self.template.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
+            end = len(full) - len(tail) + (mark.end() if mark else 0)
+        start, opened = self._start(before, asked, full, opening)
+        answer = full[start:end]
+        if opened is not None:
+            answer = closed(turn, opened, answer, full[len(full) - len(tail) : end])
+        if hidden := hidden_in("".join(answer.split()), turn, with_reasoning=True):
+            raise BadRow("chat template", f"the chat template does not write {hidden} of turn {place + 1}")
+        if mark and answer.count(mark[0]) > 1:
+            raise BadRow("end mark", f"turn {place + 1} holds {mark[0]}, at which the target stops; remove it there")
+        self.without_end += mark is None
+        self._count_added(answer, turn)
+        return answer
+
+    def _start(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[int, str | None]:
+        """Where the answer starts in the rendering `full`, and the name of a block that only the prompt opens.
+
+        Usually `full` starts with the prompt `asked`. Else the prompt ends with text that the turn does not show
+        (DeepSeek-R1 opens <think>). Or the template changes earlier turns once there is an answer (Mistral moves the
+        system prompt). `opening` is the rendering up to the turn's words.
+        """
+        if full.startswith(asked):
+            return len(asked), None
         rest, start = self.render(before), common_length(asked, opening)
         if asked.startswith(rest) and start >= len(rest) and full.startswith(asked[:start]):
-            return full, start
+            if (opened := OPENED.fullmatch(asked[start:])) is None:
+                why = f"the prompt ends with {asked[start:][:40]!r}, with which no answer begins"
+                raise BadRow("chat template", f"{why}; set the variables of the template: target.chat_template_kwargs")
+            return start, opened[1]
 
         def shared(end: int) -> int:
             return common_length(reversed(asked), reversed(opening[:end]))
@@ -124,38 +151,90 @@ class ChatTemplate:
         is_shown = before.messages[-1]["content"].strip() in opening[end - shared(end) : end]
         if not is_shown or full[:end] != opening[:end]:
             raise BadRow("chat template", "the chat template changes the turns before an answer once it is there")
-        return asked + full[end:], len(asked)
+        return end, None
 
-    def _end_of_calls(self, turn: Json, full: str) -> int:
-        names = [call["function"]["name"] for call in turn["tool_calls"]]
-        if missing := [name for name in names if name not in full]:
-            raise BadRow("chat template", f"the chat template does not write the tool calls {', '.join(missing)}")
-        marks = list(self.special.finditer(full))
-        return marks[-1].end() if marks else len(full.rstrip())
-
-    def _encode(self, text: str, spans: list[Span]) -> MaskedTokens:
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        places: list[Span] = encoded["offset_mapping"]
-        for border in {border for span in spans for border in span}:
-            if any(start < border < end for start, end in places):
-                raise BadRow("chat template", "a token spans the boundary of the assistant's words")
-        inside = [[number for number, (place, _) in enumerate(places) if start <= place < end] for start, end in spans]
-        return MaskedTokens(list(encoded["input_ids"]), [(found[0], found[-1] + 1) for found in inside])
+    def _count_added(self, answer: str, turn: Json) -> None:
+        """Count text before the answer's own words that no part of the row says."""
+        if not turn.get("reasoning_content") and not turn.get("tool_calls"):
+            before, words, _ = answer.partition(turn["content"].strip()[:40])
+            if words and before.strip():
+                self.added[before] += 1
 
     def render(self, conversation: Conversation, ask: bool = False) -> str:
         """The conversation as text; with `ask`, up to where the target's answer begins."""
-        return str(self._apply(conversation, tokenize=False, add_generation_prompt=ask))
+        return str(self._guarded(self.template.render, conversation, ask=ask))
 
-    def _apply(self, conversation: Conversation, **how: Any) -> Any:
-        tools: Any = conversation.tools  # transformers also accepts functions here
+    def _guarded(self, apply: Any, conversation: Conversation, **how: Any) -> Any:
+        if not self.template.exists:
+            raise BadRow("chat template", "messages need a chat template, which the tokenizer lacks; give prompt")
+        if taken := self.template.reserved(conversation.variables):
+            raise BadRow("unknown form", f"chat_template_kwargs holds {taken}, which is no variable of a template")
         try:
-            return self.tokenizer.apply_chat_template(conversation.messages, tools=tools, **how)
-        except (TemplateError, TypeError, ValueError, LookupError) as error:  # a template may raise any of these
+            return apply(conversation.messages, conversation.tools, variables=conversation.variables, **how)
+        except Exception as error:  # a template is a program of its own, and raises whatever it likes
             raise BadRow("chat template", f"the target's chat template refuses these messages ({error})") from error
 
 
+def closed(turn: Json, tag: str, answer: str, tail: str) -> str:
+    """The answer after a prompt that has opened the block <tag>: the turn's reasoning if it has any, then its end."""
+    reasoning, words = reasoning_of(turn)
+    if reasoning and REASONING.match(turn["content"]) and not turn.get("tool_calls"):
+        return f"{reasoning.lstrip()}</{tag}>{words}{tail}"  # the row's own spaces
+    if reasoning:
+        return f"{reasoning.strip()}\n</{tag}>\n\n{answer}"
+    return f"\n</{tag}>\n\n{answer}"
+
+
+def reasoning_of(turn: Json) -> tuple[str, str]:
+    """The reasoning of a turn, from its own field or from its words, and the words without it."""
+    found = REASONING.match(turn["content"])
+    reasoning, words = (found[1], found[2]) if found else ("", turn["content"])
+    return turn.get("reasoning_content") or reasoning, words
+
+
+def refuse_hidden(asked: str, before: Conversation) -> None:
+    """Raise BadRow unless the prompt shows all of the turns before it, except reasoning, which templates drop."""
+    shown = "".join(asked.split())
+    for number, turn in enumerate(before.messages, start=1):
+        if hidden := hidden_in(shown, turn, with_reasoning=False):
+            raise BadRow("chat template", f"the chat template does not write {hidden} of turn {number}")
+
+
+def hidden_in(shown: str, turn: Json, with_reasoning: bool) -> str | None:
+    """The first part of a turn that a rendering hides, in words; `shown` is the rendering without spaces."""
+    reasoning, words = reasoning_of(turn)
+    if not is_shown(words, shown):
+        return "the words"
+    if with_reasoning and not is_shown(reasoning, shown):
+        return "the reasoning"
+    for call in turn.get("tool_calls") or ():
+        function = call["function"]
+        if not all(is_shown(part, shown) for part in (function["name"], *texts_in(function["arguments"]))):
+            return f"the tool call {function['name']}"
+    return None
+
+
+def is_shown(text: str, shown: str) -> bool:
+    """Whether a text is in a rendering, as it is or as JSON writes it; spaces do not count."""
+    forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
+    return any("".join(form.split()) in shown for form in forms)
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts in a JSON value, names of fields included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            yield name
+            yield from texts_in(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from texts_in(each)
+
+
 def append(conversation: Conversation, turn: Json) -> Conversation:
-    return Conversation([*conversation.messages, turn], conversation.tools)
+    return Conversation([*conversation.messages, turn], conversation.tools, conversation.variables)
 
 
 def runs(mask: Sequence[int]) -> list[Span]:

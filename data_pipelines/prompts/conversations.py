@@ -1,7 +1,8 @@
 """Parse data rows in all known forms into conversations, plain texts or tokens."""
 
 import json
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ NEEDED = (
     "prompt or text (a string), prompt with response or completion, messages (a list of {role, content}), "
     "conversations (a list of {from, value}), or tokens with loss_mask"
 )
+NO_MARKS = re.compile(r"(?!)")  # matches nothing
+IGNORED = -100  # the label of a token that is not trained on
 ANSWERS = ("response", "completion")  # fields that hold what was written after `prompt`
 SPELLINGS = {
     "system": ("system",),
@@ -33,24 +36,50 @@ FOLLOWS: dict[str, set[str | None]] = {
 }
 
 
+# Keys of a row and of a turn that are read, and those that would change what is trained on and are not supported.
+ROW_KEYS = {
+    *("prompt", "text", "response", "completion", "messages", "conversations", "system", "tools", "functions"),
+    *("tokens", "input_ids", "loss_mask", "assistant_masks", "labels", "attention_mask", "chat_template_kwargs"),
+}
+TURN_KEYS = {
+    *("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id"),
+    *("reasoning_content", "reasoning", "thinking", "weight", "train"),
+}
+CALL_KEYS = {"id", "type", "index", "function", "name", "arguments", "args", "parameters"}
+REFUSED = {
+    *("images", "image", "videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
+    *("loss", "loss_mask", "mask", "masked", "loss_weight", "loss_weights", "trainable", "training"),
+}
+
+
 @dataclass(frozen=True)
 class Conversation:
     """Turns in the form that chat templates take, in a valid order."""
 
     messages: list[Json]
     tools: list[Json] | None = None
+    variables: Json = field(default_factory=dict)  # of the chat template, for this conversation alone
+    context_only: frozenset[int] = frozenset()  # places of turns of the assistant that are not trained on
 
     @property
     def has_system(self) -> bool:
         """Whether it opens with instructions, which are lost first if its beginning is cut off."""
         return self.messages[0]["role"] in ("system", "developer")
 
+    def first(self, count: int) -> "Conversation":
+        return replace(self, messages=self.messages[:count])
+
     def prompt(self) -> "Conversation":
         """The conversation without the assistant's turns at its end, for the target to answer."""
         end = len(self.messages)
         while end and self.messages[end - 1]["role"] == "assistant":
             end -= 1
-        return Conversation(self.messages[:end], self.tools)
+        return self.first(end)
+
+    def answered(self) -> "Conversation":
+        """The conversation up to the last turn of the assistant."""
+        places = [place for place, message in enumerate(self.messages) if message["role"] == "assistant"]
+        return self.first(places[-1] + 1 if places else 0)
 
 
 @dataclass(frozen=True)
@@ -72,26 +101,30 @@ class PromptAndAnswer:
 Parsed = Conversation | TokenRow | PromptAndAnswer | str
 
 
-def parse_row(row: Json, has_template: bool = True) -> Parsed:
+def parse_row(row: Json, has_template: bool = True, marks: re.Pattern[str] = NO_MARKS) -> Parsed:
     """The content of a row in any known form; raises BadRow for other rows. A field that is null is not there.
 
-    Of texts, {prompt, response} is a user turn and its answer if the tokenizer has a chat template, and {prompt,
-    completion} is plain text, as in TRL. Lists of messages are joined to one conversation under both names.
+    With a chat template, {prompt} is a user turn and {prompt, response} a user turn and its answer, unless the prompt
+    begins with one of the template's `marks`: then it is rendered already. {text} and, as in TRL, {prompt, completion}
+    are plain text. Lists of messages are joined to one conversation under all names.
     """
     given = {name: value for name, value in row.items() if value is not None}
+    refuse_keys(given, ROW_KEYS, "the row")
     if "tokens" in given or "input_ids" in given:
         return parse_tokens(given)
     turns = given.get("messages", given.get("conversations"))
     if turns is not None:
         return parse_turns(turns, given)
+    prompt = given.get("prompt")
+    is_turn = has_template and isinstance(prompt, str) and marks.match(prompt) is None
     answers = [name for name in ANSWERS if name in given]
     if "prompt" in given and answers:
-        return parse_answer(given, answers, has_template)
-    return parse_prompt(given)
+        return parse_answer(given, answers, is_turn)
+    return parse_prompt(given, is_turn)
 
 
-def parse_prompt(row: Json) -> Conversation | str:
-    """A prompt or a text alone."""
+def parse_prompt(row: Json, is_turn: bool) -> Conversation | str:
+    """A prompt or a text alone; `is_turn`: a prompt of plain text is what a user says."""
     name = "prompt" if "prompt" in row else "text"
     if name not in row:
         nulls = " that are not null" if not row else ""
@@ -99,11 +132,13 @@ def parse_prompt(row: Json) -> Conversation | str:
     if name == "prompt" and isinstance(row[name], list) and all(isinstance(turn, dict) for turn in row[name]):
         return parse_turns(row[name], row)
     text = text_field(row, name)
-    return parse_turns([{"role": "user", "content": text}], row) if row.get("system") else text
+    if row.get("system") or (is_turn and name == "prompt"):
+        return parse_turns([{"role": "user", "content": text}], row)
+    return text
 
 
-def parse_answer(row: Json, answers: list[str], has_template: bool) -> Conversation | PromptAndAnswer:
-    """A prompt and its answer, as texts or as messages."""
+def parse_answer(row: Json, answers: list[str], is_turn: bool) -> Conversation | PromptAndAnswer:
+    """A prompt and its answer, as texts or as messages; `is_turn` is that of `parse_prompt`."""
     if len(answers) > 1:
         raise BadRow("unclear", f"{' and '.join(answers)} are given, one is allowed; remove the other")
     [name] = answers
@@ -112,11 +147,32 @@ def parse_answer(row: Json, answers: list[str], has_template: bool) -> Conversat
         said = answer if isinstance(answer, list) else [{"role": "assistant", "content": text_field(row, name)}]
         return parse_turns([*prompt, *said], row)
     prompt, answer = text_field(row, "prompt"), text_field(row, name)
-    if name == "response" and has_template:
+    if name == "response" and is_turn:
         return parse_turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], row)
     if row.get("system"):
         raise BadRow("unclear", f"system is given with a plain {name}, messages are needed; give the turns as messages")
     return PromptAndAnswer(prompt, answer)
+
+
+def refuse_keys(given: Json, known: set[str], what: str) -> None:
+    """Raise BadRow for a field with a value that would change what is trained on and cannot be read."""
+    if found := sorted(name for name in (REFUSED - known) & given.keys() if given[name] not in ("", [], {})):
+        why = f"{what} has {found[0]}, which is not supported; remove the field if the text is right without it"
+        raise BadRow("unsupported field", why)
+
+
+def unread_keys(row: Json) -> set[str]:
+    """The fields of a row and of its turns that have a value and are not read."""
+    turns = row.get("messages", row.get("conversations")) or []
+    listed = turns if isinstance(turns, list) else []
+    found = {name for name, value in row.items() if value is not None and name not in ROW_KEYS}
+    return found | {
+        f"{name} of a turn"
+        for turn in listed
+        if isinstance(turn, dict)
+        for name, value in turn.items()
+        if value is not None and name not in TURN_KEYS
+    }
 
 
 def text_field(row: Json, name: str) -> str:
@@ -130,16 +186,29 @@ def text_field(row: Json, name: str) -> str:
 
 
 def parse_tokens(row: Json) -> TokenRow:
+    """Tokens, and those to train on by loss_mask, or by labels other than -100; padding (attention_mask 0) goes."""
     tokens = list_of(int, row.get("tokens", row.get("input_ids")), "tokens")
-    mask = list_of(int, row.get("loss_mask", row.get("assistant_masks", [0] * len(tokens))), "loss_mask")
+    masks = [name for name in ("loss_mask", "assistant_masks", "labels") if name in row]
+    if len(masks) > 1:
+        raise BadRow("unclear", f"{' and '.join(masks)} are given, one is allowed; remove the others")
+    mask = list_of(int, row[masks[0]], masks[0]) if masks else [0] * len(tokens)
+    if masks == ["labels"]:
+        other = [(label, token) for label, token in zip(mask, tokens, strict=False) if label not in (IGNORED, token)]
+        if other:
+            found = f"labels holds {other[0][0]} for token {other[0][1]}"
+            raise BadRow("unknown form", f"{found}; each label is its token (not shifted), or {IGNORED} to ignore it")
+        mask = [label != IGNORED for label in mask]
+    seen = list_of(int, row.get("attention_mask", [1] * len(tokens)), "attention_mask")
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
-    if len(tokens) != len(mask):
-        found = f"{len(tokens)} tokens and {len(mask)} loss_mask values"
-        raise BadRow("unknown form", f"{found}; they must have the same length")
-    if not tokens:
+    for name, values in (((masks or ["loss_mask"])[0], mask), ("attention_mask", seen)):
+        if len(tokens) != len(values):
+            found = f"{len(tokens)} tokens and {len(values)} {name} values"
+            raise BadRow("unknown form", f"{found}; they must have the same length")
+    if not any(seen):
         raise BadRow("empty", f"tokens is an empty list; a row needs {NEEDED}")
-    return TokenRow(tokens, [bool(flag) for flag in mask])
+    kept = [(token, bool(flag)) for token, flag, is_seen in zip(tokens, mask, seen, strict=True) if is_seen]
+    return TokenRow([token for token, _ in kept], [flag for _, flag in kept])
 
 
 def parse_turns(turns: object, row: Json) -> Conversation:
@@ -150,12 +219,26 @@ def parse_turns(turns: object, row: Json) -> Conversation:
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
-    return Conversation(messages, parse_tools(row.get("tools")))
+    before = len(messages) - len(listed)
+    context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not is_trained_on(turn, place))
+    variables = row.get("chat_template_kwargs") or {}
+    if not isinstance(variables, dict):
+        raise BadRow("unknown form", f"chat_template_kwargs is {in_words(variables)}, an object is needed; correct it")
+    return Conversation(messages, parse_tools(row), variables, context_only)
+
+
+def is_trained_on(turn: Json, place: int) -> bool:
+    """Whether a turn's weight, or train, lets it be trained on; raises BadRow for a weight between."""
+    weight = turn.get("weight", turn.get("train"))
+    if weight not in (None, 0, 1):
+        raise BadRow("unsupported field", f"turn {place + 1} has weight {weight!r}, 0 or 1 is needed; round it")
+    return weight is None or bool(weight)
 
 
 def parse_turn(turn: Json, number: int) -> Json:
     """A turn in either spelling (role/content or from/value), with the keys that templates read."""
     turn = {key: value for key, value in turn.items() if value is not None}
+    refuse_keys(turn, TURN_KEYS, f"turn {number}")
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
     if not isinstance(name, str) or name not in ROLES:
         raise BadRow("wrong turn", f"turn {number} is by {name!r}; allowed roles are {', '.join(ROLES)}")
@@ -163,14 +246,16 @@ def parse_turn(turn: Json, number: int) -> Json:
     calls = turn.get("tool_calls")
     if name == "function_call":  # ShareGPT's, a call as JSON text
         calls = [{"function": parse_json(content, f"turn {number}: the function_call")}]
+    elif not calls and turn.get("function_call"):  # OpenAI's before there were tool_calls
+        calls = [{"function": turn["function_call"]}]
     if calls:
-        message["tool_calls"] = [with_arguments(call, number) for call in list_of(dict, calls, "tool_calls")]
+        message["tool_calls"] = [parse_call(call, number) for call in list_of(dict, calls, "tool_calls")]
         message["content"] = "" if name == "function_call" else message["content"]
-    elif not message["content"]:
+    elif not message["content"].strip():
         raise BadRow("empty", f"turn {number} by {name} is empty; give it text, or remove the turn")
     reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
-    if isinstance(reasoning, str) and reasoning:  # some templates read one name, some the other
-        message |= {"reasoning_content": reasoning, "thinking": reasoning}
+    if isinstance(reasoning, str) and reasoning:
+        message["reasoning_content"] = reasoning
     return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
 
 
@@ -187,22 +272,37 @@ def text_of(content: object, number: int) -> str:
     return content
 
 
-def with_arguments(call: object, number: int) -> Json:
-    """A tool call whose arguments are a mapping, as templates need them, parsed from JSON text if necessary."""
-    function = call.get("function", call) if isinstance(call, dict) else None
+def parse_call(call: Json, number: int) -> Json:
+    """A tool call whose arguments are an object, parsed from JSON text if necessary."""
+    function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadRow("unknown form", f"turn {number} has a tool call without a function name")
-    arguments = function.get("arguments") or {}
+    if unknown := sorted(name for name in {*call, *function} - CALL_KEYS if (function | call)[name] is not None):
+        why = f"turn {number}: the call of {function['name']} has {unknown[0]}, which is not known"
+        raise BadRow("unsupported field", f"{why}; name and arguments are needed: rename or remove it")
+    given = [function[name] for name in ("arguments", "args", "parameters") if function.get(name) is not None]
+    if len(given) > 1:
+        raise BadRow("unclear", f"turn {number}: the call of {function['name']} has arguments twice; remove one")
+    what = f"turn {number}: the arguments of {function['name']}"
+    arguments = given[0] if given else {}
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, f"turn {number}: the arguments of {function['name']}")
-    identity = {"id": call["id"]} if isinstance(call, dict) and call.get("id") else {}
+        arguments = parse_json(arguments, what) if arguments.strip() else {}
+    if not isinstance(arguments, dict):
+        raise BadRow("unknown form", f"{what} are {in_words(arguments)}, an object is needed; correct them")
+    identity = {"id": call["id"]} if call.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **identity}
 
 
-def parse_tools(tools: object) -> list[Json] | None:
+def parse_tools(row: Json) -> list[Json] | None:
+    """The tools of a row, also in OpenAI's older form `functions`."""
+    name = "tools" if row.get("tools") else "functions"
+    tools = row.get(name)
     if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, "tools")
-    return list_of(dict, tools, "tools") if tools else None
+        tools = parse_json(tools, name)
+    listed = list_of(dict, tools, name) if tools else None
+    if listed and name == "functions":
+        return [{"type": "function", "function": function} for function in listed]
+    return listed
 
 
 def parse_json(text: object, what: str) -> Any:

@@ -13,11 +13,14 @@ import json
 import shlex
 from collections.abc import Callable, Set
 from dataclasses import dataclass
+from datetime import date
 from functools import partial
+from pathlib import Path
 
 from headstart.common.files import read_jsonl, write_jsonl, write_text
 from headstart.common.run_lock import only_run_in
-from headstart.data_pipelines.prompts.conversations import Conversation
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
+from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
 from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
@@ -26,9 +29,10 @@ from headstart.data_pipelines.prompts.self_written.candidates import UserTemplat
 from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import start_processes
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities
-from headstart.heads.target_config import locate_target
+from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities, writes_date
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
+from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
@@ -51,6 +55,8 @@ def prompts_stage(recipe: Recipe) -> Stage:
         **prompt_identities(target),
         "seed": recipe.seed,
     }
+    if settings := template_settings(recipe, target):
+        inputs["target.chat_template_kwargs"] = settings
     if data.prompts == SELF:
         inputs |= {
             "the target's generation_config.json": generation_identity(target),
@@ -62,6 +68,15 @@ def prompts_stage(recipe: Recipe) -> Stage:
     if data.responses == "given":  # this stage then holds the responses too
         inputs |= {"data.turns": data.turns, "data.response_tokens": data.response_tokens}
     return Stage.of(recipe, "prompts", inputs)
+
+
+def template_settings(recipe: Recipe, target: Path) -> Json:
+    """The settings of the chat template; one that writes the date gets the day on which the prompts were begun."""
+    settings = recipe.target.chat_template_kwargs
+    if settings.get(DATE) is not None or not writes_date(target):
+        return settings
+    begun_with = (Stage("prompts", recipe.prompts_dir, {}).claimed_for() or {}).get("target.chat_template_kwargs", {})
+    return {**settings, DATE: begun_with.get(DATE, date.today().isoformat())}
 
 
 @dataclass(frozen=True)
@@ -87,8 +102,8 @@ def make_prompts(recipe: Recipe) -> Stage:
     if stage.was_complete() and not grows:
         stage.refuse()
         return stage
-    tokenizer = load_target_tokenizer(recipe)
-    rows = read_both(recipe, tokenizer)
+    template = load_chat_template(recipe)
+    rows = read_both(recipe, template)
     if not grows:  # else it would belong to the prompts that are there
         write_report(stage, rows)
     for report in rows.reports:
@@ -98,7 +113,7 @@ def make_prompts(recipe: Recipe) -> Stage:
         refuse_other_start(stage, rows)
     stage.claim()
     write_report(stage, rows)
-    write_prompts(stage, rows, tokenizer)
+    write_prompts(stage, rows, template)
     return stage
 
 
@@ -119,7 +134,7 @@ def write_report(stage: Stage, rows: PromptRows) -> None:
     write_text(stage.folder / ROW_REPORT, json.dumps([report.to_json() for report in rows.reports], indent=1))
 
 
-def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
+def write_prompts(stage: Stage, rows: PromptRows, template: ChatTemplate) -> None:
     """Write both splits and finish the stage."""
     write_jsonl(stage.folder / "train.jsonl", rows.train)
     write_jsonl(stage.folder / "heldout.jsonl", rows.heldout)
@@ -133,7 +148,7 @@ def write_prompts(stage: Stage, rows: PromptRows, tokenizer: Tokenizer) -> None:
             "sha256": file_digest(stage.folder / "train.jsonl"),
             "heldout_sha256": file_digest(stage.folder / "heldout.jsonl"),
             **({} if rows.rejected is None else {"rejected": rows.rejected}),
-            "chat_template": hashlib.sha256(str(tokenizer.chat_template).encode()).hexdigest(),
+            "chat_template": hashlib.sha256(str(template.tokenizer.chat_template).encode()).hexdigest(),
         }
     )
 
@@ -163,40 +178,53 @@ def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
     return load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
 
 
-def read_both(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+def num_tokens(recipe: Recipe) -> int:
+    """The number of tokens that the target knows: the size of its embedding."""
+    return TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision)).vocab_size
+
+
+def load_chat_template(recipe: Recipe) -> ChatTemplate:
+    """The target's chat template with the settings of the run."""
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    return ChatTemplate(load_target_tokenizer(recipe), template_settings(recipe, target))
+
+
+def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     """Read the prompts of both splits; training samples that are held out too are left out."""
     data = recipe.data
     if data.prompts == SELF:
-        return own_prompts(recipe, tokenizer)
+        return own_prompts(recipe, template)
     reports = [
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
     ]
-    heldout = read_prompts(tokenizer, data, None, reports[1])
+    vocab_size = num_tokens(recipe)
+    heldout = read_prompts(template, data, None, reports[1], vocab_size=vocab_size)
     held_out = {key_of(row) for row in heldout}
     if data.prompts != PYTHON_STDLIB:
-        return PromptRows(read_prompts(tokenizer, data, data.num_prompts, reports[0], held_out), heldout, reports)
-    train = stdlib_prompts(tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
+        train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size)
+        return PromptRows(train, heldout, reports)
+    train = stdlib_prompts(template.tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
     reports[0].rows = reports[0].samples = len(train)
     return PromptRows(train, heldout, reports)
 
 
-def own_prompts(recipe: Recipe, tokenizer: Tokenizer) -> PromptRows:
+def own_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     """The prompts among the candidates that the target has written."""
-    selection, candidates = start_selection(recipe, tokenizer), read_candidates(recipe.prompts_dir)
+    selection, candidates = start_selection(recipe, template), read_candidates(recipe.prompts_dir)
     while selection.missing:
         selection.take(candidates[selection.next])
     return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
 
 
-def start_selection(recipe: Recipe, tokenizer: Tokenizer) -> Selection:
+def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:
     """A selection that has seen the held-out prompts, if a file has them."""
     data, source = recipe.data, str(recipe.data.heldout_prompts)
     if data.holds_out_own_prompts:
         return Selection(data)
     report = RowReport(source, data.heldout_samples, "data.heldout_samples")
-    rows = read_prompts(tokenizer, data, None, report)
-    return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, tokenizer))))
+    rows = read_prompts(template, data, None, report, vocab_size=num_tokens(recipe))
+    return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, template))))
 
 
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
@@ -209,9 +237,10 @@ def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> Non
         return  # there is nothing to do, or `make_prompts` refuses
     if others and read_candidates(stage.folder):
         stage.refuse()
-    tokenizer = load_target_tokenizer(recipe)
-    template = UserTemplate(tokenizer, recipe.data)
-    write_candidates(recipe, stage, template, partial(start_selection, recipe, tokenizer), load)
+    template = load_chat_template(recipe)
+    write_candidates(
+        recipe, stage, UserTemplate(template, recipe.data), partial(start_selection, recipe, template), load
+    )
 
 
 def key_of(row: Json) -> Key:
@@ -222,17 +251,27 @@ def key_of(row: Json) -> Key:
 
 
 def read_prompts(
-    tokenizer: Tokenizer, data: DataSection, count: int | None, report: RowReport, held_out: Set[Key] = frozenset()
+    template: ChatTemplate,
+    data: DataSection,
+    count: int | None,
+    report: RowReport,
+    held_out: Set[Key] = frozenset(),
+    vocab_size: int | None = None,
 ) -> list[Json]:
-    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report."""
+    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report.
+
+    `vocab_size` is the number of tokens that the target knows, which a tokenizer with added tokens may exceed.
+    """
     rows: list[Json] = []
+    chat = ChatMasks(template)
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break
         report.rows, report.counts = report.rows + 1, row.counts
         try:
-            parsed = parse_known(tokenizer, row.read())
-            samples = list(samples_of(tokenizer, parsed, row.read(), data))
+            parsed = parse_known(template, row.read())
+            samples = list(samples_of(chat, parsed, row.read(), data))
+            refuse_unknown(template.tokenizer, samples, vocab_size or len(template.tokenizer))
         except BadRow as error:
             report.reject(row.line, error)
             continue
@@ -240,12 +279,23 @@ def read_prompts(
             report.held_out.append(row.line)
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
+        report.unread.update(sorted(unread_keys(row.read())))
+        if data.responses == "given" and isinstance(parsed, Conversation) and parsed.answered() != parsed:
+            report.unanswered.append(row.line)
         if any(sample["cut"] for sample in samples):
             report.cut.append(row.line)
             if isinstance(parsed, Conversation) and parsed.has_system:
                 report.lost_system.append(row.line)
-    report.samples = len(rows[:count])
+    report.samples, report.added, report.without_end = len(rows[:count]), chat.added, chat.without_end
     return rows[:count]
+
+
+def refuse_unknown(tokenizer: Tokenizer, samples: list[Json], vocab_size: int) -> None:
+    """Raise BadRow for tokens beyond the target's vocabulary, which its tokenizer makes of added tokens."""
+    largest = max(max(sample.get("text") or sample["tokens"]) for sample in samples)
+    if largest >= vocab_size:
+        given = f"the tokenizer makes token {largest} of {tokenizer.decode([largest])!r}"
+        raise BadRow("unknown token", f"{given}; the target's tokens are 0 to {vocab_size - 1}")
 
 
 def make_prompts_alone(recipe: Recipe) -> Stage:
@@ -256,7 +306,7 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
     with only_run_in(recipe.data_folder, "the prompts"):
         if recipe.data.prompts == SELF:
             start_processes()
-            write_own_candidates(recipe, partial(TargetModel.load, recipe.target, ()))
+            write_own_candidates(recipe, partial(TargetModel.load_to_answer, recipe.target, ()))
         return make_prompts(recipe)
 
 

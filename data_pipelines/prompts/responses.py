@@ -10,12 +10,12 @@ from torch import Tensor
 
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
-from headstart.data_pipelines.prompts.prompts import load_target_tokenizer
+from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
-from headstart.heads.checkpoint import load_head_for
-from headstart.heads.target_config import locate_target
+from headstart.heads.checkpoint import load_head_for, load_taps
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
@@ -160,16 +160,40 @@ def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:
     return Sampling(temperatures[number % len(temperatures)], seed=seed)
 
 
+def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Text]) -> None:
+    """Raise ValueError unless a token of some text can be predicted by a head, which reads two tokens before it."""
+    source = "data.prompts" if split == "train" else "data.heldout_prompts"
+    if all(is_empty(recipe, text) for text in texts):
+        raise ValueError(
+            f"{source}: the target's responses to all {len(texts)} prompts are empty, tokens to train on are needed; "
+            "give the prompts in the form that it answers, such as messages, or choose data.responses=given"
+        )
+    if not any(any(text.loss_mask[2:]) for text in texts):
+        raise ValueError(
+            f"{source}: none of the {len(texts)} texts is trained on after its second token, and a head predicts "
+            "tokens from the third on; train on more of each text (loss_mask, data.turns), or lengthen the prompts"
+        )
+
+
+def is_empty(recipe: Recipe, text: Text) -> bool:
+    """Whether a response says nothing: it has no token, or the target's end token alone."""
+    written = sum(text.loss_mask)
+    return written == 0 or (recipe.data.responses == "target" and written == 1 < recipe.data.response_tokens)
+
+
 def finish_responses(recipe: Recipe, stage: Stage, shards: Sequence[ShardPrompts]) -> None:
-    paths = [responses_path(recipe, shard) for shard in shards]
-    texts = [text for path in paths for text in read_texts(path)]
+    paths = {responses_path(recipe, shard): shard.split for shard in shards}
+    found = {path: read_texts(path) for path in paths}
+    for split in dict.fromkeys(paths.values()):
+        refuse_nothing_to_learn(recipe, split, [text for path in paths if paths[path] == split for text in found[path]])
+    texts = [text for each in found.values() for text in each]
     trained_on = sum(sum(text.loss_mask) for text in texts)
     is_written = recipe.data.responses == "target"
     stage.finish(
         {
             "samples": len(texts),
             "cut": sum(sum(text.loss_mask) == recipe.data.response_tokens for text in texts) if is_written else 0,
-            "empty": sum(not any(text.loss_mask) for text in texts),
+            "empty": sum(is_empty(recipe, text) for text in texts),
             "prompt_tokens": sum(len(text.tokens) for text in texts) - trained_on,
             "response_tokens": trained_on,
             "written_by": written_by(recipe),
@@ -188,7 +212,7 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
     if facts["cut"]:
         parts.append(f"{facts['cut']:,} stopped at data.response_tokens={recipe.data.response_tokens}")
     if facts["empty"]:
-        parts.append(f"{facts['empty']:,} are empty and train nothing")
+        parts.append(f"{facts['empty']:,} are empty, or an end token alone")
     return "; ".join(parts)
 
 
@@ -211,18 +235,25 @@ def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None =
 
 def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
-    untapped = TargetModel.load(recipe.target, ())
-    head = load_head_for(folder, untapped.frozen)
-    target = TargetModel(untapped.model, head.taps, untapped.ranks)
+    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
+    head = load_head_for(folder, target.frozen)
     growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
     return target_writer(recipe, target, head_drafter(head, growth)), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:
     """Write responses with an OpenAI-compatible server that runs the target."""
-    client = CompletionClient(url, load_target_tokenizer(recipe))
+    client, vocab_size = CompletionClient(url, load_target_tokenizer(recipe)), num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        return client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
+        answers = client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
+        for number, tokens in answers:
+            if max(tokens, default=0) >= vocab_size:
+                raise ValueError(
+                    f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target is "
+                    "allowed; start the server with the target of target.path"
+                )
+            yield number, tokens
 
     return write

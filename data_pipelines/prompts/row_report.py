@@ -29,6 +29,10 @@ class RowReport:
     lost_system: list[int] = field(default_factory=list)  # rows whose system turn was cut off
     too_long: list[int] = field(default_factory=list)  # lines left out because they are too long
     held_out: list[int] = field(default_factory=list)  # lines left out because they are held out too
+    unanswered: list[int] = field(default_factory=list)  # lines that lost the turns after their last answer
+    unread: Counter[str] = field(default_factory=Counter)  # fields that are not read -> rows
+    added: Counter[str] = field(default_factory=Counter)  # what the chat template adds before words -> answers
+    without_end: int = 0  # answers after which the chat template writes no end mark
 
     def reject(self, line: int, error: BadRow) -> None:
         """Count a row that gives no sample."""
@@ -44,7 +48,8 @@ class RowReport:
     @classmethod
     def from_json(cls, found: Json) -> "RowReport":
         report = cls(found["source"])
-        vars(report).update({name: found[name] for name in vars(report)} | {"bad": found["bad_rows"]})
+        known = {name: found[name] for name in vars(report) if name in found}
+        vars(report).update(known | {"bad": found["bad_rows"]})
         return report
 
     def check(self) -> None:
@@ -92,6 +97,13 @@ class RowReport:
         if self.cut:
             lost = f", with it the system turn of {len(self.lost_system):,}" if self.lost_system else ""
             parts.append(f"cut the beginning of {len(self.cut):,} to fit data.prompt_tokens={data.prompt_tokens}{lost}")
+        if self.unanswered:
+            parts.append(f"dropped the turns after the last answer of {len(self.unanswered):,}")
+        parts += [f"the chat template adds {text!r} before {count:,} answers" for text, count in self.added.items()]
+        if self.without_end:
+            parts.append(f"the chat template writes no end mark after {self.without_end:,} answers, so none is learned")
+        if self.unread:
+            parts.append("not read: " + ", ".join(f"{name} ({count:,})" for name, count in self.unread.items()))
         if self.samples < (self.wanted or 0):
             parts.append(f"{self.wanted_by}={self.wanted:,} asks for more, but there are no more rows")
         return "; ".join(parts)

@@ -13,10 +13,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from headstart.data_pipelines.prompts.arrow_rows import NotJson, arrow_rows
 from headstart.data_pipelines.stages.stage import Json, file_digest
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DataSection
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
+BATCH = 256  # rows of Arrow data in memory at once
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32 starts with the first of them too
 
 
@@ -50,9 +52,9 @@ def read_rows(source: str) -> Iterator[Row]:
     """Read every row of a source, unreadable ones as BadRow; raises ValueError for an unknown kind of source."""
     path = Path(source)
     if source.startswith(HUB_PREFIX):
-        return good_rows(hub_dataset(source.removeprefix(HUB_PREFIX)))
+        return dataset_rows(hub_dataset(source.removeprefix(HUB_PREFIX)))
     if path.is_dir():
-        return good_rows(disk_dataset(path))
+        return dataset_rows(disk_dataset(path))
     readers = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".txt": text_rows}
     if path.suffix.lower() not in readers:
         raise ValueError(
@@ -161,7 +163,8 @@ def in_words(value: object) -> str:
     for kind, name in ((str, "text"), (list, "a list"), (dict, "an object")):
         if isinstance(value, kind):
             return name
-    return type(value).__name__  # parquet has more types than JSON
+    assert isinstance(value, NotJson), value
+    return f"Arrow data that JSON cannot hold ({value.why})"
 
 
 def text_rows(path: Path) -> Iterator[Row]:
@@ -178,16 +181,22 @@ def text_rows(path: Path) -> Iterator[Row]:
 def parquet_rows(path: Path) -> Iterator[Row]:
     parquet, errors = optional_library("pyarrow.parquet"), optional_library("pyarrow").ArrowException
     try:
-        batches = parquet.ParquetFile(path).iter_batches(batch_size=256)
-        yield from good_rows(row for batch in batches for row in batch.to_pylist())
+        batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
+        yield from good_rows(batches)
     except errors as error:
         raise ValueError(
             f"data: {path} cannot be read as parquet ({error}); a whole parquet file is needed, so write it again"
         ) from error
 
 
-def good_rows(rows: Iterable[Any]) -> Iterator[Row]:
-    return (Row(number, dict(row), "row") for number, row in enumerate(rows, start=1))
+def good_rows(batches: Iterable[Any]) -> Iterator[Row]:
+    """The rows of Arrow tables."""
+    rows = chain.from_iterable(map(arrow_rows, batches))
+    return (Row(number, row, "row") for number, row in enumerate(rows, start=1))
+
+
+def dataset_rows(dataset: Any) -> Iterator[Row]:
+    return good_rows(dataset.with_format("arrow").iter(batch_size=BATCH))
 
 
 def disk_dataset(folder: Path) -> Any:

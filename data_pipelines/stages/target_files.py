@@ -50,6 +50,12 @@ def chat_templates(folder: Path, in_settings: object) -> Json:
     return found
 
 
+def writes_date(folder: Path) -> bool:
+    """Whether a chat template of a folder writes the day on which it is rendered."""
+    in_settings = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
+    return "strftime_now" in json.dumps(chat_templates(folder, in_settings))
+
+
 def generation_identity(folder: Path) -> str | None:
     """A digest of the file that names the target's end tokens; None if there is none."""
     path = folder / "generation_config.json"

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
+from headstart.inference.targets.chat_template import ChatTemplate
 
 Turn = dict[str, str]
 
@@ -19,15 +19,15 @@ class Prompt:
 class Conversation:
     """The questions and answers so far. Without a chat template the target only continues text, and keeps none."""
 
-    def __init__(self, tokenizer: Tokenizer, max_positions: int, max_new_tokens: int) -> None:
+    def __init__(self, template: ChatTemplate, max_positions: int, max_new_tokens: int) -> None:
         """The prompt and `max_new_tokens` of answer must fit `max_positions`."""
-        self.tokenizer = tokenizer
+        self.template = template
         self.max_positions, self.max_new_tokens = max_positions, max_new_tokens
         self.turns: list[Turn] = []
 
     @property
     def has_template(self) -> bool:
-        return self.tokenizer.chat_template is not None
+        return self.template.exists
 
     def ask(self, question: str) -> Prompt:
         """The prompt for the answer, without old turns that do not fit; ValueError if the question alone does not."""
@@ -49,6 +49,4 @@ class Conversation:
         self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.has_template else []
 
     def as_tokens(self, turns: list[Turn]) -> list[int]:
-        if not self.has_template:
-            return list(self.tokenizer(turns[-1]["content"])["input_ids"])
-        return chat_tokens(self.tokenizer, turns)
+        return self.template.tokens(turns) if self.has_template else self.template.encode_text(turns[-1]["content"])

@@ -22,8 +22,9 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.show.colours import SHADES, token_style
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer, visible_text_of
+from headstart.inference.targets.tokenizer import visible_text_of
 
 HELP = {  # command -> (its value, what it does)
     "/plain": ("", "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)"),
@@ -69,7 +70,7 @@ class Chat:
         self,
         target: TargetModel,
         drafter: Drafter,
-        tokenizer: Tokenizer,
+        template: ChatTemplate,
         sampling: Sampling,
         max_new_tokens: int,
         console: Console,
@@ -79,8 +80,8 @@ class Chat:
         self.interactive = interactive
         self.target, self.drafter, self.sampling, self.console = target, drafter, sampling, console
         self.defaults = TargetDefaults.of(target)
-        self.text = partial(visible_text_of, tokenizer)
-        self.conversation = Conversation(tokenizer, target.max_positions, max_new_tokens)
+        self.text = partial(visible_text_of, template.tokenizer)
+        self.conversation = Conversation(template, target.max_positions, max_new_tokens)
         self.has_drafts = True
         self.question: str | None = None  # the last one that was answered
         tokens = self.conversation.as_tokens([{"role": "user", "content": "Hello"}])

@@ -23,6 +23,8 @@ def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, Targ
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    if added := model.target.also_end_as(tokenizer):
+        print(f"{section.path}: {added}", flush=True)
     return model, tokenizer, section
 
 

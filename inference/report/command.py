@@ -57,7 +57,7 @@ from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.engine.budget import refuse_trees_of
-from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
@@ -69,9 +69,10 @@ from headstart.inference.report.rounds import able_to_batch, run_rounds
 from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, short_table
 from headstart.inference.report.trace import Trace, on_terminal, trace
 from headstart.inference.show.colours import LEGEND as COLOURS
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
+from headstart.inference.targets.tokenizer import load_tokenizer, text_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 
@@ -94,17 +95,18 @@ class Benchmark:
         section = recipe.report
         # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if folders else ()
-        tokenizer = recipe_tokenizer(recipe)
-        prompts = report_prompts(recipe, tokenizer)
+        template = recipe_template(recipe)
+        prompts = report_prompts(recipe, template)
         torch.set_num_threads(section.threads or torch.get_num_threads())
         refuse_trees_of(recipe, max(section.batches))
         if hint := slow_format("target.dtype", recipe.target.dtype, pick_device(recipe.target.device)):
             print(hint)
-        target = TargetModel.load(recipe.target, taps)
-        chat = Chat(tokenizer, target.max_positions - recipe.decode.max_new_tokens)
+        target = TargetModel.load_to_answer(recipe.target, taps)
+        chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
         prompts = [*map(chat.shortened, prompts)]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
+            check_vocabulary(target, prompt.tokens)
         heads = {name: load_drafting_head(folder, target) for name, folder in folders.items()}
         return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 
@@ -130,7 +132,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     about = journal.made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
     measured = Journal(recipe.report_dir / journal.NAME, about)
     groups = measure(recipe, benchmark, measured)
-    text = partial(text_of, benchmark.chat.tokenizer)
+    text = partial(text_of, benchmark.chat.template.tokenizer)
     traces = trace_methods(recipe, benchmark)
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
@@ -183,12 +185,12 @@ def measure_at(
     return Comparison(methods, rounds, benchmark.target, sampling, setting.batch).outcomes()
 
 
-def recipe_tokenizer(recipe: Recipe) -> Tokenizer:
+def recipe_template(recipe: Recipe) -> ChatTemplate:
     folder = locate_target(recipe.target.path, recipe.target.revision)
-    return load_tokenizer(folder, recipe.target.trust_remote_code)
+    return ChatTemplate(load_tokenizer(folder, recipe.target.trust_remote_code), recipe.target.chat_template_kwargs)
 
 
-def report_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
+def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
@@ -200,7 +202,7 @@ def report_prompts(recipe: Recipe, tokenizer: Tokenizer) -> list[Prompt]:
     if not section.prompts.is_file():
         remedy = f"put the prompts there ({SPEC_BENCH}), or leave it out for the held-out prompts"
         raise wrong_value("report.prompts", section.prompts, "an existing JSONL file is", remedy)
-    return read_questions(section.prompts, tokenizer, recipe.data.prompt_tokens, section.num_prompts)
+    return read_questions(section.prompts, template, recipe.data.prompt_tokens, section.num_prompts)
 
 
 def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from headstart.common.files import read_jsonl
-from headstart.inference.targets.tokenizer import Tokenizer, chat_tokens
+from headstart.inference.targets.chat_template import ChatTemplate
 
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
 CONVERSATION = "multi-turn conversation"
@@ -30,7 +30,7 @@ class Prompt:
 class Chat:
     """Turns messages into prompts of at most `room` tokens."""
 
-    tokenizer: Tokenizer
+    template: ChatTemplate
     room: int
 
     def shortened(self, prompt: Prompt) -> Prompt:
@@ -45,29 +45,32 @@ class Chat:
         """The user's next message with the chat and this answer before it; None if there is no further message."""
         if not prompt.later:
             return None
-        said = (*prompt.said, str(self.tokenizer.decode(answer, skip_special_tokens=True)), prompt.later[0])
-        return self.shortened(chat_prompt(said, prompt.later[1:], prompt.category, self.tokenizer))
+        said = (*prompt.said, str(self.template.tokenizer.decode(answer, skip_special_tokens=True)), prompt.later[0])
+        return self.shortened(chat_prompt(said, prompt.later[1:], prompt.category, self.template))
 
 
-def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -> list[Prompt]:
+def read_questions(path: Path, template: ChatTemplate, longest: int, count: int) -> list[Prompt]:
     """The prompts of the first `count` rows of a JSONL file, taken from each category in turn.
 
-    A row has `turns`, which are asked one after the other, or a `prompt`, which is continued from its last `longest`
-    tokens. Its category is its `category`, else its `source`; the topics of MT-Bench's conversations are one category,
-    taken in turn too. Raises ValueError for a row with neither `turns` nor `prompt`, and for a file without rows.
+    A row has `turns`, which are asked one after the other, a `prompt`, which is the only turn, or a `text`, which is
+    continued from its last `longest` tokens; so is a prompt without a chat template, or one that is rendered already.
+    The category is `category`, else `source`; the topics of MT-Bench's conversations are one category, taken in turn
+    too. Raises ValueError for a row with none of the three, and for a file without rows.
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}
     for number, row in enumerate(read_jsonl(path), start=1):
         topic = str(row.get("category", row.get("source", "all")))
-        turns, prompt = row.get("turns"), row.get("prompt")
+        turns, text = row.get("turns"), row.get("prompt", row.get("text"))
         if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
             category = CONVERSATION if len(turns) > 1 and topic in MT_BENCH_TOPICS else topic
-            found = chat_prompt((turns[0],), tuple(turns[1:]), category, tokenizer)
-        elif isinstance(prompt, str) and prompt:
-            found = Prompt(encoded(prompt, tokenizer)[-longest:], topic)
-        else:
-            allowed = "turns (a list of texts) or prompt (a text) is allowed; fix or remove the row"
+            found = chat_prompt((turns[0],), tuple(turns[1:]), category, template)
+        elif not isinstance(text, str) or not text:
+            allowed = "turns (a list of texts), prompt or text (a text) is allowed; fix or remove the row"
             raise ValueError(f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, {allowed}")
+        elif "prompt" in row and template.exists and not template.is_rendered(text):
+            found = chat_prompt((text,), (), topic, template)
+        else:
+            found = Prompt(template.encode_text(text)[-longest:], topic)
         by_category.setdefault(found.category, {}).setdefault(topic, []).append(found)
     if not by_category:
         allowed = 'a JSONL file with one prompt or more is allowed; add rows such as {"prompt": "import os"}'
@@ -75,20 +78,15 @@ def read_questions(path: Path, tokenizer: Tokenizer, longest: int, count: int) -
     return in_turn(in_turn(by_topic.values()) for by_topic in by_category.values())[:count]
 
 
-def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, tokenizer: Tokenizer) -> Prompt:
-    """The messages in the tokenizer's chat template; paragraphs of plain text if it has none."""
-    if tokenizer.chat_template is None:
-        tokens = encoded("\n\n".join(said), tokenizer)
+def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, template: ChatTemplate) -> Prompt:
+    """The messages in the chat template; paragraphs of plain text if there is none."""
+    if not template.exists:
+        tokens = template.encode_text("\n\n".join(said))
     else:
-        messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
-        tokens = chat_tokens(tokenizer, messages)
+        tokens = template.tokens(
+            [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)]
+        )
     return Prompt(tokens, category, said, later)
-
-
-def encoded(text: str, tokenizer: Tokenizer) -> list[int]:
-    """The tokens of a text; a chat template writes the special tokens itself."""
-    templated = tokenizer.chat_template is not None
-    return list(tokenizer(text, add_special_tokens=not templated, verbose=False)["input_ids"])
 
 
 def in_turn(lists: Iterable[list[Prompt]]) -> list[Prompt]:

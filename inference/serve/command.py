@@ -41,6 +41,7 @@ from headstart.inference.generate.loading import load_model
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.service import Served, Service
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -71,7 +72,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
     decode = options.model.decode
     return Served(
         target=model.target,
-        tokenizer=tokenizer,
+        template=ChatTemplate(tokenizer, section.chat_template_kwargs),
         make_loop=partial(
             DecodeLoop,
             model.target,

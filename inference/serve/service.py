@@ -18,6 +18,7 @@ from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.requests.reading import RequestReader, Wanted
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 
@@ -30,13 +31,17 @@ class Served:
     """The target and its decode loop, and how they are presented."""
 
     target: TargetModel
-    tokenizer: Tokenizer
+    template: ChatTemplate
     make_loop: Callable[[], DecodeLoop]
     defaults: TargetDefaults  # for what a request does not say
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
     thread: Executor  # one thread, in which the target was loaded
     promised: float | None = None  # the acceptance length in the head's config.json
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self.template.tokenizer
 
 
 class Service:
@@ -48,7 +53,7 @@ class Service:
         self.metrics = Metrics(settings.names[0], self.engine, served.promised)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
-        self.prompts = PromptReader(served.tokenizer, target.config.vocab_size, target.max_positions)
+        self.prompts = PromptReader(served.template, target.config.vocab_size, target.max_positions)
         self.most_choices = settings.max_batch + settings.max_queue  # that may decode or wait
         self.reader = RequestReader(target, self.prompts, served.defaults, self.most_choices)
         self.one_reader = asyncio.Lock()

@@ -32,6 +32,7 @@ from headstart.inference.targets.loading import load_config, load_weights, no_ba
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
+from headstart.inference.targets.tokenizer import Tokenizer, end_tokens_of, load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
@@ -106,6 +107,26 @@ class TargetModel:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
         target.compiles = section.compile
         return target
+
+    @classmethod
+    def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+        """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
+        target = cls.load(section, taps)
+        folder = locate_target(section.path, section.revision)
+        added = target.also_end_as(load_tokenizer(folder, section.trust_remote_code))
+        if added and target.ranks.rank == 0:
+            print(f"{section.path}: {added}")
+        return target
+
+    def also_end_as(self, tokenizer: Tokenizer) -> str | None:
+        """Add the end tokens of the tokenizer and its chat template; returns a line about new ones."""
+        found = end_tokens_of(tokenizer, self.end_tokens)
+        new = [token for token in found if token < self.config.vocab_size and token not in self.end_tokens]
+        if not new:
+            return None
+        self.end_tokens = [*self.end_tokens, *new]
+        names = " and ".join(map(repr, tokenizer.convert_ids_to_tokens(new)))
+        return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
     @classmethod
     def without_weights(cls, section: TargetSection) -> "TargetModel":

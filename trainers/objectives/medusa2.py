@@ -171,7 +171,7 @@ class JointHead(UnrolledHead):
         if torch.is_grad_enabled() and not self.tunes_target:
             return scores
         divergence = self.divergence(tuned, supervision)
-        loss = scores.loss + self.target.section.distill_weight * divergence / counts[0].clamp(min=1)
+        loss = scores.loss + divergence / counts[0].clamp(min=1)
         return scores._replace(loss=loss, divergence=divergence.detach())
 
     def divergence(self, tuned: Tensor, supervision: Supervision) -> Tensor:

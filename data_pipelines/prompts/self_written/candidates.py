@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list
 
 from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
-from headstart.data_pipelines.prompts.chat_masks import ChatTemplate
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
@@ -30,8 +30,9 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.tokenizer import FastTokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.schema import SELF, DataSection
 
@@ -67,13 +68,18 @@ class Opening:
 class UserTemplate:
     """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
 
-    def __init__(self, tokenizer: Tokenizer, data: DataSection) -> None:
-        if tokenizer.chat_template is None:
+    def __init__(self, template: ChatTemplate, data: DataSection) -> None:
+        if not template.exists:
             raise ValueError(
                 f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
                 "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
             )
-        self.tokenizer, self.chat = tokenizer, ChatTemplate(tokenizer)
+        if not isinstance(template.tokenizer, FastTokenizer):
+            raise ValueError(
+                f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
+                "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
+            )
+        self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
             used = len(self.opening(system).tokens)
@@ -118,7 +124,8 @@ class UserTemplate:
 
 
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests; `end_tokens` are the target's."""
+    """Writes candidates with a function that carries out requests; the end tokens and number of tokens are the
+    target's."""
 
     def __init__(
         self,
@@ -126,11 +133,12 @@ class CandidateWriter:
         template: UserTemplate,
         write: Write,
         end_tokens: Sequence[int],
+        vocab_size: int,
         complete: Callable[[Request], Request] = lambda request: request,
     ) -> None:
         """`complete` adds the target's own settings to a request."""
         self.recipe, self.template, self.write, self.complete = recipe, template, write, complete
-        self.end_tokens = tuple(end_tokens)
+        self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
@@ -158,13 +166,15 @@ class CandidateWriter:
         tokens = self.template.prompt(words) if rejected is None else []
         if len(tokens) > self.recipe.data.prompt_tokens:
             rejected, tokens = TOO_LONG, []
+        elif tokens and max(tokens) >= self.vocab_size:
+            rejected, tokens = MARKS, []
         return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
 
     def _flaw(self, generation: Generation, words: str) -> str | None:
         """Why the user's words are unusable, if they are."""
         if generation.finish != "end":
             return CUT
-        if self.template.chat.special.search(words):
+        if self.template.template.special.search(words):
             return MARKS
         return TOO_SHORT if sum(map(str.isalpha, words)) < MIN_LETTERS else None
 
@@ -203,8 +213,8 @@ def write_candidates(
         share = target.ranks.share(numbers)
 
         def work(write: Write, share: Sequence[int] = share, what: str = what, target: TargetModel = target) -> None:
-            complete = TargetDefaults.of(target).applied
-            writer = CandidateWriter(recipe, template, write, target.end_tokens, complete)
+            complete, vocab_size = TargetDefaults.of(target).applied, target.config.vocab_size
+            writer = CandidateWriter(recipe, template, write, target.end_tokens, vocab_size, complete)
             with Progress(what, len(share), "candidates", active=state.is_main_process) as progress:
                 size = BATCHES * recipe.data.generate_batch
                 for start in range(0, len(share), size):

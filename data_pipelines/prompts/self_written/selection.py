@@ -14,7 +14,7 @@ from headstart.data_pipelines.prompts.conversations import Conversation, PromptA
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import SELF, DataSection
 
 SHINGLE = 5  # characters of the sequences that two texts may share
@@ -169,17 +169,17 @@ def shortened(text: str) -> str:
     return line if len(line) <= 80 else f"{line[:77]}..."
 
 
-def opening_texts(source: str, tokenizer: Tokenizer) -> Iterator[str]:
+def opening_texts(source: str, template: ChatTemplate) -> Iterator[str]:
     """The user's first words in each usable row of a file."""
     for row in read_rows(source):
         try:
-            parsed = parse_row(row.read())
+            parsed = parse_row(row.read(), template.exists, template.special)
         except BadRow:
             continue
         if isinstance(parsed, Conversation):
             yield next(message["content"] for message in parsed.messages if message["role"] == "user")
         elif isinstance(parsed, TokenRow):
-            yield str(tokenizer.decode(parsed.tokens, skip_special_tokens=True))
+            yield str(template.tokenizer.decode(parsed.tokens, skip_special_tokens=True))
         elif isinstance(parsed, PromptAndAnswer):
             yield parsed.prompt
         elif isinstance(parsed, str):

@@ -180,7 +180,7 @@ def card(service: Service, name: str, created: int) -> dict[str, Any]:
         "root": service.settings.names[0],
         "parent": None,
         "max_model_len": service.served.target.max_positions,
-        "headstart": {**service.served.about, "chat_template": service.prompts.has_template},
+        "headstart": {**service.served.about, "chat_template": service.prompts.template.exists},
     }
 
 

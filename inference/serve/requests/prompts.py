@@ -1,24 +1,20 @@
 """Turns messages and prompts of requests into the target's tokens."""
 
-import inspect
 import json
 from typing import Any
 
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.fields import Message, Templated, TokenizeRequest, has_function, well_formed
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.inference.targets.chat_template import ChatTemplate
 
 
 class PromptReader:
     """Encodes prompts for one target. Safe to use from one thread at a time."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, max_positions: int) -> None:
-        self.tokenizer, self.vocab_size, self.max_positions = tokenizer, vocab_size, max_positions
-        self.longest_token = max(map(len, tokenizer.get_vocab()), default=1)
-
-    @property
-    def has_template(self) -> bool:
-        return self.tokenizer.chat_template is not None
+    def __init__(self, template: ChatTemplate, vocab_size: int, max_positions: int) -> None:
+        self.template, self.tokenizer = template, template.tokenizer
+        self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
         if fields.messages is not None:
@@ -32,28 +28,21 @@ class PromptReader:
         messages, variables, continued = fields.messages, fields.chat_template_kwargs, fields.continue_final_message
         if not messages:
             raise wrong("messages", messages, "a list of at least one message is", "write [{role: user, content: ...}]")
-        if not self.has_template:
+        if not self.template.exists:
             no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
             raise ApiError(400, f"messages: {no_template}")
-        reserved = inspect.signature(self.tokenizer.apply_chat_template).parameters.keys()
-        if taken := sorted(reserved & variables.keys()):
-            raise wrong("chat_template_kwargs", taken[0], "names of the template's own variables are", "leave it out")
+        if taken := self.template.reserved(variables):
+            raise wrong("chat_template_kwargs", taken, "names of the template's own variables are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
         turns = [turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
         try:
-            text = self.tokenizer.apply_chat_template(
-                turns,
-                tools=None if fields.tool_choice == "none" else fields.tools or None,
-                add_generation_prompt=opens_answer,
-                continue_final_message=continued,
-                tokenize=False,
-                **variables,
-            )
+            tools = None if fields.tool_choice == "none" else fields.tools or None
+            text = self.template.render(turns, tools, opens_answer, continued, variables)
         except Exception as error:  # a template is a program of its own, and raises whatever it likes
             refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
             remedy = "messages that it can render are allowed; change their roles or their order"
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
-        return self.from_text(str(text), "messages", bool(fields.add_special_tokens))
+        return self.from_text(text, "messages", bool(fields.add_special_tokens))
 
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special` adds those that the tokenizer puts around every text."""
@@ -85,8 +74,6 @@ def turn(name: str, message: Message) -> dict[str, Any]:
     if content is None:
         raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
     found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if message.role == "developer":
-        found["role"] = "system"
     if not found.pop("tool_calls", []):
         return found
     return {**found, "tool_calls": read_calls(f"{name}.tool_calls", message.tool_calls or [])}

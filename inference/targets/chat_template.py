@@ -1,0 +1,158 @@
+"""The one way from messages to the target's prompt tokens, for training, serving, chat and reports alike."""
+
+import inspect
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date
+from functools import cached_property
+from typing import Any, cast
+
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from headstart.inference.targets.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+DATE = "date"  # the setting that fixes the day which a template writes
+STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+PROBE = {"probe_key": "probe value"}
+# How a template may want a turn with tool calls: its content where it has no words, and the type of the arguments.
+CALL_FORMS: tuple[tuple[str | None, type], ...] = (("", dict), (None, dict), (None, str), ("", str))
+
+
+class ChatTemplate:
+    """A tokenizer's chat template with the settings of a run (target.chat_template_kwargs)."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None) -> None:
+        """Raise ValueError for settings that are no variables of a template, and for a date that is none."""
+        self.tokenizer, self.settings = tokenizer, dict(settings or {})
+        if taken := self.reserved(self.settings):
+            raise ValueError(
+                f"target.chat_template_kwargs: {taken} given, names of the template's own variables are allowed, such "
+                "as enable_thinking; leave it out"
+            )
+        self.source = str(tokenizer.chat_template or "")
+        added = tokenizer.added_tokens_decoder.values()
+        marks = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self.special = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or r"(?!)")
+
+    @property
+    def exists(self) -> bool:
+        """Whether the tokenizer has a chat template; without one nothing can be rendered."""
+        return self.tokenizer.chat_template is not None
+
+    def reserved(self, names: Iterable[str]) -> str | None:
+        """The first of these names that is no variable of a template but an argument of the call that renders it."""
+        own = {"messages", "strftime_now", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        return next((name for name in sorted(names) if name in own), None)
+
+    def tokens(self, messages: Sequence[Json], tools: list[Json] | None = None, **more: Any) -> list[int]:
+        """The tokens after which the target answers these messages; `more` is that of `render`."""
+        return self.encode(self.render(messages, tools, **more))
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of rendered text, whose special tokens the template has written."""
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of text of any length that is no chat; rendered text brings its special tokens."""
+        return list(self.tokenizer(text, add_special_tokens=not self.is_rendered(text), verbose=False)["input_ids"])
+
+    def is_rendered(self, text: str) -> bool:
+        """Whether a text begins with a special token, as the texts of chat templates do."""
+        return self.special.match(text) is not None
+
+    def render(
+        self,
+        messages: Sequence[Json],
+        tools: list[Json] | None = None,
+        ask: bool = True,
+        continued: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The messages as text; with `ask`, up to where the target's answer begins.
+
+        `continued` leaves the last message open; `variables` of the template replace the run's. Raises whatever the
+        template raises, which is a program of its own.
+        """
+        how = {"add_generation_prompt": ask, "continue_final_message": continued}
+        turns = [self._as_taken(message) for message in messages]
+        return str(self._apply(turns, tools, variables, tokenize=False, **how))
+
+    def own_tokens(
+        self, messages: Sequence[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None
+    ) -> list[int]:
+        """The prompt's tokens as the tokenizer's own `apply_chat_template` gives them."""
+        turns = [self._as_taken(message) for message in messages]
+        if any(turn["content"] is None for turn in turns):  # the tokenizer's own drops these
+            return self.encode(self.render(messages, tools, variables=variables))
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        return list(self._apply(turns, tools, variables, **how))
+
+    def _apply(
+        self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **how: Any
+    ) -> Any:
+        given, own_tools = {**self.settings, **(variables or {})}, cast(Any, tools)
+        source = self.tokenizer.get_chat_template(tools=own_tools)
+        if given.get(DATE) is not None:
+            source = with_date(source, day_of(given[DATE]))
+        if all(turn["content"] is not None for turn in turns):
+            return self.tokenizer.apply_chat_template(turns, tools=own_tools, chat_template=source, **how, **given)
+        how.pop("tokenize")
+        given = {**self.tokenizer.special_tokens_map, **given}
+        rendered: Any = render_jinja_template([turns], tools=own_tools, chat_template=source, **how, **given)
+        return rendered[0][0]  # of the texts and the generation indices
+
+    def _as_taken(self, message: Json) -> Json:
+        """A message in the form that this template reads."""
+        found = dict(message)
+        if found["role"] == "developer" and "developer" not in self.source:
+            found["role"] = "system"
+        return self._with_calls(found, *self.call_form) if found.get("tool_calls") else found
+
+    @staticmethod
+    def _with_calls(message: Json, empty: str | None, kind: type) -> Json:
+        calls = [
+            {**call, "function": {**call["function"], "arguments": as_kind(call["function"].get("arguments"), kind)}}
+            for call in message["tool_calls"]
+        ]
+        return {**message, "content": message.get("content") or empty, "tool_calls": calls}
+
+    @cached_property
+    def call_form(self) -> tuple[str | None, type]:
+        """The first form in which this template writes a call's arguments as an object; the first if it writes none."""
+        call = {"type": "function", "id": "probe0000", "function": {"name": "probe_name", "arguments": PROBE}}
+        for form in CALL_FORMS:
+            turn = self._with_calls({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
+            try:
+                text = str(self._apply([{"role": "user", "content": "probe"}, turn], None, None, tokenize=False))
+            except Exception:  # a template raises whatever it likes for a form that it does not take
+                continue
+            is_python_or_escaped = "'probe_key'" in text or '\\"probe_key' in text
+            if all(part in text for part in ("probe_name", "probe_key", "probe value")) and not is_python_or_escaped:
+                return form
+        return CALL_FORMS[0]
+
+
+def with_date(source: str, day: date) -> str:
+    """A template that takes this day for today; raises ValueError if it forms the date in a way of its own."""
+    dated = STRFTIME.sub(lambda found: json.dumps(day.strftime(found[2])), source)
+    if "strftime_now(" in dated:
+        raise ValueError(f"chat_template_kwargs.{DATE}: given, but the template does not name its format; leave it out")
+    return dated
+
+
+def day_of(given: Any) -> date:
+    try:
+        return date.fromisoformat(str(given))
+    except ValueError:
+        allowed = "a day such as 2026-11-26 is allowed; correct it"
+        raise ValueError(f"chat_template_kwargs.{DATE}: {given!r} given, {allowed}") from None
+
+
+def as_kind(arguments: Any, kind: type) -> Any:
+    """Arguments of a call as an object or as JSON text."""
+    if kind is str:
+        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
+    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
