@@ -126,7 +126,6 @@ class Request:
     sampling: Sampling = GREEDY
     stop: StopStrings | None = None
     logprobs: bool = False
-    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to report with each logprob
@@ -134,6 +133,7 @@ class Request:
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
     constraint: Constraint | None = None  # what the output must look like
     keep_logits: bool = False  # with logprobs: keep the target's logits as well
+    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
 
     @property
     def length(self) -> int:

@@ -89,13 +89,13 @@ class RequestReader:
                 replace(sampling, seed=seed + copy),
                 StopStrings(stops, searched) if stops else None,
                 alternatives is not None,
-                isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
                 ends,
                 fields.priority,
                 alternatives=alternatives or 0,
                 show_trees=fields.headstart.trees,
                 constraint=self.defaults.rules(prompt, room, ends, least, grammar),
                 speculative=fields.speculative,
+                prompt_logprobs=isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
             )
             for prompt, room in zip(prompts, rooms, strict=True)
             for copy in range(fields.n)
