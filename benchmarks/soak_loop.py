@@ -86,7 +86,7 @@ class Traffic:
         grammars = Grammars(tokenizer, size, ends)
         self.constraints: list[Callable[[], Constraint | None]] = [
             *[lambda: None] * 6,
-            partial(grammars.json_schema, SCHEMA["json_schema"]["schema"]),  # type: ignore[index]
+            partial(grammars.json_schema, SCHEMA["json_schema"]["schema"]),
             partial(grammars.regex, r"[a-z_]{3,12}( = [0-9]{1,4}\n[a-z_]{3,12}){0,6}"),
             lambda: LeastTokens(12, tuple(ends), size),
             lambda: Failing(9, size),
