@@ -208,6 +208,29 @@ def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: T
     assert all(cached.head is not None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
 
 
+def test_a_row_without_drafts_after_a_known_prefix_disturbs_no_row_that_drafts(
+    parts: tuple[TargetModel, Drafter],
+) -> None:
+    """Its prompt is read in pieces. The first step with drafts failed, as the row seemed to be longer than it was."""
+    target, drafter = parts
+    loop = DecodeLoop(target, drafter, 3, prefill_chunk=20, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 1))
+    finish(loop)
+    requests = [
+        Request([*SYSTEM, *range(3, 60)], 20, speculative=False),
+        Request([9, 8], 16),
+        Request([*SYSTEM, 7], 12),
+    ]
+    numbers = []
+    for request in requests:
+        numbers.append(loop.submit(request))
+        for _ in range(5):
+            loop.step()
+    finish(loop)
+    for number, request in zip(numbers, requests, strict=True):
+        assert loop.generations[number].tokens == generate(target, request.prompt, request.max_new_tokens).tokens
+
+
 def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_head: Any) -> None:
     drafter = HeadDrafter(make_head(), GROWTH)
     loop = DecodeLoop(target, drafter, 2, prefill_chunk=20, prefix_memory=MEBIBYTE)

@@ -81,16 +81,17 @@ def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vo
     A node that is not allowed itself keeps its logits: no choice leads to it. One after which nothing is allowed is
     taken out of the tree: a constraint may give up on a draft, and still find a way on once the token is text.
     """
-    paths = []
-    for state, tokens, parents in zip(states, tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+    paths, parents = [], tree.parents.tolist()
+    for state, tokens, above in zip(states, tree.tokens.tolist(), parents, strict=True):
         own: list[Path | None] = [()]
-        for token, parent in zip(tokens[1:], parents[1:], strict=True):
-            own.append(None if parent < 0 else follow(state, own[parent], token))
+        for node in range(1, len(tokens)):
+            path = None if above[node] < 0 else follow(state, own[above[node]], tokens[node])
+            if state is not None and path is not None and not bool(state.allowed(path).any()):
+                above[node], path = -1, None
+            own.append(path)
         paths.append(own)
-    masked = LevelConstraint(states, paths).masked(logits, None)
-    is_last = masked.isneginf().all(-1)
-    is_last[:, 0] = False
-    return (replace(tree, parents=tree.parents.masked_fill(is_last, -1)) if bool(is_last.any()) else tree), masked
+    kept = torch.tensor(parents).to(tree.parents.device, non_blocking=True)
+    return replace(tree, parents=kept), LevelConstraint(states, paths).masked(logits, None)
 
 
 @dataclass(frozen=True)

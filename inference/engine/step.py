@@ -228,7 +228,7 @@ def drafter_taps(
 
 def constraints_of(rows: list[Sequence]) -> list[ConstraintState | None]:
     """The state of each row's constraint; none at all if no row has one."""
-    states = [row.constraint for row in rows]
+    states: list[ConstraintState | None] = [row.constraint for row in rows]
     return states if any(state is not None for state in states) else []
 
 
