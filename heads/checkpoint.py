@@ -25,13 +25,14 @@ from headstart.heads.files import (
     read_safetensors,
     write_files,
 )
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import EMBEDDING_NAMES, FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, Dtype, Eagle1Section, HeadSection
 
+SHOWN = 12  # wrong tensors that a message names
 KINDS: dict[str, type[DraftHead]] = {
     "eagle1": Eagle1Head,
     "eagle3": Eagle3Head,
@@ -233,5 +234,9 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
             dtype = str(found.dtype).removeprefix("torch.")
             wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
     if wrong:
-        allowed = "exactly the tensors that config.json describes are allowed: copy or export the head again"
-        raise ValueError(f"{folder}/model.safetensors: {'; '.join(sorted(wrong))}; {allowed}")
+        shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
+        remedy = "copy or export the head again"
+        if isinstance(head, MedusaHead) and tensors.keys() & {*EMBEDDING_NAMES}:
+            remedy = "this is a whole Medusa-2 model, take its heads with headstart convert"
+        allowed = f"exactly the tensors that config.json describes are allowed: {remedy}"
+        raise ValueError(f"{folder}/model.safetensors: {shown}; {allowed}")

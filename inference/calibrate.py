@@ -35,6 +35,7 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import depth_for
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
@@ -218,7 +219,8 @@ def calibrate(recipe: Recipe) -> None:
         taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
         target = TargetModel.load_to_answer(recipe.target, taps)
         head = load_head_for(recipe.head_in_use, target.frozen)
-        head.calibration = fit_calibration(target, head, prompts, recipe.decode.depth, recipe.decode.max_new_tokens)
+        depth, longest = depth_for(recipe.decode, head), recipe.decode.max_new_tokens
+        head.calibration = fit_calibration(target, head, prompts, depth, longest)
         save_head(head, recipe.head_in_use)
     print(f"calibration written to {recipe.head_in_use}/config.json; by depth:")
     for name, values in head.calibration.to_config().items():

@@ -24,7 +24,7 @@ def recipe_mistakes(values: Values) -> Iterator[RecipeMistake]:
     """Yield every missing file, every contradiction between sections, and every size that does not fit the target."""
     recipe = with_defaults(values)
     yield from file_mistakes(recipe)
-    yield from kind_mistakes(recipe, dict_or_empty(values.get("train")))
+    yield from kind_mistakes(recipe, *(dict_or_empty(values.get(section)) for section in ("train", "decode")))
     if recipe["joint"]["mode"] is not None:
         yield from joint_mistakes(recipe)
     yield from split_mistakes(recipe)
@@ -59,15 +59,15 @@ def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
 
 
-def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMistake]:
-    """Fields of training (`given`) that the kind of head does not have, and depths that it does not reach."""
+def kind_mistakes(recipe: dict[str, Values], given: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Given fields of training that the kind of head does not have, and of decoding that ask for too deep a tree."""
     head, train = recipe["head"], recipe["train"]
     kind = head.get("kind")
     if train["regression_weight"] and kind != "eagle1":
         allowed = f"only 0 or null is allowed, as {kind} predicts no features"
         yield "train.regression_weight", f"{allowed}; remove it, or choose head.kind eagle1"
     if kind in ("medusa", "block"):
-        yield from level_mistakes(head, given, recipe["decode"])
+        yield from level_mistakes(head, given, decode if recipe["decode"]["drafter"] == "head" else {})
     if kind == "block" and given.get("input_noise"):
         yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
     if kind in ("eagle1", "eagle3", "medusa") and "anchors" in given:
@@ -77,7 +77,7 @@ def kind_mistakes(recipe: dict[str, Values], given: Values) -> Iterator[RecipeMi
 def level_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
     """Training scores all levels that a Medusa or block head drafts, and decoding can draft no deeper."""
     field = "medusa_heads" if head["kind"] == "medusa" else "block_size"
-    levels, depth = head[field], decode["depth"]
+    levels, depth = head[field], decode.get("depth")
     if not is_count(levels):
         return
     if field == "block_size" and head["markov_rank"] == 0 and not head["causal"]:
@@ -85,7 +85,7 @@ def level_mistakes(head: Values, given: Values, decode: Values) -> Iterator[Reci
     why = f"the levels that head.{field} gives"
     if given.get("unroll", levels) != levels:
         yield "train.unroll", f"{levels} is allowed, {why}; leave it out, or write train.unroll: {levels}"
-    if is_count(depth) and depth > levels and decode["drafter"] == "head":
+    if is_count(depth) and depth > levels:
         yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.{field} and train again"
 
 

@@ -13,10 +13,10 @@ import uvicorn
 from tiny_run import ENDS, build_target
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
@@ -41,7 +41,7 @@ def load_served(
         target=target,
         template=ChatTemplate(load_tokenizer(folder)),
         make_loop=partial(DecodeLoop, target, own, max_batch, prefix_memory=prefix_memory),
-        defaults=Sampling(temperature=1.0),
+        defaults=TargetDefaults.of(target),
         most_depth=3,
         about={**about, "dtype": "float32", "device": "cpu", "folder": str(folder)},
         thread=ThreadPoolExecutor(1),

@@ -263,10 +263,6 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "min_new_tokens as text": ({"min_new_tokens": "2"}, Says("min_new_tokens", "'2'", "a whole number", "without")),
     "negative min_new_tokens": ({"min_new_tokens": -1}, Says("min_new_tokens", "-1", "0 or more", "leave it out")),
     "min_length as a list": ({"min_length": [1]}, Says("min_length", "[1]", "a whole number", "write it")),
-    "some of the new tokens forced": (
-        {"min_new_tokens": 1, "eos_token_id": 5},
-        Says("min_new_tokens", "1", "none or all", "leave min_new_tokens out"),
-    ),
     "seed as text": ({"seed": "x"}, Says("seed", "'x'", "a whole number", "write it")),
     "seed as a float": ({"seed": 1.5}, Says("seed", "1.5", "a whole number", "without a point")),
     "seed as a bool": ({"seed": True}, Says("seed", "True", "a whole number", "write it as a number")),

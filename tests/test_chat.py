@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import shutil
 import signal
 import sys
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from headstart import chat as command
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.chat import session
 from headstart.inference.chat.answer import Answer
 from headstart.inference.chat.conversation import Conversation
 from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
@@ -326,6 +328,51 @@ def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
     told = capsys.readouterr().out
     assert "drafts by prompt lookup" in told
     assert "tokens/s, about" in told
+
+
+def record(monkeypatch: pytest.MonkeyPatch, module: Any, kind: Callable[..., Any]) -> list[Any]:
+    """Everything of this kind that the module makes from now on."""
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(kind(*given))
+        return made[-1]
+
+    monkeypatch.setattr(module, kind.__name__, make)
+    return made
+
+
+def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ignored; and the longest answer by default left a small target no room for the question."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    path = tmp_path / "target" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
+    arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
+    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, session, Answer)
+    for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
+        talk(monkeypatch, b"", *arguments, *more)
+    assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]
+    for answer in answers[1::2]:  # after each chat's measurement
+        assert len({*answer.generation.tokens}) == len(answer.generation.tokens)
+    path.write_text(json.dumps({"num_beams": 4}))
+    with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
+        talk(monkeypatch, b"", *arguments)
+
+
+def test_a_message_names_options_where_no_recipe_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: Path
+) -> None:
+    """It named keys of a recipe, which no option sets."""
+    shutil.copytree(folders / "target", tmp_path / "own_code")
+    path = tmp_path / "own_code" / "config.json"
+    auto_map = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "own", "auto_map": auto_map}))
+    said = r"^error: target.trust_remote_code: false given.*give a recipe with target.trust_remote_code in place of --t"
+    for target, message in ((tmp_path / "none", "^error: --target: .*none' is neither"), (path.parent, said)):
+        with pytest.raises(SystemExit, match=message):
+            talk(monkeypatch, b"", "--target", str(target), "--prompt", "a")
 
 
 def test_the_default_target_is_fetched_if_it_is_missing(

@@ -4,6 +4,7 @@ import json
 import random
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from headstart.inference.core.constraint import follow, masked_tree
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.text_rules import TextRules
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -114,6 +116,10 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
         "lookahead": Lookahead(3, 3),
     }
+    rules = TextRules((9, 8), size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0)
+    free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
+    formed = replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))
+    requests = [*requests, free, formed]
     plain = generate_batch(target, requests, None, 4, static)
     found = generate_batch(target, requests, drafters[name], 4, static)
     assert [each.tokens for each in found] == [each.tokens for each in plain]
@@ -121,6 +127,10 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         assert each.finish == "end"
         assert_valid(request, each.tokens)
     assert plain[3].tokens == generate_batch(target, [requests[3]])[0].tokens
+    written = (9, 8, *plain[4].tokens)
+    assert len({*pairwise(written)}) == len(written) - 1 >= 21
+    assert written[-1] == 0
+    assert_valid(requests[1], plain[5].tokens)
     # Log-probabilities are the target's own, without the constraint.
     logprobs = plain[1].logprobs
     assert logprobs is not None
@@ -241,6 +251,18 @@ def test_a_bias_that_leaves_no_token_ends_the_text(target: TargetModel, grammars
 
 # What may follow depends on the last hundreds of letters, so that its automaton grows without end.
 BOUNDLESS = "(.*a.{500}b.*|.*b.{600}a.*|.*c.{700}d.*|.*d.{300}c.*|.*[ab].{400}[cd].*)*x"
+
+
+def test_a_grammar_comes_before_rules_that_would_leave_it_no_way_on(target: TargetModel, grammars: Grammars) -> None:
+    vocabulary = build_tokenizer().get_vocab()
+    a, b = vocabulary["a"], vocabulary["b"]
+    rules = TextRules((a, b), target.config.vocab_size, 9, (0,), min_new_tokens=9, bad_words=((b, a), (a, b)))
+    state = replace(rules, grammar=grammars.regex("[ab][abc]d")).start()
+    assert state.allowed(()).nonzero().flatten().tolist() == [b]  # a would complete a bad word
+    assert not state.allowed((b,))[a]
+    assert state.allowed((b,))[b]
+    assert state.advance([b, b, vocabulary["d"]]) == 3
+    assert state.allowed(()).nonzero().flatten().tolist() == [0]  # before its least length
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from exported import (
     read_tensors,
     same_bits,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
@@ -284,6 +284,31 @@ def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
     assert "num_heads: 3, counted from the tensors; config.json says 2" in inferred
     assert "medusa_fc_bias: true, because the blocks have biases" in inferred
     assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
+
+
+def test_the_heads_of_a_whole_medusa2_model_are_taken_if_the_rest_is_the_target(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    """It was refused with a line of all its tensors. Its heads draft for its own weights alone."""
+    head, published = make_head("medusa"), tmp_path / "published"
+    published.mkdir()
+    own = {f"medusa_head.{name}": tensor for name, tensor in to_reference_layout(head.engine_tensors()).items()}
+    rest = load_file(target_folder / "model.safetensors")
+    config = json.loads((target_folder / "config.json").read_text())
+    (published / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 3, "medusa_num_layers": 1}))
+    save_file({**rest, **own}, published / "model.safetensors")
+    inferred = convert(published, tmp_path / "back", str(target_folder))
+    assert inferred[0] == f"a whole Medusa-2 model: its other {len(rest)} tensors are the target's, left out"
+    assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
+    with pytest.raises(ValueError, match="a whole Medusa-2 model, take its heads with headstart convert"):
+        load_head_for(published, frozen)
+
+    trained = "model.layers.0.mlp.up_proj.weight"
+    save_file({**rest, **own, trained: rest[trained] + 1e-3}, published / "model.safetensors")
+    said = f"whole Medusa-2 model, and 1 of its {len(rest)} other tensors are not those of --target, such as {trained}"
+    with pytest.raises(ValueError, match=said):
+        convert(published, tmp_path / "again", str(target_folder))
+    convert(published, tmp_path / "again", str(published))
 
 
 def test_a_token_map_in_any_order_is_sorted(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.build import depth_for, growth_from_recipe
 from headstart.inference.drafters.costs import CostAwareShape
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.generate.options import DRAFTS
 from headstart.inference.report.command import report
 from headstart.inference.report.figures import draw_tree, rows_of
 from headstart.inference.targets.model import TargetModel
@@ -187,6 +190,31 @@ def test_heads_change_no_text(
 def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
     with pytest.raises(ValueError, match=r"decode.depth: 4 given, 1 to the head's 3 is allowed"):
         HeadDrafter(make_head("medusa"), Dynamic.chain(4))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
+    kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """`headstart chat --head` with three Medusa heads said "decode.depth: 4 given", which no flag sets."""
+    head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
+    assert head.max_levels == 3
+    save_head(head, tmp_path / "head")
+    load = partial(SpeculativeModel.from_folders, target_folder, tmp_path / "head", device="cpu")
+    for section in (None, DecodeSection(width=2), DecodeSection(growth="chain"), DecodeSection(depth=3)):
+        drafter = load(section).drafter
+        assert drafter is not None
+        assert drafter.depth == 3
+    assert depth_for(DRAFTS.model_copy(update={"max_batch": 2}), head) == 3  # of chat and serve
+    with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
+        load(DecodeSection(depth=5))
+
+
+def test_a_recipe_without_a_depth_fits_any_number_of_heads(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(path.read_text().replace("  depth: 2\n", "", 1))
+    assert tiny_recipe(tmp_path, *MEDUSA_RUN).decode.depth > 2  # for two heads
 
 
 # The best tree

@@ -123,6 +123,17 @@ def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_mod
     assert TargetModel(model, ()).end_tokens == [8, 9]
 
 
+def test_a_model_that_is_wrapped_again_keeps_its_own_settings(make_model: MakeModel) -> None:
+    """The first target took them from it, so that responses written with a draft head ran past their end tokens."""
+    model = make_model(eos_token_id=7)
+    model.generation_config = GenerationConfig(eos_token_id=[8, 9], top_k=3)
+    first = TargetModel(model, ())
+    first.generate([[5, 6, 7]], 2)
+    again = TargetModel(first.model, ())
+    assert again.end_tokens == [8, 9]
+    assert again.generation_config.top_k == 3
+
+
 @pytest.mark.parametrize(
     ("after_words", "known", "ends"),
     [

@@ -12,7 +12,7 @@ from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.build import depth_for, growth_from_recipe
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
@@ -54,7 +54,8 @@ class HeldOutDecoding:
 
     def fit_calibration(self) -> Calibration:
         """A calibration of the head, fitted on the same prompts."""
-        calibration = fit_calibration(self.target, self.head, self.prompts(), self.recipe.decode.depth, self.new_tokens)
+        depth = depth_for(self.recipe.decode, self.head)
+        calibration = fit_calibration(self.target, self.head, self.prompts(), depth, self.new_tokens)
         self.target.kept(SpareSteps).clear()
         return calibration
 

@@ -23,6 +23,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate_each
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
@@ -216,11 +217,16 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
 
 
 def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
-    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text."""
+    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text.
+
+    Raises ValueError for a target whose generation_config.json asks for what we do not support.
+    """
+    own = TargetDefaults.of(target)  # a server applies them, too
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
-        requests = [Request(prompt, recipe.data.response_tokens, sampling) for prompt, sampling in pairs]
+        most = recipe.data.response_tokens
+        requests = [own.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
         for number, generation in generate_each(target, requests, drafter, recipe.data.generate_batch):
             yield number, generation.tokens
 

@@ -3,10 +3,10 @@
     headstart convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 
 Reads EAGLE-1 and EAGLE-3 heads as their authors, NVIDIA and SpecForge save them, speculators' eagle3, and Medusa heads
-in the authors' layout and in vLLM's. The layout is recognised from the files. Facts that the files do not state, such
-as the rotary base or the hidden states that the head reads, are inferred and printed: check them against the head's
-documentation. A head that headstart cannot represent is refused with every reason at once. Nothing in the folder is
-executed: a pickle may hold nothing but tensors.
+in the authors' layout and in vLLM's, also inside a whole Medusa-2 model. The layout is recognised from the files. Facts
+that the files do not state, such as the rotary base or the hidden states that the head reads, are inferred and printed:
+check them against the head's documentation. A head that headstart cannot represent is refused with every reason at
+once. Nothing in the folder is executed: a pickle may hold nothing but tensors.
 """
 
 from headstart.heads.formats.options import convert_options
@@ -15,6 +15,7 @@ if __name__ == "__main__":
     convert_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
 from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.published import import_head
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import EMBEDDING_NAMES, FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import locate_target
 
 
@@ -40,12 +41,37 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     """Write the head in our layout and list what was inferred; raises ValueError for a head that it cannot hold."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
-    files = HeadFiles.read(path)
-    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), widest_dtype(files))
-    head, inferred = import_head(files, frozen)
+    found, folder = HeadFiles.read(path), locate_target(target, field="--target")
+    files = without_target(found, folder)
+    head, inferred = import_head(files, FrozenTarget.from_folder(folder, widest_dtype(files)))
     out.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, out)
+    if count := len(found.tensors) - len(files.tensors):
+        inferred.insert(0, f"a whole Medusa-2 model: its other {count} tensors are the target's, left out")
     return inferred
+
+
+def without_target(files: HeadFiles, folder: Path) -> HeadFiles:
+    """The heads of a whole Medusa-2 model, and any other files as they are; `folder` is the target's.
+
+    Raises ValueError for a Medusa-2 model whose own weights are not the target's: its heads draft for these alone.
+    """
+    rest = {
+        name: tensor for name, tensor in files.tensors.items() if not name.startswith(("medusa_head.", "medusa_heads."))
+    }
+    if len(rest) == len(files.tensors) or not rest.keys() & {*EMBEDDING_NAMES}:
+        return files
+    target = SafetensorsFolder(folder)
+    differing = [
+        name
+        for name, own in rest.items()
+        if name not in target.files or not torch.equal(target.read(name).to(own.dtype), own)
+    ]
+    if differing:
+        differ = f"{len(differing)} of its {len(rest)} other tensors are not those of --target, such as {differing[0]}"
+        remedy = f"name the model itself as the target, here and wherever its heads draft: --target {files.folder}"
+        raise ValueError(f"{files.folder} is a whole Medusa-2 model, and {differ}; {remedy}")
+    return replace(files, tensors={name: tensor for name, tensor in files.tensors.items() if name not in rest})
 
 
 def widest_dtype(files: HeadFiles) -> torch.dtype:

@@ -20,6 +20,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.show.colours import SHADES, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
@@ -78,6 +79,7 @@ class Chat:
         """Measures plain decoding, to compare answers with; where nobody types, Ctrl-C ends the whole chat."""
         self.interactive = interactive
         self.target, self.drafter, self.sampling, self.console = target, drafter, sampling, console
+        self.defaults = TargetDefaults.of(target)
         self.text = partial(visible_text_of, template.tokenizer)
         self.conversation = Conversation(template, target.max_positions, max_new_tokens)
         self.has_drafts = True
@@ -145,7 +147,7 @@ class Chat:
             turns = "turn is" if prompt.dropped == 1 else f"{prompt.dropped} turns are"
             limit = f"the target's {self.target.max_positions} positions"
             self.say(f"the oldest {turns} dropped: the conversation would exceed {limit}")
-        request = Request(prompt.tokens, self.conversation.max_new_tokens, self.sampling)
+        request = self.defaults.applied(Request(prompt.tokens, self.conversation.max_new_tokens, self.sampling))
         answer = Answer(self.target, self.drafter if self.has_drafts else None, request, self.text)
         with first_ctrl_c(answer.stop):
             for each in answer.shown():

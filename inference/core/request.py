@@ -131,6 +131,7 @@ class Request:
     show_trees: bool = False  # hand out each step's draft tree with its block
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
     constraint: Constraint | None = None  # what the output must look like
+    keep_logits: bool = False  # with logprobs: keep the target's logits as well
 
     @property
     def length(self) -> int:
@@ -144,6 +145,7 @@ class TokenScores:
 
     chosen: list[float]
     alternatives: list[Alternatives]  # empty if the request asks for none
+    logits: Float[Tensor, "new vocab"] | None = None  # if the request keeps them
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Generation:
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
     alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
+    logits: list[Float[Tensor, "_ vocab"]] = field(default_factory=list)  # for all new tokens, if kept
     finish: Literal["length", "end", "stop", "cancelled"] = "length"
     cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
 
@@ -280,6 +283,8 @@ class Sequence:
         if scores is not None:
             self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
             self.generation.alternatives += scores.alternatives[: len(kept)]
+            if scores.logits is not None:
+                self.generation.logits.append(scores.logits[: len(kept)])
         if before_stop is not None or not has_way_on:
             self.generation.finish = "stop"
         elif kept[-1] in self.end_tokens:

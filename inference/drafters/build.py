@@ -97,11 +97,19 @@ def model_growth(section: DecodeSection) -> Growth:
     return Dynamic(section.depth, section.width, section.nodes)
 
 
+def depth_for(section: DecodeSection, head: DraftHead) -> int:
+    """The section's depth; where it is a default that nobody chose, no more than the head can draft."""
+    if head.max_levels is None or "depth" in section.model_fields_set:
+        return section.depth
+    return min(section.depth, head.max_levels)
+
+
 def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
     """The recipe's growth for a head. Cost-aware policies measure this target and head, unless an earlier run did.
 
     `batch` is the number of rows that will be decoded together, if that is known.
     """
+    section = section.model_copy(update={"depth": depth_for(section, head)})
     if section.growth == "searched":
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":

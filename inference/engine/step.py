@@ -248,11 +248,12 @@ def token_scores(
         return None
     log_p = logits.float().log_softmax(-1)
     chosen = log_p.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    kept = logits.float() if request.keep_logits else None
     if not request.alternatives:
-        return TokenScores(chosen, [])
+        return TokenScores(chosen, [], kept)
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
-    return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs])
+    return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
 
 
 def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:

@@ -1,5 +1,7 @@
 """Loads the target and the drafter that a command line names."""
 
+import re
+
 from headstart.heads.target_config import locate_target
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
@@ -8,17 +10,32 @@ from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
 
+FLAGS = {"target.path": "--target", "target": "--target", "target.dtype": "--dtype", "decode.head": "--head"}
+
 
 def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, TargetSection]:
     """The target with its drafter, the tokenizer, and the fields of the target; raises ValueError for a wrong head."""
     require_head(options)
     section = target_section(options)
     fields = section.model_dump(exclude={"path"})
-    model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
+    try:
+        model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
+    except ValueError as error:
+        raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
     if added := model.target.also_end_as(tokenizer):
         print(f"{section.path}: {added}", flush=True)
     return model, tokenizer, section
+
+
+def in_flags(message: str) -> str:
+    """A message about a field of a recipe, for a command line without one."""
+    field = message.partition(":")[0]
+    if field in FLAGS:
+        return message.replace(field, FLAGS[field], 1)
+    if not re.fullmatch(r"(target|decode)\.\w+", field):
+        return message
+    return f"{message} (in a recipe, as no option sets it: give a recipe with {field} in place of --target)"
 
 
 def require_head(options: ModelOptions) -> None:

@@ -13,25 +13,30 @@ import torch
 from jaxtyping import Float, Int, Shaped
 from pydantic import ValidationError
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.common.errors import wrong_value
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
+from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, History, Sampling
+from headstart.inference.core.text_rules import TextRulesState
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import check_lengths, check_tokenizer, read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
     Settings,
-    has_fixed_length,
+    forbid,
     read_end_tokens,
+    read_forbidden,
     read_integer,
     read_max_new_tokens,
     read_pad_token,
+    read_rules,
     read_sampling,
     read_seeds,
     read_settings,
@@ -59,6 +64,10 @@ class SpeculativeOutput:
     generations: list[Generation]  # one per row
     stats: DecodeStats  # summed over all rows, except that seconds is the wall time of the call
     logprobs: Float[Tensor, "rows new"] | None  # as in Generation; 0 after a text's end, so a row's sum is its text's
+    # As in transformers, one tensor per new token, but 0 after a text's end: with output_scores after all processing,
+    # so that excluded tokens are -inf, and with output_logits as the target computed them.
+    scores: tuple[Float[Tensor, "rows vocab"], ...] | None = None
+    logits: tuple[Float[Tensor, "rows vocab"], ...] | None = None
 
 
 class SpeculativeModel:
@@ -155,7 +164,18 @@ class SpeculativeModel:
         stats = DecodeStats.sum_of(found.stats for found in generations)
         stats.seconds = time.perf_counter() - started
         logprobs = [found.logprobs for found in generations if found.logprobs is not None]
-        return SpeculativeOutput(sequences, generations, stats, pad_right(logprobs, 0.0) if logprobs else None)
+        raw, scores = [torch.cat(found.logits) for found in generations if found.logits], None
+        if settings["output_scores"]:
+            pairs = zip(requests, generations, strict=True)
+            scores = by_step([processed_scores(*pair, settings["renormalize_logits"]) for pair in pairs])
+        return SpeculativeOutput(
+            sequences,
+            generations,
+            stats,
+            pad_right(logprobs, 0.0) if logprobs else None,
+            scores,
+            by_step(raw) if settings["output_logits"] else None,
+        )
 
     def stream(
         self,
@@ -174,7 +194,8 @@ class SpeculativeModel:
 
     def _read_settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
         """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved."""
-        settings, vocab_size = read_settings(config, overrides), self.target.config.vocab_size
+        settings = read_settings(config, overrides, self.target.generation_config)
+        vocab_size = self.target.config.vocab_size
         ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)
         pad = read_pad_token(settings, self.target.pad_token, ends, vocab_size)
         return {**settings, "eos_token_id": ends, "pad_token_id": pad}
@@ -197,15 +218,26 @@ class SpeculativeModel:
             raise ValueError(f"num_return_sequences: {copies} given, {remedy}")
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
         check_lengths(prompts, limit, self.target.max_positions)
-        if has_fixed_length(settings, width, limit):
-            sampling = replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -torch.inf) for token in ends)))
+        sampling = forbid(sampling, read_forbidden(settings, vocab_size))
+        rules = [read_rules(settings, prompt, width, limit, vocab_size) for prompt in prompts]
+        if rules[0].min_new_tokens >= limit and rules[0].forced_eos is None:  # a bias is faster than a constraint
+            sampling, rules = forbid(sampling, ends), [replace(each, min_new_tokens=0) for each in rules]
         stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
         if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
             raise ValueError("pad_token_id: missing; give one, as texts that end at stop_strings differ in length")
-        logprobs = bool(settings["output_scores"] or settings["output_logits"])
+        scores = bool(settings["output_scores"] or settings["output_logits"])
         return [
-            Request(prompt, limit, replace(sampling, seed=seed + copy), stop, logprobs, ends)
-            for prompt, seed in zip(prompts, seeds, strict=True)
+            Request(
+                prompt,
+                limit,
+                replace(sampling, seed=seed + copy),
+                stop,
+                logprobs=scores,
+                end_tokens=ends,
+                constraint=None if each.forbid_nothing else each,
+                keep_logits=scores and bool(settings["return_dict_in_generate"]),
+            )
+            for prompt, seed, each in zip(prompts, seeds, rules, strict=True)
             for copy in range(copies)
         ]
 
@@ -256,3 +288,27 @@ def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:
     """The rows as one tensor, as wide as the longest of them."""
     longest = max(map(len, rows))
     return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
+
+
+def by_step(rows: list[Float[Tensor, "_ vocab"]]) -> tuple[Float[Tensor, "rows vocab"], ...]:
+    """One tensor per new token, with 0 for rows that have ended."""
+    return pad_sequence(rows).unbind()
+
+
+def processed_scores(request: Request, found: Generation, renormalize: bool) -> Float[Tensor, "new vocab"]:
+    """The scores that each new token was chosen by, before Gumbel noise: transformers' `scores`."""
+    assert found.logits is not None
+    raw = torch.cat(found.logits)
+    sampling, vocab_size = BatchSampling([request.sampling], raw.device), raw.shape[1]
+    history = History.start([request.prompt], vocab_size, raw.device)
+    state, rows = None if request.constraint is None else request.constraint.start(), []
+    for token, logits in zip(found.tokens, raw, strict=True):
+        forced = isinstance(state, TextRulesState) and state.forces()
+        given = (torch.zeros_like(logits) if forced else logits).view(1, 1, vocab_size)
+        if state is not None:
+            given = masked_roots([state], given)
+            state.advance([token])
+        rows.append(sampling.groups[0].shaped(given, history, None)[0, 0].float())
+        history.count(0, [token])
+    scores = torch.stack(rows)
+    return scores.log_softmax(-1) if renormalize else scores

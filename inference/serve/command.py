@@ -32,13 +32,12 @@ import uvicorn
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
-from headstart.inference.generate.settings import config_fields
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.service import Served, Service
@@ -46,7 +45,6 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
-SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")  # fields of a generation config
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
 
@@ -84,7 +82,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
             prefix_memory=options.prefix_memory,
             costs=None if options.always_draft else load_costs(decode, model.target, model.drafter),
         ),
-        defaults=default_sampling(model.target.model.generation_config, model.rule),
+        defaults=TargetDefaults.of(model.target, model.rule),
         most_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
@@ -105,14 +103,6 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
         return None
     # A growth that weighs costs shares this table, and its steps correct it.
     return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
-
-
-def default_sampling(generation_config: Any, rule: AcceptanceRule) -> Sampling:
-    """How requests without sampling fields sample: as the model's files say, else at temperature 1."""
-    given, defaults = config_fields(generation_config)
-    files = {name: given[name] for name in SAMPLING_FIELDS if given.get(name) not in (None, defaults.get(name))}
-    found = {"temperature": 1.0, **files}
-    return Sampling(**{**found, "top_k": found.get("top_k") or None}, rule=rule)
 
 
 def listen(host: str, port: int) -> socket.socket:

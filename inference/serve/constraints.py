@@ -1,11 +1,10 @@
-"""Constraints for the output of requests: a least number of tokens, JSON schemas and regular expressions.
+"""Constraints for the output of requests: JSON schemas and regular expressions.
 
 llguidance compiles no automaton ahead, computes the mask of a state in about 0.1 ms, takes tokens back, and needs
 nothing but the tokenizer; xgrammar, which does the same, brings compiled code for torch.
 """
 
 import json
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -21,35 +20,6 @@ from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 # One line, as most models write JSON. With free white space a text could go on for ever without getting anywhere.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 SHOWN = 200  # characters of a message of the library
-
-
-@dataclass(frozen=True)
-class LeastTokens:
-    """Forbids end tokens before a text has `count` tokens."""
-
-    count: int
-    end_tokens: tuple[int, ...]
-    vocab_size: int
-
-    def start(self) -> "LeastTokensState":
-        every = torch.ones(self.vocab_size, dtype=torch.bool)
-        without_ends = every.clone()
-        without_ends[list(self.end_tokens)] = False
-        return LeastTokensState(self.count, every, without_ends)
-
-
-@dataclass
-class LeastTokensState:
-    left: int  # tokens until the text may end
-    every: Bool[Tensor, " vocab"]
-    without_ends: Bool[Tensor, " vocab"]
-
-    def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        return self.without_ends if len(path) < self.left else self.every
-
-    def advance(self, tokens: list[int]) -> int:
-        self.left = max(self.left - len(tokens), 0)
-        return len(tokens)
 
 
 class Grammars:

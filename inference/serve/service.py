@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
@@ -33,7 +33,7 @@ class Served:
     target: TargetModel
     template: ChatTemplate
     make_loop: Callable[[], DecodeLoop]
-    defaults: Sampling  # for requests that name no sampling parameters
+    defaults: TargetDefaults  # for what a request does not say
     most_depth: int  # draft tokens that a step may accept
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
     thread: Executor  # one thread, in which the target was loaded

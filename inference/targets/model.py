@@ -1,6 +1,7 @@
 """Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -61,9 +62,8 @@ class TargetModel:
         self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
         self.config = TargetConfig.from_dict(model.config.to_dict())
         self.taps = taps
+        self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
-        # transformers' `generate` falls back to these settings: a checkpoint's own top_p must not stay here.
-        model.generation_config = GenerationConfig()
         self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
         self.cached_shape = cached_shape(model)
         self._refuse_unknown_taps()
@@ -333,15 +333,17 @@ class TargetModel:
             **generation_fields(sampling),
         )
         extra: dict[str, Any] = {} if streamer is None else {"streamer": streamer}
+        # transformers' `generate` falls back to a model's own settings: a checkpoint's top_p must not apply here.
+        fallbacks = [(self.model, GenerationConfig())]
         if assistant is not None:
-            model, count = assistant[0].unpacked, assistant[1]
+            model, count = assistant[0].unpacked.model, assistant[1]
             # Always this many tokens, however confident the assistant is.
-            model.model.generation_config = GenerationConfig(
-                num_assistant_tokens=count, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0
-            )
-            extra["assistant_model"] = model.model
+            always = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0}
+            fallbacks.append((model, GenerationConfig(num_assistant_tokens=count, **always)))
+            extra["assistant_model"] = model
         with (
             own_attention_of(self.model),
+            with_fallbacks(fallbacks),
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
         ):
             torch.manual_seed(sampling.seed)
@@ -355,6 +357,19 @@ class TargetModel:
                 f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
                 f"allowed; leave head.taps out for {list(self.config.default_taps())}"
             )
+
+
+@contextmanager
+def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> Iterator[None]:
+    """Give models these generation configs in place of their own."""
+    own = [(model, model.generation_config) for model, _ in configs]
+    try:
+        for model, config in configs:
+            model.generation_config = config
+        yield
+    finally:
+        for model, config in own:
+            model.generation_config = config
 
 
 def one_or_all(masks: dict[str, Tensor]) -> Masks:

@@ -29,6 +29,7 @@ from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import FastTokenizer
@@ -127,9 +128,16 @@ class CandidateWriter:
     target's."""
 
     def __init__(
-        self, recipe: Recipe, template: UserTemplate, write: Write, end_tokens: Sequence[int], vocab_size: int
+        self,
+        recipe: Recipe,
+        template: UserTemplate,
+        write: Write,
+        end_tokens: Sequence[int],
+        vocab_size: int,
+        complete: Callable[[Request], Request] = lambda request: request,
     ) -> None:
-        self.recipe, self.template, self.write = recipe, template, write
+        """`complete` adds the target's own settings to a request."""
+        self.recipe, self.template, self.write, self.complete = recipe, template, write, complete
         self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
@@ -142,12 +150,13 @@ class CandidateWriter:
     def _request(self, number: int, opening: Opening) -> Request:
         data = self.recipe.data
         seed = zlib.crc32(f"{self.recipe.seed} {number} 0 user".encode())
-        return Request(
+        request = Request(
             opening.tokens,
             min(data.self_prompt_tokens, data.prompt_tokens - len(opening.tokens)),
             Sampling(data.self_temperature, seed=seed),
             end_tokens=(opening.end, *self.end_tokens),
         )
+        return self.complete(request)
 
     def _candidate(self, number: int, opening: Opening, generation: Generation) -> Json:
         written = generation.tokens[:-1] if generation.finish == "end" else generation.tokens
@@ -204,7 +213,8 @@ def write_candidates(
         share = target.ranks.share(numbers)
 
         def work(write: Write, share: Sequence[int] = share, what: str = what, target: TargetModel = target) -> None:
-            writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size)
+            complete, vocab_size = TargetDefaults.of(target).applied, target.config.vocab_size
+            writer = CandidateWriter(recipe, template, write, target.end_tokens, vocab_size, complete)
             with Progress(what, len(share), "candidates", active=state.is_main_process) as progress:
                 size = BATCHES * recipe.data.generate_batch
                 for start in range(0, len(share), size):

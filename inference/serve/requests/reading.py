@@ -10,7 +10,8 @@ from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.request import Detokenize, Request, StopStrings
 from headstart.inference.core.sampling import Sampling, check_bias
 from headstart.inference.engine.checks import check_length
-from headstart.inference.serve.constraints import Grammars, LeastTokens
+from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.serve.constraints import Grammars
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, SamplingFields, TextRequest
 from headstart.inference.serve.requests.prompts import PromptReader
@@ -38,8 +39,8 @@ class Wanted:
 class RequestReader:
     """Reads requests for one target; a field that does not fit it raises ApiError, or ValueError beginning with it."""
 
-    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: Sampling, most_choices: int) -> None:
-        """`defaults` apply to requests without sampling fields; a request may ask for `most_choices` choices."""
+    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: TargetDefaults, most_choices: int) -> None:
+        """A request may ask for `most_choices` choices."""
         self.target, self.prompts, self.defaults, self.most_choices = target, prompts, defaults, most_choices
         self.vocab_size = target.config.vocab_size
 
@@ -53,11 +54,13 @@ class RequestReader:
         stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
-        sampling, constraint = self.sampling(fields), self.constraint(fields, ends)
+        sampling, grammar = self.sampling(fields), self.form(fields)
+        least = fields.min_tokens if "min_tokens" in fields.model_fields_set else None
+        rooms = [self.room(prompt, fields) for prompt in prompts]
         requests = [
             Request(
                 prompt,
-                self.room(prompt, fields),
+                room,
                 replace(sampling, seed=seed + copy),
                 StopStrings(stops, text) if stops else None,
                 alternatives is not None,
@@ -65,10 +68,10 @@ class RequestReader:
                 fields.priority,
                 alternatives=alternatives or 0,
                 show_trees=fields.headstart.trees,
-                constraint=constraint,
+                constraint=self.defaults.rules(prompt, room, ends, least, grammar),
                 speculative=fields.speculative,
             )
-            for prompt in prompts
+            for prompt, room in zip(prompts, rooms, strict=True)
             for copy in range(fields.n)
         ]
         return Wanted(fields, prompts, requests, seed, text)
@@ -96,7 +99,7 @@ class RequestReader:
             raise ApiError(400, f"{name}: {prompts * copies} choices asked for, {allowed}; ask for fewer", name)
 
     def sampling(self, fields: TextRequest) -> Sampling:
-        """The sampling parameters without seed."""
+        """The sampling parameters without seed: the target's own where the request names none."""
         given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
         if given.get("top_k") in (0, -1):
             given["top_k"] = None
@@ -104,7 +107,8 @@ class RequestReader:
             given["temperature"] = 0.0
         bias = tuple(self.bias(token, value) for token, value in fields.logit_bias.items())
         check_bias(bias, self.vocab_size)
-        return replace(self.defaults, **given, logit_bias=bias)
+        own = self.defaults.sampling
+        return replace(own, **given, logit_bias=(*own.logit_bias, *bias))
 
     def bias(self, token: str, value: Any) -> tuple[int, float]:
         """Token ids come as strings, since JSON has no other keys."""
@@ -122,22 +126,21 @@ class RequestReader:
             name, most = "max_completion_tokens", fields.max_completion_tokens
         left = self.target.max_positions - len(prompt)
         check_length(self.target, prompt, max(left, 1) if most is None else most, name)
-        limit = left if most is None else most
+        limit = self.defaults.length(len(prompt), left) if most is None else most
         if fields.min_tokens > limit:
             allowed = f"at most the {limit} tokens of the longest answer are"
             raise wrong("min_tokens", fields.min_tokens, allowed, "lower it")
         return limit
 
-    def constraint(self, fields: TextRequest, ends: tuple[int, ...]) -> Constraint | None:
-        """The form of the text, or its least length."""
-        grammar, least = self.grammar(fields), fields.min_tokens
-        if grammar is None:
-            return LeastTokens(least, ends, self.vocab_size) if least and ends else None
-        allowed = "is with a format, which itself says where a text may end,"
-        if fields.ignore_eos:
-            raise wrong("ignore_eos", True, f"only false {allowed}", "leave it out")
-        if least:
-            raise wrong("min_tokens", least, f"only 0 {allowed}", "leave it out")
+    def form(self, fields: TextRequest) -> Constraint | None:
+        """The form of the text, which goes with a least length of the target but not of the request."""
+        grammar = self.grammar(fields)
+        if grammar is not None:
+            allowed = "is with a format, which itself says where a text may end,"
+            if fields.ignore_eos:
+                raise wrong("ignore_eos", True, f"only false {allowed}", "leave it out")
+            if fields.min_tokens:
+                raise wrong("min_tokens", fields.min_tokens, f"only 0 {allowed}", "leave it out")
         return grammar
 
     def grammar(self, fields: TextRequest) -> Constraint | None:
