@@ -1,4 +1,4 @@
-"""Laws of request bodies that nobody wrote by hand: no content is a fault of the server, and none touches another text."""
+"""Laws of generated request bodies: no content is a fault of the server, and none touches another text."""
 
 import json
 import threading
