@@ -277,7 +277,7 @@ def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
 def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path) -> None:
     row = {"messages": [user("Hi"), says("Hello."), user("Thanks, bye")]}
     rows, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, responses="given")
-    assert template(CHATML).tokenizer.decode(rows[0]["text"]).endswith("assistant\nHello.<|im_end|>")
+    assert str(template(CHATML).tokenizer.decode(rows[0]["text"])).endswith("assistant\nHello.<|im_end|>")
     assert "dropped the turns after the last answer of 1" in summary
 
 

@@ -232,8 +232,8 @@ class SpeculativeModel:
                 limit,
                 replace(sampling, seed=seed + copy),
                 stop,
-                scores,
-                ends,
+                logprobs=scores,
+                end_tokens=ends,
                 constraint=None if each.forbid_nothing else each,
                 keep_logits=scores and bool(settings["return_dict_in_generate"]),
             )

@@ -1,0 +1,189 @@
+"""Laws of generated request bodies: no content is a fault of the server, and none touches another text."""
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server_run import NAME, Running, load_served, running
+
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, TokenizeRequest
+
+PIECES = [
+    "a",
+    "the ",
+    "é",
+    "🌳",
+    "\ud800",
+    "\0",
+    "\n",
+    '"',
+    "<tool_call>",
+    "</tool_call>",
+    "[assistant]",
+    "<end>",
+    "{",
+    "}",
+]
+TEXT = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers(-3, 300) | st.floats(allow_nan=False, width=16) | st.just(2**70) | TEXT,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
+    max_leaves=6,
+)
+SCHEMAS = st.sampled_from([
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"$ref": "#"},
+    {"enum": []},
+    {"type": "string", "pattern": "(?=a)"},
+    {"const": "<end>"},
+    {},
+])  # fmt: skip
+CALLS = st.lists(
+    st.fixed_dictionaries(
+        {"id": TEXT, "type": st.just("function")},
+        optional={"function": st.fixed_dictionaries({"name": TEXT, "arguments": TEXT | JUNK})},
+    ),
+    max_size=2,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "critic"])},
+        optional={
+            "content": TEXT
+            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2)
+            | JUNK,
+            "tool_calls": CALLS,
+            "name": TEXT,
+            "tool_call_id": TEXT,
+            "reasoning_content": TEXT,
+        },
+    ),
+    max_size=4,
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "type": st.just("function"),
+            "function": st.fixed_dictionaries(
+                {"name": TEXT | st.just("f")}, optional={"parameters": SCHEMAS | JUNK, "strict": st.booleans()}
+            ),
+        }
+    ),
+    max_size=2,
+)
+TOKENS = st.lists(st.integers(-2, 310), max_size=8)
+# What a client might mean by a field, beside anything else that is JSON.
+MEANT: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.just(NAME),
+    "messages": MESSAGES,
+    "prompt": TEXT | TOKENS | st.lists(TEXT | TOKENS, max_size=3),
+    "stop": TEXT | st.lists(TEXT, max_size=3),
+    "stop_token_ids": TOKENS,
+    "logit_bias": st.dictionaries(st.integers(-1, 310).map(str), st.integers(-120, 120), max_size=4),
+    "tools": TOOLS,
+    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
+    | SCHEMAS.map(lambda each: {"type": "json_schema", "json_schema": {"name": "x", "schema": each}}),
+    "structured_outputs": st.fixed_dictionaries(
+        {}, optional={"json": SCHEMAS, "regex": TEXT, "choice": st.lists(TEXT, max_size=2)}
+    ),
+    "chat_template_kwargs": st.dictionaries(TEXT, JUNK, max_size=2),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "n": st.integers(1, 2),
+    "temperature": st.floats(0, 2),
+    "seed": st.integers(-5, 5),
+    "logprobs": st.booleans() | st.integers(0, 3),
+    "top_logprobs": st.integers(0, 3),
+    "min_tokens": st.integers(0, 3),
+}
+BOUNDED = {"max_tokens": st.integers(0, 6), "max_completion_tokens": st.integers(0, 6)}
+
+
+def bodies(kind: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """Bodies of a request with a few of its fields, right or wrong, and now and then one that nobody knows."""
+    names = [field.alias or name for name, field in kind.model_fields.items()]
+    fields = {name: MEANT.get(name, st.booleans()) | JUNK if name not in BOUNDED else BOUNDED[name] for name in names}
+    needed = [name for name in ("messages", "prompt") if name in fields]
+    bound = "max_tokens" if "max_tokens" in fields else needed[0]
+    few = st.lists(st.sampled_from(sorted(fields)), max_size=4).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: fields[name] for name in {*chosen, *needed, bound}})
+    )
+    return st.builds(lambda body, more: {**more, **body}, few, st.dictionaries(TEXT, JUNK, max_size=1))
+
+
+REQUESTS = st.one_of(
+    st.tuples(st.just("/v1/chat/completions"), bodies(ChatRequest)),
+    st.tuples(st.just("/v1/completions"), bodies(CompletionRequest)),
+    st.tuples(st.just("/tokenize"), bodies(TokenizeRequest)),
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target", prefix_memory=2**20)
+    with running(served, ServerSettings((NAME,), max_batch=4, max_queue=8)) as found:
+        yield found
+
+
+class Bystander(threading.Thread):
+    """Asks for the same seeded text again and again, while others ask for whatever they like."""
+
+    def __init__(self, server: Running) -> None:
+        super().__init__(daemon=True)
+        self.client, self.ended, self.texts = (
+            httpx.Client(base_url=server.url, timeout=60),
+            threading.Event(),
+            set[str](),
+        )
+
+    def run(self) -> None:
+        body = {"prompt": "the target", "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
+        while not self.ended.is_set():
+            answer = self.client.post("/v1/completions", json=body)
+            self.texts.add(answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text)
+
+    def finish(self) -> set[str]:
+        self.ended.set()
+        self.join(60)
+        return self.texts
+
+
+def ask_for_anything(server: Running, count: int) -> None:
+    """Send generated bodies beside a bystander's requests."""
+    client, bystander = httpx.Client(base_url=server.url, timeout=60), Bystander(server)
+
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=count < 1000)
+    @given(REQUESTS)
+    def send(request: tuple[str, dict[str, Any]]) -> None:
+        path, body = request
+        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 400, 404), answer.text
+        if answer.headers["content-type"].startswith("text/event-stream"):
+            assert answer.text.endswith("data: [DONE]\n\n")
+        elif answer.status_code != 200:
+            assert answer.json()["error"]["message"]
+
+    bystander.start()
+    try:
+        send()
+    finally:
+        texts = bystander.finish()
+    assert len(texts) == 1, texts
+    assert server.service.engine.failures == 0
+
+
+def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    ask_for_anything(server, 80)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_two_thousand_bodies_are_answered(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    ask_for_anything(server, 2000)
+    assert "Traceback" not in capfd.readouterr().err
