@@ -221,6 +221,39 @@ def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammar
     assert state.advance([0, 0]) == 2
 
 
+def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
+    cat = {"properties": {"name": {"type": "string"}, "of": {"$ref": "#/$defs/Owner"}}, "required": ["name"]}
+    parameters = {**cat, "$defs": {"Owner": {"properties": {"age": {"type": "integer"}}}}}
+    parts = [{"properties": {name: {"const": 1}}, "required": [name]} for name in "ab"]
+    tools = {'an "odd" <tool_call> \\ name': parameters, "any": {"type": "object"}, "both": {"allOf": parts}}
+    odd = f'{{"name": {json.dumps(next(iter(tools)))}, "arguments": '
+    first, second = (
+        f'{odd}{{"name": "Tom </tool_call>", "of": {{"age": 3}}}}}}',
+        '{"name": "any", "arguments": {"x": [1]}}',
+    )
+    marked = [f"<tool_call>{newline}{call}{newline}</tool_call>" for newline in ("", "\n") for call in (first, second)]
+    wrong = [
+        f"<tool_call>{odd}{arguments}}}</tool_call>"
+        for arguments in ("{}", '{"name": 1}', '{"name": "x", "more": 1}', '{"name": "x", "of": {"more": 1}}')
+    ]
+    for only_one in (True, False):
+        grammar = grammars.tool_calls(tools, only_one)
+        assert all(spells(grammar, call) for call in marked)
+        assert spells(grammar, "\n".join(marked)) == spells(grammar, "".join(marked)) == (not only_one)
+        assert not any(spells(grammar, text) for text in ["", "so", '{"a": 1}', f"so {marked[0]}", *wrong])
+    both = '<tool_call>{"name": "both", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    assert spells(grammar, both)
+    either = grammars.tool_calls(tools, True, content={"type": "array"})
+    assert spells(either, marked[0])
+    assert spells(either, "[1, 2]")
+
+
+def spells(grammar: Grammar, text: str) -> bool:
+    """Whether a whole text is one of a grammar's."""
+    tokens = [*build_tokenizer()(text)["input_ids"], 0]
+    return grammar.start().advance(tokens) == len(tokens)
+
+
 def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(target: TargetModel) -> None:
     vocabulary = build_tokenizer().get_vocab()
     state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()

@@ -144,6 +144,39 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
+@pytest.mark.parametrize("how", ["together", "piece by piece", "beside rows", "apart", "static"])
+def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
+    """Also those of tokens whose states are known from an earlier prompt."""
+    model = make_model()
+    if how == "apart":
+        model.set_attn_implementation("eager")
+    target, piece = TargetModel(model, make_head().taps), 7 if how == "piece by piece" else 512
+    drafter, static = HeadDrafter(make_head(), GROWTH), how == "static"
+    loop = DecodeLoop(target, drafter, 5, static, prefill_chunk=piece, prefix_memory=MEBIBYTE)
+    loop.submit(Request(SYSTEM, 3))
+    finish(loop)
+    if how == "beside rows":
+        loop.submit(Request([7], 60))
+        loop.step()
+        loop.step()
+    scored = [
+        Request([*SYSTEM, *rest], 6, logprobs=True, prompt_logprobs=True, alternatives=2) for rest in ([60], [61, 8])
+    ]
+    numbers = [loop.submit(request) for request in [*scored, Request([*SYSTEM, 60], 6), Request([9], 6)]]
+    finish(loop)
+    for request, number in zip(scored, numbers, strict=False):
+        found = loop.generations[number]
+        assert_as_alone(target, drafter, request, found)
+        logits = target.forward(torch.tensor([request.prompt])).logits[0, :-1].log_softmax(-1)
+        wanted = logits.gather(1, torch.tensor(request.prompt[1:]).unsqueeze(1)).squeeze(1)
+        assert found.prompt_scores is not None
+        torch.testing.assert_close(torch.tensor(found.prompt_scores.chosen), wanted, atol=1e-4, rtol=0)
+        best = [[value for _, value in pairs] for pairs in found.prompt_scores.alternatives]
+        torch.testing.assert_close(torch.tensor(best), logits.topk(2).values, atol=1e-4, rtol=0)
+    assert loop.generations[numbers[2]].prompt_scores is None
+    assert loop.generations[numbers[2]].cached_tokens == 32
+
+
 def test_a_target_that_reads_nothing_side_by_side_reads_prompts_with_known_beginnings_apart(make_model: Any) -> None:
     model = make_model()
     model.set_attn_implementation("eager")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from openai import BadRequestError, NotFoundError, OpenAI
 from server_run import NAME, Running, load_served, running, without
-from tiny_run import CHAT_TEMPLATE, ENDS
+from tiny_run import CHAT_TEMPLATE, ENDS, build_tokenizer
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
@@ -228,6 +228,164 @@ def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> N
     ignored = chat(client, **fields, tool_choice="none").choices[0]
     assert ignored.message.content == before + CALL
     assert ignored.finish_reason == "stop"
+
+
+def test_half_of_a_surrogate_pair_in_an_argument_is_an_escape(client: OpenAI) -> None:
+    """The answer was an error, and a stream broke off."""
+    extra = {"structured_outputs": {"choice": [CALL.replace("it", "\\ud83d")]}}
+    fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
+    (call,) = chat(client, **fields).choices[0].message.tool_calls
+    assert call.function.arguments == '{"at": "\\ud83d"}'
+    chunks = chat(client, **fields, stream=True)
+    assert call.function.arguments in [
+        each.function.arguments for chunk in chunks if chunk.choices for each in chunk.choices[0].delta.tool_calls or []
+    ]
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    """A tool with these parameters, as clients write it: nothing is said about others."""
+    schema = {"type": "object", "properties": parameters, "required": [*parameters]}
+    return {"type": "function", "function": {"name": name, "parameters": schema} if parameters else {"name": name}}
+
+
+MANY = [tool("look", at={"enum": ["it", "</tool_call>"]}, far={"type": "boolean"}), tool("wait")]
+NAMED = {"type": "function", "function": {"name": "look"}}
+ENDING = {"logit_bias": {str(token): 100 for token in ENDS}}  # this target would go on with calls
+
+
+def read_look(call: Any) -> bool:
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "wait":
+        return arguments == {}
+    found = call.function.name == "look" and arguments.keys() == {"at", "far"}
+    return found and arguments["at"] in ("it", "</tool_call>") and arguments["far"] in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("choice", "parallel", "seed"), [("required", True, 0), ("required", False, 1), (NAMED, True, 2)]
+)
+def test_a_forced_call_is_one_of_the_tools_and_its_schema(
+    client: OpenAI, choice: Any, parallel: bool, seed: int
+) -> None:
+    """A call of a named tool ends in `stop`, as OpenAI's and vLLM's do."""
+    fields: dict[str, Any] = {"tools": MANY, "tool_choice": choice, "parallel_tool_calls": parallel, "seed": seed}
+    fields |= {"temperature": 1.0, "max_tokens": 98, **ENDING}
+    fields |= {"response_format": {"type": "json_object"}} if seed else {}  # which binds only what is no call
+    whole = chat(client, **fields).choices[0]
+    calls = whole.message.tool_calls
+    assert all(map(read_look, calls))
+    assert whole.message.content is None
+    assert whole.finish_reason == ("stop" if choice == NAMED else "tool_calls")
+    assert [call.function.name for call in calls] in ([["look"]] if choice == NAMED else [["look"], ["wait"]])
+    plain = chat(client, **fields, extra_body={"speculative": False}).choices[0].message
+    chunks = [chunk.choices[0] for chunk in chat(client, **fields, stream=True) if chunk.choices]
+    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    texts = [call.function.arguments for call in calls]
+    assert [call.function.arguments for call in plain.tool_calls] == texts
+    assert [call.function.arguments for call in streamed] == texts
+    assert [call.index for call in streamed] == [*range(len(calls))]
+    assert not "".join(chunk.delta.content or "" for chunk in chunks).strip()
+    assert chunks[-1].finish_reason == whole.finish_reason
+
+
+def test_a_choice_without_such_a_tool_is_refused(client: OpenAI) -> None:
+    own: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
+    for fields, words in (
+        ({"tool_choice": "required"}, "tool_choice: 'required' given, .* no tools"),
+        ({"tools": MANY, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "'no' given, look, wait is"),
+        ({"tools": MANY, "tool_choice": "any"}, "auto, none, required or"),
+        ({"tools": [tool("look", at={"type": "wizard"})], "tool_choice": "required"}, "parameters of look: .*wizard"),
+        ({"tools": MANY, "tool_choice": "required", "extra_body": own}, "structured_outputs: .*tool_choice forces"),
+    ):
+        with pytest.raises(BadRequestError, match=words):
+            chat(client, **fields)
+
+
+@pytest.mark.parametrize("speculative", [True, False])
+def test_without_parallel_calls_the_text_ends_after_the_first(client: OpenAI, speculative: bool) -> None:
+    call = '<tool_call>{"name": "wait"}</tool_call>'
+    twice = {"structured_outputs": {"choice": [f"so {call}\n{call} and"]}, "speculative": speculative}
+    fields: dict[str, Any] = {"tools": MANY, "max_tokens": 98, "temperature": 0, "extra_body": twice}
+    assert len(chat(client, **fields).choices[0].message.tool_calls) > 1
+    whole = chat(client, **fields, parallel_tool_calls=False)
+    choice = whole.choices[0]
+    assert (choice.message.content, len(choice.message.tool_calls), choice.finish_reason) == ("so ", 1, "tool_calls")
+    chunks = [each.choices[0] for each in chat(client, **fields, parallel_tool_calls=False, stream=True)]
+    assert "".join(each.delta.content or "" for each in chunks) == "so "
+    assert len([call for each in chunks for call in each.delta.tool_calls or []]) == 1
+    assert whole.usage.completion_tokens == len(client_tokens(f"so {call}"))
+
+
+def client_tokens(text: str) -> list[int]:
+    return list(build_tokenizer()(text)["input_ids"])
+
+
+@pytest.mark.parametrize("starts", ["<", "{"])
+def test_with_tools_a_format_binds_what_is_no_call(client: OpenAI, starts: str) -> None:
+    """Under a format no tool could ever be called."""
+    (first,) = client_tokens(starts)
+    wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
+    fields: dict[str, Any] = {"tools": MANY, "response_format": wanted, "parallel_tool_calls": False}
+    bias = {"logit_bias": {str(first): 100}}
+    found = chat(client, **fields, **bias, temperature=0, max_tokens=98).choices[0].message
+    if starts == "<":
+        assert all(map(read_look, found.tool_calls))
+    else:
+        assert json.loads(found.content)["a"] in ("x", "yy")
+
+
+def prompt_logprobs(server: Running, tokens: list[int]) -> list[float]:
+    """Those of all tokens but the first, by the target alone."""
+    with torch.no_grad():
+        logits = server.service.served.target.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    return [float(row[token]) for row, token in zip(logits, tokens[1:], strict=True)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 8])
+def test_an_echo_has_the_logprobs_of_the_prompt(server: Running, client: OpenAI, count: int) -> None:
+    """As lm-eval asks for: of the last tokens, those of an answer to choose."""
+    prompts = [tokens_of(server, text) for text in ("a draft is a tree", "the head 🌶 guesses")]
+    fields: dict[str, Any] = {"prompt": prompts, "max_tokens": count, "temperature": 0, "logprobs": 1, "echo": True}
+    whole = complete(client, **fields)
+    chunks = [each.choices[0] for each in complete(client, **fields, stream=True)]
+    for choice, prompt in zip(whole.choices, prompts, strict=True):
+        told = choice.logprobs
+        tokens = prompt + ([] if count == 0 else tokens_of(server, choice.text)[len(prompt) :])
+        assert told.token_logprobs[0] is told.top_logprobs[0] is None
+        length = len(prompt) + count
+        assert len(told.tokens) == len(told.text_offset) == len(told.token_logprobs) == length or count == 8
+        assert told.token_logprobs[1 : len(prompt)] == pytest.approx(
+            prompt_logprobs(server, tokens[: len(prompt)]), abs=1e-4
+        )
+        pairs = zip(told.top_logprobs[1:], told.token_logprobs[1:], strict=True)
+        assert all(max(top.values()) >= own for top, own in pairs)
+        mine = [each for each in chunks if each.index == choice.index]
+        assert "".join(each.text for each in mine) == choice.text
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            parts = [part for each in mine if each.logprobs for part in getattr(each.logprobs, name)]
+            assert parts == getattr(told, name)
+    if count == 0:
+        assert [choice.text for choice in whole.choices] == ["a draft is a tree", "the head 🌶 guesses"]
+        assert {choice.finish_reason for choice in whole.choices} == {"length"}
+        assert whole.usage.completion_tokens == 0
+        with pytest.raises(BadRequestError, match=r"max_tokens: 0 given, .* with echo"):
+            complete(client, max_tokens=0)
+
+
+def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(server: Running, client: OpenAI) -> None:
+    text = "a 😀é b"
+    extra = {"structured_outputs": {"choice": [text]}}
+    told = chat(client, temperature=0, max_tokens=40, logprobs=True, extra_body=extra).choices[0].logprobs.content
+    assert b"".join(bytes(each.bytes) for each in told[:-1]).decode() == text  # the last one is an end token
+    prompt = "x 🌳."
+    found = complete(client, prompt=prompt, temperature=0, logprobs=0, echo=True, max_tokens=40, extra_body=extra)
+    choice = found.choices[0]
+    assert choice.text == prompt + text
+    tokens = tokens_of(server, prompt + text)
+    starts = [
+        len(server.service.served.tokenizer.decode(tokens[:count]).rstrip("\ufffd")) for count in range(len(tokens))
+    ]
+    assert choice.logprobs.text_offset[: len(tokens)] == starts
 
 
 def test_a_prompt_that_comes_again_is_not_read_again(server: Running) -> None:

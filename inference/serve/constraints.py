@@ -21,6 +21,8 @@ from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 
 # One line, as most models write JSON. With free white space a text could go on for ever without getting anywhere.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords beside `properties` that say or may say which others an object has.
+OTHERS = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref", "if"}
 SHOWN = 200  # characters of a message of the library
 
 
@@ -92,7 +94,9 @@ class Grammars:
             self.json_schema(schema, f"tools: parameters of {name}")
             begin = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
             names.append(f"tool{number}")
-            rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(schema)}"]
+            # The parts of an allOf list some of the properties each.
+            arguments = {"type": "object", **(schema if '"allOf"' in json.dumps(schema) else closed(schema))}
+            rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(arguments)}"]
         rules.append(f'call: "{OPEN}" {newline} ({" | ".join(names)}) {newline} "{CLOSE}"')
         rules.append("calls: call" if only_one else f"calls: call ({newline} call)*")
         rules += ["start: calls"] if content is None else ["start: calls | content", f"content: {inlined(content)}"]
@@ -162,6 +166,27 @@ class GrammarState:
 def inlined(schema: Any) -> str:
     """A JSON schema within a grammar of calls."""
     return f"%json {json.dumps({'x-guidance': LAYOUT, **schema})}"
+
+
+def closed(schema: Any) -> Any:
+    """The schema of a tool's arguments without properties that it does not list, unless it says that there are others.
+
+    Clients leave out `additionalProperties`, and a small model that may invent arguments goes on for ever.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    found = {**schema}
+    for key in ("properties", "$defs", "definitions"):
+        if isinstance(schema.get(key), dict):
+            found[key] = {name: closed(each) for name, each in schema[key].items()}
+    if "items" in schema:
+        found["items"] = closed(schema["items"])
+    if "properties" not in schema:
+        either = [key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
+        found |= {key: [closed(each) for each in schema[key]] for key in either}
+    elif not OTHERS & schema.keys():
+        found["additionalProperties"] = False
+    return found
 
 
 def one_line(error: object) -> str:

@@ -22,14 +22,14 @@ class Update:
     block: EmittedTokens
     logprobs: list[float]  # one for each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
-    is_first: bool  # of its choice
-    prompt: TokenScores | None  # of the prompt's tokens but the first, with the first update; None if not asked for
     cached: int  # tokens of the prompt that were not read again
     drafted: int  # draft tokens that the target verified in this step
     accepted: int  # those of them that it accepted, also beyond the end of the text
     is_step: bool  # False for the first token, which the prompt's pass yields
     seconds: float  # since the engine began to read the prompt
     at: float  # time.perf_counter() after the step
+    is_first: bool = False  # of its choice
+    prompt: TokenScores | None = None  # of the prompt's tokens but the first, with the first update and if asked for
 
 
 @dataclass(frozen=True)
@@ -175,14 +175,14 @@ class Engine:
             block,
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
-            is_first=first == 0,
-            prompt=generation.prompt_scores if first == 0 else None,
-            cached=generation.cached_tokens,
+            generation.cached_tokens,
             drafted=stats.drafted - job.drafted,
             accepted=accepted - job.accepted,
             is_step=stats.steps > job.steps,
             seconds=stats.seconds,
             at=now,
+            is_first=first == 0,
+            prompt=generation.prompt_scores if first == 0 else None,
         )
         job.drafted, job.accepted, job.steps = stats.drafted, accepted, stats.steps
         return found

@@ -41,8 +41,8 @@ class TextStream:
         whole = self.text(self.tokens)
         certain = whole.rstrip(REPLACEMENT_CHARACTER)  # the last character's bytes may not be complete
         if self.unsure and len(certain) > self.given:
-            if whole.startswith(self.unsure, self.given):  # no token has completed it
-                self.given += len(self.unsure)
+            rest = whole[self.given : self.given + len(self.unsure)]
+            self.given += len(rest) - len(rest.lstrip(REPLACEMENT_CHARACTER))  # these no token has completed
             self.unsure = ""
         self.held = max(len(whole) - len(certain) - len(self.unsure), 0)
         piece = certain[self.given :]

@@ -78,6 +78,8 @@ class ToolCallParser:
         self.names, self.only_one = names, only_one
         self.held: list[TokenText] = []
         self.calls: list[ToolCall] = []
+        self.in_text = False  # since the beginning or the last call
+        self.blank: list[TokenText] = []  # white space before that; only text after it shows it
 
     @property
     def is_done(self) -> bool:
@@ -97,19 +99,29 @@ class ToolCallParser:
             start = text.find(OPEN)
             if start < 0:
                 begun = 0 if is_end else num_begun(text, (OPEN,))
-                visible += take_characters(self.held, len(text) - begun)
+                visible += self._shown(take_characters(self.held, len(text) - begun))
                 break
-            visible += take_characters(self.held, start)
+            visible += self._shown(take_characters(self.held, start))
             found = first_call(text[start:], self.names, is_end)
             if found is None:
                 break
             call, count = found
             taken = take_characters(self.held, count)
             if call is None:
-                visible += taken
+                visible += self._shown(taken)
             else:
                 self.calls.append(call)
+                self.blank, self.in_text = [], False
+        if is_end and not self.calls:
+            visible += self.blank
         return visible, self.calls[before:]
+
+    def _shown(self, fresh: list[TokenText]) -> list[TokenText]:
+        self.in_text = self.in_text or bool(joined(fresh).strip())
+        found, self.blank = self.blank + fresh, []
+        if not self.in_text:
+            found, self.blank = [], found
+        return found
 
 
 def joined(held: Sequence[TokenText]) -> str:
@@ -176,7 +188,7 @@ def read_call(found: dict[str, Any], names: Collection[str]) -> ToolCall | None:
     given = {} if arguments in (None, "") else arguments
     try:
         written = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False, allow_nan=False)
-    except ValueError:  # a number beyond those of floating point
+    except (ValueError, RecursionError):  # a number beyond those of floating point, or too deep
         return None
     # JSON may name halves of surrogate pairs by escapes; no text can hold them in another form.
     function = {"name": name, "arguments": written.encode(errors="backslashreplace").decode()}
