@@ -15,7 +15,7 @@ from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
 
 CALL = '<tool_call>{"name":"f"}</tool_call>'
-FLAT = {"type": "function", **LOOK["function"]}  # type: ignore[dict-item]
+FLAT = {"type": "function", **LOOK["function"]}
 
 
 @pytest.fixture(scope="module")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -58,9 +59,9 @@ def lm_eval(server: Server) -> dict[str, list[str]]:
         "doc_to_text": "{{question}}",
         "metadata": {"version": 1},
     }
-    choice = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
+    choice: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer"}
     stops = {"generation_kwargs": {"until": ["\n"], "max_gen_toks": 8}}
-    written = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}", **stops}
+    written: dict[str, Any] = {"output_type": "generate_until", "doc_to_target": "{{choices[answer]}}", **stops}
     for name, own in {"sums_choice": choice, "sums_written": written}.items():
         (work / f"{name}.yaml").write_text(json.dumps({"task": name, **shared, **own}))  # JSON is YAML
     run = ["lm-eval", "run", "--include_path", str(work), "--tasks"]

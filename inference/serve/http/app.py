@@ -73,7 +73,7 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
     for route, name in FILES.items():
         app.get(route)(partial(page_file, name))
     for each in app.routes:
-        if isinstance(each, APIRoute) and "GET" in each.methods:
+        if isinstance(each, APIRoute) and each.methods and "GET" in each.methods:
             each.methods.add("HEAD")
     return Front(app, settings, log), service
 

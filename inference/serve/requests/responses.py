@@ -199,8 +199,8 @@ class ResponsesAnswer(Answer):
             found += [*self.end_message(), *self.call(call)]
         if choice.finish is None:
             return found
-        found += self.end_message()
         status = "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
+        found += self.end_message(status)
         return [*found, self.event(status, response=self.response(status, choice))]
 
     def failed(self, error: ApiError) -> Json:
@@ -229,12 +229,12 @@ class ResponsesAnswer(Answer):
             self.event("content_part.added", **self.place(), part=output_text("")),
         ]
 
-    def end_message(self) -> list[Json]:
+    def end_message(self, status: str = "completed") -> list[Json]:
         text, self.text = self.text, ""
         if self.message is None:
             return []
         part, place = output_text(text), self.place()
-        item = self.message_item("completed", [part])
+        item = self.message_item(status, [part])
         self.message = None
         return [
             self.event("output_text.done", **place, text=text, logprobs=[]),
