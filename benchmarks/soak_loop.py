@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 from rich.console import Console
 from rich.table import Table
 from soak import MOST_GROWTH, SCHEMA, WORDS
@@ -33,9 +34,10 @@ from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.constraint import Path as Tokens
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.text_rules import TextRules
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.command import load_costs
-from headstart.inference.serve.constraints import Grammars, LeastTokens
+from headstart.inference.serve.constraints import Grammars
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes.schema import DecodeSection
@@ -59,7 +61,7 @@ class Failing:
     vocab_size: int
 
     def start(self) -> "FailingState":
-        return FailingState(LeastTokens(1, (), self.vocab_size).start().every, self.after)
+        return FailingState(torch.ones(self.vocab_size, dtype=torch.bool), self.after)
 
 
 @dataclass
@@ -88,7 +90,7 @@ class Traffic:
             *[lambda: None] * 6,
             partial(grammars.json_schema, SCHEMA["json_schema"]["schema"]),
             partial(grammars.regex, r"[a-z_]{3,12}( = [0-9]{1,4}\n[a-z_]{3,12}){0,6}"),
-            lambda: LeastTokens(12, tuple(ends), size),
+            lambda: TextRules((), size, target.max_positions, tuple(ends), min_new_tokens=12),
             lambda: Failing(9, size),
         ]
         lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()
