@@ -46,7 +46,7 @@ ROOT = Path(__file__).parents[1]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
 ROWS = 8
 PREFIX_MEMORY = 8 * 2**20  # so little that prefixes are dropped
-BURST, CANCELS, SWITCH = 0.25, 0.02, 0.02  # chances of each step
+BURST, CANCELS, SWITCH = 0.02, 0.01, 0.02  # chances of each step; rows draft while no prompt is read
 
 
 class OwnFailure(Exception):

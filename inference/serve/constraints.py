@@ -103,7 +103,7 @@ class Grammar:
         self.matcher = self.new_matcher()
 
     def new_matcher(self) -> LLMatcher:
-        return LLMatcher(self.grammars.tokens, self.source)
+        return LLMatcher(self.grammars.tokens, self.source, log_level=0)  # its warnings quote the text
 
     def start(self) -> "GrammarState":
         return GrammarState(self.grammars, self)
