@@ -78,7 +78,10 @@ def test_the_tests_use_every_documented_field() -> None:
     table = (ROOT / "docs/serving.md").read_text().partition("## Fields of a request")[2].partition("\n## ")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    used = "".join((ROOT / "tests" / file).read_text() for file in ("test_server.py", "test_server_client.py"))
+    used = "".join(
+        (ROOT / "tests" / file).read_text()
+        for file in ("test_server.py", "test_server_client.py", "test_server_tools.py")
+    )
     assert len(names) > 30
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
 

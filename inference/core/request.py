@@ -125,13 +125,13 @@ class Request:
     sampling: Sampling = GREEDY
     stop: StopStrings | None = None
     logprobs: bool = False
-    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
     end_tokens: tuple[int, ...] | None = None  # None: the target's own
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to report with each logprob
     show_trees: bool = False  # hand out each step's draft tree with its block
     speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
     constraint: Constraint | None = None  # what the output must look like
+    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
 
     @property
     def length(self) -> int:

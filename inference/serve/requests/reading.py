@@ -84,13 +84,13 @@ class RequestReader:
                 replace(sampling, seed=seed + copy),
                 StopStrings(stops, text) if stops else None,
                 alternatives is not None,
-                isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
                 ends,
                 fields.priority,
                 alternatives=alternatives or 0,
                 show_trees=fields.headstart.trees,
                 constraint=constraint,
                 speculative=fields.speculative,
+                prompt_logprobs=isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
             )
             for prompt in prompts
             for copy in range(fields.n)
