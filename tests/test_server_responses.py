@@ -103,6 +103,10 @@ CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "argum
                 ]
             },
         ),
+        (
+            {"input": [{"role": "user", "content": ""}, {"role": "assistant", "content": "hm"}]},
+            {"messages": [("user", ""), ("assistant", "hm")]},
+        ),
         ({"tools": [FLAT]}, {"tools": [LOOK]}),
         ({"tools": [FLAT], "tool_choice": "none"}, {"tools": [LOOK], "tool_choice": "none"}),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
