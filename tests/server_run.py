@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import uvicorn
 from tiny_run import ENDS, build_target
@@ -19,7 +18,7 @@ from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.http.transport import TimedHeaders
+from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -65,8 +64,7 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     lines: list[str] = []
     served = replace(served, thread=ThreadPoolExecutor(1))  # several servers of one test share a loaded target
     app, service = build_app(served, settings, lines.append)
-    http: Any = partial(TimedHeaders, settings.body_timeout)
-    config = uvicorn.Config(app, port=0, http=http, log_level="error", lifespan="on", timeout_graceful_shutdown=1)
+    config = http_config(app, settings, port=0, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

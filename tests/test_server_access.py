@@ -21,6 +21,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url) as found:
+        yield found
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [
@@ -44,10 +50,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     ],
 )
 def test_pages_of_other_sites_reached_the_server_by_dns_rebinding(
-    server: Running, headers: dict[str, str], status: int
+    client: httpx.Client, headers: dict[str, str], status: int
 ) -> None:
     for path in ("/", "/v1/models", "/metrics"):
-        found = httpx.get(server.url + path, headers=headers)
+        found = client.get(path, headers=headers)
         assert found.status_code == status, found.text
         assert status == 200 or "--allowed-host" in found.json()["error"]["message"]
 
@@ -85,8 +91,8 @@ def test_half_sent_headers_held_a_connection_for_ever(server: Running, before: b
 
 
 @pytest.mark.parametrize("path", ["/", "/style.css", "/v1/models", f"/v1/models/{NAME}", "/health", "/metrics"])
-def test_head_is_get_without_a_body(server: Running, path: str) -> None:
-    found, whole = httpx.head(server.url + path), httpx.get(server.url + path)
+def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
+    found, whole = client.head(path), client.get(path)
     assert (found.status_code, found.content) == (200, b"")
     assert found.headers.get("content-type") == whole.headers.get("content-type")
 
@@ -94,7 +100,7 @@ def test_head_is_get_without_a_body(server: Running, path: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "allowed"), [("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})]
 )
-def test_a_wrong_method_is_told_the_right_one(server: Running, method: str, path: str, allowed: set[str]) -> None:
-    found = httpx.request(method, server.url + path)
+def test_a_wrong_method_is_told_the_right_one(client: httpx.Client, method: str, path: str, allowed: set[str]) -> None:
+    found = client.request(method, path)
     assert found.status_code == 405
     assert {*found.headers["allow"].split(", ")} == allowed

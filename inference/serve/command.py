@@ -39,7 +39,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
 from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.http.transport import TimedHeaders
+from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -122,8 +122,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:
         quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False}
-        http: Any = partial(TimedHeaders, options.settings.body_timeout)
-        super().__init__(uvicorn.Config(app, http=http, lifespan="on", timeout_graceful_shutdown=LAST_BYTES, **quiet))
+        super().__init__(http_config(app, options.settings, timeout_graceful_shutdown=LAST_BYTES, **quiet))
         self.service, self.options = service, options
         self.ending: asyncio.Task[None] | None = None
 

@@ -12,8 +12,10 @@ client use it, and prints a table. Exit code 1 if anything fails.
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,13 +148,16 @@ def serving(target: Path, url: str | None) -> Iterator[str]:
         yield url.rstrip("/").removesuffix("/v1")
         return
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--dtype", "float32"]
+    path = FOLDER / "server.log"  # a pipe would fill, and the server would wait for a reader
     with (
-        (FOLDER / "server.log").open("w") as log,
-        subprocess.Popen([*command, "--port", "0"], cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True) as process,
+        path.open("w") as log,
+        subprocess.Popen([*command, "--port", "0"], cwd=ROOT, stdout=log, stderr=log) as process,
     ):
-        assert process.stdout is not None
         try:
-            yield process.stdout.readline().split()[0].rstrip("/")
+            while (found := re.search(r"^http://\S+(?=/ )", path.read_text(), re.MULTILINE)) is None:
+                assert process.poll() is None, path.read_text()
+                time.sleep(0.5)
+            yield found.group()
         finally:
             process.kill()
 

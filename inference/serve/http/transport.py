@@ -5,13 +5,15 @@ import json
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import h11
+import uvicorn
 from fastapi.routing import APIRoute
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.serve.errors import ApiError
@@ -58,6 +60,12 @@ class TimedHeaders(H11Protocol):
         if self.late is not None:
             self.late.cancel()
             self.late = None
+
+
+def http_config(app: ASGIApp, settings: ServerSettings, **given: Any) -> uvicorn.Config:
+    """How uvicorn serves the application; `given` are its own options."""
+    http: Any = partial(TimedHeaders, settings.body_timeout)
+    return uvicorn.Config(app, http=http, lifespan="on", **given)
 
 
 def limited(receive: Receive, settings: ServerSettings) -> Receive:

@@ -43,6 +43,7 @@ class Part(BaseModel, strict=True):
 
 
 Content = Annotated[Text | list[Part], Allowed("a text, or a list of parts of type input_text or output_text, is")]
+Included = Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]
 Kind = Literal["message", "function_call", "function_call_output", "reasoning"]
 Role = Literal["system", "developer", "user", "assistant"]
 
@@ -94,9 +95,7 @@ class ResponsesRequest(SamplingFields):
     tools: list[Any] = Field([])
     tool_choice: Any = "auto"
     parallel_tool_calls: Flag = True
-    include: list[Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]] = Field(
-        []
-    )
+    include: list[Included] = Field([])
     previous_response_id: Annotated[
         None, Allowed("nothing is stored, so only null here, and the whole conversation as input, is")
     ] = None
@@ -137,8 +136,8 @@ class ResponsesRequest(SamplingFields):
                 found.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif item.type == "message" and item.role is None:
                 raise wrong(f"input[{place}].role", None, "a role is", "write it")
-            elif item.type == "message" and last.get("content") == "" and item.role == "assistant":
-                last["content"] = content  # after its reasoning
+            elif item.role == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
+                last["content"] = content
             elif item.type == "message":
                 found.append({"role": item.role, "content": content})
             elif item.type == "reasoning" and content:
