@@ -15,7 +15,8 @@ const require = createRequire(resolve(folder, "package.json"));
 const load = async (library) => await import(pathToFileURL(require.resolve(library)).href);
 const prompt = "What is the weather in Paris?";
 const short = 24; // tokens of an answer without a form
-const schema = { type: "object", properties: { city: { enum: ["Paris", "Rome"] } }, required: ["city"] };
+const city = { city: { enum: ["Paris", "Rome"] } };
+const schema = { type: "object", properties: city, required: ["city"], additionalProperties: false };
 const weather = { name: "weather", description: "The weather in a city.", parameters: schema };
 
 async function openai() {

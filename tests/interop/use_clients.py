@@ -33,7 +33,8 @@ def weather(city: Literal["Paris", "Rome"]) -> str:
 
 QUESTION = "What is the weather in Paris?"
 ASKED: Any = [{"role": "user", "content": QUESTION}]
-SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+CITY = {"city": {"enum": ["Paris", "Rome"]}}
+SCHEMA = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
 FUNCTION = {"name": "weather", "description": "The weather in a city.", "parameters": SCHEMA}
 TOOLS: Any = [{"type": "function", "function": FUNCTION}]
 FLAT_TOOLS: Any = [{"type": "function", **FUNCTION}]
