@@ -964,7 +964,7 @@ def test_a_command_tells_what_is_wrong(
     symptom: str, copied: Callable[..., Path], type_in: Callable[[str], Outcome], place: Path, tmp_path: Path
 ) -> None:
     edit, line, says = COMMANDS[symptom]
-    (tmp_path / "questions.jsonl").write_text('{"prompt": "the target writes"}\n')
+    (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
     for name in ("target", "medusa", "foreign"):
         (tmp_path / name).symlink_to(place / name)
     copied(edit)

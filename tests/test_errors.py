@@ -162,6 +162,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     if command == "calibrate":  # it loads a head first
         monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
         monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: None)
+        monkeypatch.setattr("headstart.inference.calibrate.depth_for", lambda section, head: section.depth)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]

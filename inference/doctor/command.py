@@ -51,6 +51,7 @@ from headstart.inference.doctor.trials import check_number_format, compare_parts
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
@@ -144,15 +145,15 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
     if path is None:
         looked = " and ".join(map(str, paths))
         raise ValueError(f"--samples: {looked} not found; name a JSONL file whose rows have tokens or prompt")
-    prompts, tokenizer, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
+    prompts, template, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
     for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
         if isinstance(row.get("tokens"), list):
             advice = "encode the text with TARGET's tokenizer, or give it as prompt"
             check_tokens(f"{path}: row {number}", row["tokens"], vocab_size, advice)
             prompts.append(row["tokens"])
         elif isinstance(row.get("prompt"), str):
-            tokenizer = tokenizer or load_tokenizer(target)
-            prompts.append(list(tokenizer(row["prompt"])["input_ids"]))
+            template = template or ChatTemplate(load_tokenizer(target))
+            prompts.append(template.prompt_tokens(row["prompt"]))
             advice = "the tokenizer in TARGET is another model's, copy the right one; or this prompt has no text"
             check_tokens(f"{path}: row {number}", prompts[-1], vocab_size, advice)
         else:

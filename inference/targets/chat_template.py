@@ -59,6 +59,11 @@ class ChatTemplate:
         """The tokens of text of any length that is no chat; rendered text brings its special tokens."""
         return list(self.tokenizer(text, add_special_tokens=not self.is_rendered(text), verbose=False)["input_ids"])
 
+    def prompt_tokens(self, text: str) -> list[int]:
+        """The tokens of a prompt in plain text: what a user says, or without a chat template text to continue."""
+        is_turn = self.exists and not self.is_rendered(text)
+        return self.tokens([{"role": "user", "content": text}]) if is_turn else self.encode_text(text)
+
     def is_rendered(self, text: str) -> bool:
         """Whether a text begins with a special token, as the texts of chat templates do."""
         return self.special.match(text) is not None

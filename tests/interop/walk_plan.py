@@ -55,6 +55,7 @@ STAND_INS = {
     r"\bOUT\b": "runs/converted",
     r"runs/medusa/head": "runs/tiny_medusa/head",
     r"--num_processes 8": "--num_processes 2",
+    r"--minutes 20": "--minutes 0.2 --kinds 10",
 }
 # Made before the walk, in addition to data/prompts.jsonl and data/heldout_prompts.jsonl.
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
@@ -96,7 +97,7 @@ ORDER = (
     r"^headstart doctor ",
     r"^headstart store (verify|stats|merge) ",
     r"^make drafters$",
-    r"^python benchmarks/\w+\.py",
+    r"^(PYTHONPATH=tests )?python benchmarks/\w+\.py",
     r"^pip install -e '\.\[\w+\]'$",
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
