@@ -13,6 +13,7 @@ from server_run import NAME, Running, load_served, running
 
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from headstart.inference.serve.requests.responses import ResponsesRequest
 
 PIECES = [
     "a",
@@ -38,6 +39,8 @@ JUNK = st.recursive(
 )
 SCHEMAS = st.sampled_from([
     {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
+    {"type": "string", "maxLength": 4},
+    {"enum": ["yes", "no"]},
     {"$ref": "#"},
     {"enum": []},
     {"type": "string", "pattern": "(?=a)"},
@@ -45,81 +48,73 @@ SCHEMAS = st.sampled_from([
     {},
 ])  # fmt: skip
 CALLS = st.lists(
-    st.fixed_dictionaries(
-        {"id": TEXT, "type": st.just("function")},
-        optional={"function": st.fixed_dictionaries({"name": TEXT, "arguments": TEXT | JUNK})},
-    ),
-    max_size=2,
-)
+    st.fixed_dictionaries({
+        "id": TEXT, "type": st.just("function"),
+        "function": st.fixed_dictionaries({"name": TEXT, "arguments": st.sampled_from(["{}", '{"a": 1}', "", "{"])}),
+    }),
+    min_size=1, max_size=2,
+)  # fmt: skip
+PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), min_size=1, max_size=2)
+OPTIONAL = {"name": TEXT, "tool_call_id": TEXT, "reasoning_content": TEXT, "tool_calls": CALLS}
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool", "critic"])},
-        optional={
-            "content": TEXT
-            | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), max_size=2)
-            | JUNK,
-            "tool_calls": CALLS,
-            "name": TEXT,
-            "tool_call_id": TEXT,
-            "reasoning_content": TEXT,
-        },
+        {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]), "content": TEXT | PARTS},
+        optional=OPTIONAL,
     ),
+    min_size=1,
     max_size=4,
 )
-TOOLS = st.lists(
-    st.fixed_dictionaries(
-        {
-            "type": st.just("function"),
-            "function": st.fixed_dictionaries(
-                {"name": TEXT | st.just("f")}, optional={"parameters": SCHEMAS | JUNK, "strict": st.booleans()}
-            ),
-        }
-    ),
-    max_size=2,
-)
-TOKENS = st.lists(st.integers(-2, 310), max_size=8)
-# What a client might mean by a field, beside anything else that is JSON.
+NAMES = st.sampled_from(["f", "look_up", "\ud800", "é"])
+FUNCTIONS = st.fixed_dictionaries({"name": NAMES}, optional={"parameters": SCHEMAS, "strict": st.booleans()})
+TOOLS = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS}), min_size=1, max_size=2)
+TOKENS = st.lists(st.integers(0, 299), min_size=1, max_size=8)
+TEXTS = TEXT.filter(bool)
+FORMATS = SCHEMAS.map(lambda each: {"type": "json_schema", "json_schema": {"name": "x", "schema": each}})
+# What a client means by a field.
 MEANT: dict[str, st.SearchStrategy[Any]] = {
     "model": st.just(NAME),
     "messages": MESSAGES,
-    "prompt": TEXT | TOKENS | st.lists(TEXT | TOKENS, max_size=3),
-    "stop": TEXT | st.lists(TEXT, max_size=3),
+    "input": TEXTS,
+    "prompt": TEXTS | TOKENS | st.lists(TEXTS | TOKENS, min_size=1, max_size=3),
+    "stop": TEXTS | st.lists(TEXTS, max_size=3),
     "stop_token_ids": TOKENS,
-    "logit_bias": st.dictionaries(st.integers(-1, 310).map(str), st.integers(-120, 120), max_size=4),
+    "logit_bias": st.dictionaries(st.integers(0, 299).map(str), st.integers(-100, 100), max_size=4),
     "tools": TOOLS,
     "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
-    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}])
-    | SCHEMAS.map(lambda each: {"type": "json_schema", "json_schema": {"name": "x", "schema": each}}),
-    "structured_outputs": st.fixed_dictionaries(
-        {}, optional={"json": SCHEMAS, "regex": TEXT, "choice": st.lists(TEXT, max_size=2)}
-    ),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]) | FORMATS,
+    "structured_outputs": st.fixed_dictionaries({"regex": st.sampled_from(["a+", "(", "", "[ab]{2,}"])}),
     "chat_template_kwargs": st.dictionaries(TEXT, JUNK, max_size=2),
     "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
-    "n": st.integers(1, 2),
-    "temperature": st.floats(0, 2),
-    "seed": st.integers(-5, 5),
+    "headstart": st.fixed_dictionaries({}, optional={"tokens": st.booleans(), "trees": st.booleans()}),
+    "reasoning_effort": st.sampled_from(["low", "none"]),
+    "verbosity": st.just("low"),
+    "instructions": TEXT,
     "logprobs": st.booleans() | st.integers(0, 3),
-    "top_logprobs": st.integers(0, 3),
-    "min_tokens": st.integers(0, 3),
+    **dict.fromkeys(("n", "top_logprobs", "min_tokens", "top_k", "priority"), st.integers(1, 2)),
+    **dict.fromkeys(("temperature", "min_p", "top_p", "repetition_penalty"), st.floats(0.1, 1)),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.floats(-2, 2)),
+    "seed": st.integers(-5, 5),
 }
-BOUNDED = {"max_tokens": st.integers(0, 6), "max_completion_tokens": st.integers(0, 6)}
+BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # always given, so that texts are short
 
 
 def bodies(kind: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies of a request with a few of its fields, right or wrong, and now and then one that nobody knows."""
-    names = [field.alias or name for name, field in kind.model_fields.items()]
-    fields = {name: MEANT.get(name, st.booleans()) | JUNK if name not in BOUNDED else BOUNDED[name] for name in names}
-    needed = [name for name in ("messages", "prompt") if name in fields]
-    bound = "max_tokens" if "max_tokens" in fields else needed[0]
-    few = st.lists(st.sampled_from(sorted(fields)), max_size=4).flatmap(
-        lambda chosen: st.fixed_dictionaries({name: fields[name] for name in {*chosen, *needed, bound}})
+    """Bodies with a few fields as a client means them, and in every other one a field that is anything at all."""
+    names = {field.alias or name for name, field in kind.model_fields.items()}
+    needed = [name for name in ("messages", "prompt", "input") if name in names]
+    meant = {name: MEANT.get(name, st.booleans()) for name in sorted(names - {*BOUNDS})}
+    bounds = st.fixed_dictionaries({name: st.integers(1, 6) for name in BOUNDS if name in names})
+    few = st.lists(st.sampled_from(sorted(meant)), max_size=4).flatmap(
+        lambda chosen: st.fixed_dictionaries({name: meant[name] for name in {*chosen, *needed}})
     )
-    return st.builds(lambda body, more: {**more, **body}, few, st.dictionaries(TEXT, JUNK, max_size=1))
+    wild = st.just({}) | st.dictionaries(st.sampled_from(sorted(meant)) | TEXT, JUNK, min_size=1, max_size=1)
+    return st.builds(lambda *parts: {key: value for part in parts for key, value in part.items()}, few, bounds, wild)
 
 
 REQUESTS = st.one_of(
     st.tuples(st.just("/v1/chat/completions"), bodies(ChatRequest)),
     st.tuples(st.just("/v1/completions"), bodies(CompletionRequest)),
+    st.tuples(st.just("/v1/responses"), bodies(ResponsesRequest)),
     st.tuples(st.just("/tokenize"), bodies(TokenizeRequest)),
 )
 
@@ -156,7 +151,7 @@ class Bystander(threading.Thread):
 
 def ask_for_anything(server: Running, count: int) -> None:
     """Send generated bodies beside a bystander's requests."""
-    client, bystander = httpx.Client(base_url=server.url, timeout=60), Bystander(server)
+    client, bystander, answered = httpx.Client(base_url=server.url, timeout=60), Bystander(server), list[bool]()
 
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=count < 1000)
     @given(REQUESTS)
@@ -164,8 +159,9 @@ def ask_for_anything(server: Running, count: int) -> None:
         path, body = request
         answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code in (200, 400, 404), answer.text
+        answered.append(answer.status_code == 200)
         if answer.headers["content-type"].startswith("text/event-stream"):
-            assert answer.text.endswith("data: [DONE]\n\n")
+            assert path == "/v1/responses" or answer.text.endswith("data: [DONE]\n\n")
         elif answer.status_code != 200:
             assert answer.json()["error"]["message"]
 
@@ -175,6 +171,7 @@ def ask_for_anything(server: Running, count: int) -> None:
     finally:
         texts = bystander.finish()
     assert len(texts) == 1, texts
+    assert sum(answered) > 0.2 * len(answered), "nearly all bodies were refused, so little was checked"
     assert server.service.engine.failures == 0
 
 

@@ -68,7 +68,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",
     r"^make walk$": "is this walk",
-    r"benchmarks/serve\.py": "needs a running server",
+    r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
 }
