@@ -18,6 +18,7 @@ from headstart.trainers.step import (
     TrainingInputs,
     refuse_nothing_to_learn,
     samples_of_rank,
+    tf32_allowed,
     train_step,
 )
 from headstart.trainers.tracking import Tracker
@@ -57,7 +58,8 @@ def train(
             numbers = order.of_step(step, section.batch_size)
             if step + 1 < section.steps:  # read while this step is computed
                 inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
-            result = train_step(training, step, numbers, interrupts.received is not None)
+            with tf32_allowed(accelerator.device):
+                result = train_step(training, step, numbers, interrupts.received is not None)
             seconds += time.perf_counter() - started
             num_tokens += result.num_tokens
             if (step + 1) % LOG_EVERY == 0:
