@@ -33,7 +33,7 @@ from headstart.trainers import loop, run
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
-from headstart.trainers.plan import target_needs, tuned_parameters
+from headstart.trainers.ranks.memory import target_needs, tuned_parameters
 
 MakeRecipe = Callable[..., Recipe]
 MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")
@@ -207,7 +207,7 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
     plain = TargetModel.without_weights(recipe.target).model
     assert tuned_parameters(recipe, plain) == trained
-    (_, kept, _), (_, activations, _) = target_needs(recipe, plain, trained, 3 * 36)
+    kept, activations = (need.size for need in target_needs(recipe, plain, trained, 3 * 36))
     assert abs(kept - (16 * trained + 4 * (parameters - trained))) < 0.01 * kept
     with SavedForBackward({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as saved:
         trainable(torch.zeros(3, 36, dtype=torch.long))

@@ -109,7 +109,8 @@ def measure(training: Training, tracker: Tracker, step: int) -> None:
     whole = training.head.whole()
     if whole is not None:
         with training.autocast():
-            metrics = held_out_metrics(whole, inputs.heldout, recipe.train.batch_size)
+            samples = recipe.train.samples_at_once(training.accelerator.num_processes)
+            metrics = held_out_metrics(whole, inputs.heldout, samples)
         if inputs.decoding is not None:
             weights = {} if inputs.target is None else inputs.target.weights()
             inputs.decoding.load_weights(whole.head.state_dict(), weights)

@@ -46,6 +46,11 @@ def is_fsdp() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
+def holds_slices(accelerator: Accelerator) -> bool:
+    """Whether each rank holds slices of the head, by FSDP2 or DeepSpeed."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+
+
 def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
     """Put a head on the ranks as the launch asked for; `HeadOnRanks.whole` copies the weights back into `unrolled`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -84,7 +89,7 @@ def refuse_muon(section: TrainSection, sharding: str) -> None:
 
 def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     """Raise ValueError unless one process trains the target, with nothing sharded."""
-    sharded = accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+    sharded = holds_slices(accelerator)
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
