@@ -48,7 +48,9 @@ def gpu_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe
 
     def load(name: str, *overrides: str) -> Recipe:
         [target] = [each for each in TARGETS if name.startswith(each)]
-        return load_recipe(RECIPES / f"{name}.yaml", [f"target.path={folder / target}", f"run_dir={folder}", *overrides])
+        return load_recipe(
+            RECIPES / f"{name}.yaml", [f"target.path={folder / target}", f"run_dir={folder}", *overrides]
+        )
 
     return load
 
@@ -173,8 +175,9 @@ def test_planned_activations_are_about_what_a_backward_pass_keeps(
         supervision = unrolled.supervise(batch, "key")
         unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
     planned = activation_bytes(recipe, unrolled.head, rows, longest, torch.device("cpu"))
-    print(head, options, saved.num_bytes, planned, planned / saved.num_bytes)
     assert 0.9 * saved.num_bytes < planned
+    if not recipe.train.activation_checkpointing and "medusa" not in head:  # there other parts are larger
+        assert planned < 1.3 * saved.num_bytes
 
 
 def test_a_plan_for_devices_that_are_not_here(

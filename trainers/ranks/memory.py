@@ -181,16 +181,17 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
     steps, through = unroll, tokens * unroll  # passes, and the positions that go through a layer in all of them
     logits_weights = {id(parameter) for parameter in head.logits_parameters}
     widths, context = linear_widths(head, logits_weights), 0
+    element, norms, copies = FLOAT32, 0, 0
     if isinstance(recipe.head, MedusaSection):
         through = tokens  # each Medusa head has layers of its own
     elif isinstance(recipe.head, BlockSection):
         scored = samples * min(recipe.train.anchors, longest)
         steps, through = recipe.head.num_layers, scored * recipe.head.block_size
         context = tokens * linear_widths(head.get_submodule("fc"))  # the other layers see blocks only
-    element, norms, copies = FLOAT32, 0, 0
+        norms = 2 * sum(each.out_features for name, each in head.named_modules() if name.endswith("q_proj"))
     if recipe.train.precision == "bfloat16":
         element = FLOAT32 // 2
-        norms = sum(weight.numel() for weight in head.parameters() if weight.ndim == 1)  # their inputs stay in float32
+        norms += sum(weight.numel() for weight in head.parameters() if weight.ndim == 1)  # they keep float32
         copies = num_parameters(head) * element  # autocast's copies of the weights
     layers = through * (widths * element + norms * FLOAT32)
     kept = layers // steps if recipe.train.activation_checkpointing else layers
