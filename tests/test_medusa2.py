@@ -214,6 +214,21 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     assert 0.6 * saved.num_bytes < activations < 1.6 * saved.num_bytes
 
 
+@modes
+def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
+    """Loss and divergence, with adapters and AdamW's state in float32."""
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        recipe = make_recipe(precision, *MEDUSA, joint(mode, learning_rate=1e-3), f"train.precision={precision}")
+        run(recipe)
+        measured = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()][-1]
+        found[precision] = measured["heldout/loss_0"], measured["heldout/divergence"]
+        state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert found["bfloat16"] != found["float32"]
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05, abs=0.02)
+
+
 def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, harvested: Path) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora", warmup_steps=8))
     run(recipe)
