@@ -425,7 +425,9 @@ class TrainSection(Section):
         default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 decodes none."
     )
     dry_run: bool = Field(
-        default=False, description="Print the run's sizes, memory, disk space and steps, then exit without running it."
+        default=False,
+        description="Print the run's sizes, memory, disk space and steps, then exit without running it; with "
+        "--device-memory 8x80GB, for those devices.",
     )
 
     @field_validator("fitted_start")

@@ -27,7 +27,7 @@ from headstart.trainers.step import autocast, head_in_training
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 GPU_RECIPES = sorted(path.stem for path in RECIPES.glob("*.yaml") if re.search(r"_(8|70)b", path.stem))
-LLAMA = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 TARGETS = {
     "llama3_8b": LlamaConfig(**LLAMA, hidden_size=4096, intermediate_size=14336),
     "llama3_70b": LlamaConfig(
@@ -62,7 +62,7 @@ def build_each_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @cache
 def built(path: str, dtype: str) -> TargetModel:
-    return WITHOUT_WEIGHTS(TargetSection(path=path, dtype=dtype))
+    return WITHOUT_WEIGHTS(TargetSection.model_validate({"path": path, "dtype": dtype}))
 
 
 WITHOUT_WEIGHTS = TargetModel.without_weights

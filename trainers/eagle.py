@@ -3,6 +3,7 @@
     accelerate launch trainers/eagle.py recipes/tiny.yaml
     accelerate launch trainers/eagle.py recipes/llama3_8b.yaml train.learning_rate=1e-4
     python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true   # print what it would take, then exit
+    python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true --device-memory 80GB   # on another machine
 
 Killed at any step, the same command continues from the newest checkpoint and ends in the same weights. SIGTERM, or
 Ctrl-C once, finishes the current step, saves and exits.
