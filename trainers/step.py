@@ -64,7 +64,12 @@ class Training:
         return autocast(self.recipe.train, self.accelerator.device)
 
     def save(self, checkpoints: Checkpoints, step: int) -> None:
-        """Write a checkpoint on the main rank; every rank must call this."""
+        """Write a checkpoint on the main rank; every rank must call this.
+
+        Raises ValueError if a sample that was trained on, or measured on, comes from a damaged shard.
+        """
+        for store in (self.inputs.train, self.inputs.heldout):
+            store.finish_checks()
         whole, optimizers = self.head.whole(), self.head.optimizer_state()
         if whole is not None:
             target = {} if self.inputs.target is None else self.inputs.target.state()
@@ -260,6 +265,7 @@ def refuse_non_finite(training: Training, what: str, value: float, step: int, nu
     if math.isfinite(value):
         return
     store = training.inputs.train
+    store.finish_checks()  # a damaged shard is the cause, if there is one
     samples = ((number, store[number]) for number in numbers)
     spoiled = [n for n, each in samples if not (each.taps.isfinite().all() and each.last_hidden.isfinite().all())]
     if spoiled:
