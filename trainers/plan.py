@@ -29,6 +29,7 @@ from headstart.trainers.ranks.memory import (
     longest_sample,
     memory_needs,
     num_parameters,
+    target_bytes,
     total,
     tuned_parameters,
 )
@@ -147,8 +148,7 @@ class DataSizes:
 def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Print the whole plan as a table; nothing is allocated."""
     data, head = DataSizes.of(recipe, target), head_without_weights(recipe, target)
-    weights = num_parameters(TargetModel.without_weights(recipe.target).model)
-    needs, trained = memory_needs(recipe, head, machine, weights), num_parameters(head)
+    needs, trained = memory_needs(recipe, head, machine, target_bytes(recipe)), num_parameters(head)
     if recipe.joint.mode is not None:
         trained += tuned_parameters(
             recipe, TargetModel.without_weights(trainable_section(recipe, machine.device)).model

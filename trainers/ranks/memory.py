@@ -10,9 +10,11 @@ import torch
 from rich.filesize import decimal
 from torch import nn
 
+from headstart.common.files import read_json
 from headstart.data_pipelines.features.shards import MANIFEST
+from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import TargetConfig
+from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import num_devices
@@ -69,7 +71,7 @@ def total(needs: list[Need]) -> int:
 
 
 def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int) -> list[Need]:
-    """The memory of training on the device of the main rank, which needs the most; the target has that many `weights`.
+    """The memory of training on the device of the main rank, which needs the most; `weights` are the target's bytes.
 
     Samples may be as long as the recipe allows: most batches of texts hold one, to which the others are padded.
     """
@@ -92,7 +94,7 @@ def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machi
     """
     if machine.device.type == "cpu":
         return
-    weights = num_parameters(TargetModel.without_weights(recipe.target).model)
+    weights = target_bytes(recipe)
     refuse_large_harvest(recipe, target, machine, weights)
     head, section, allowed = head_without_weights(recipe, target), recipe.train, decimal(machine.memory)
     needed = total(memory_needs(recipe, head, machine, weights))
@@ -114,14 +116,16 @@ def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machi
 
 def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine, weights: int) -> None:
     """Raise ValueError if the target and the cache of its responses do not fit, unless the features are there."""
-    data, split, dtype = recipe.data, recipe.target.split, getattr(torch, recipe.target.dtype)
-    if (data.store or recipe.features_dir / MANIFEST).exists() or data.online is not None:
+    data, split = recipe.data, recipe.target.split
+    if data.store or data.online or (recipe.features_dir / MANIFEST).exists() or not shares_device(recipe, machine):
         return
     shares = {"layers": machine.devices, "tensor": machine.ranks}.get(split or "", 1)
-    texts = data.generate_batch if data.responses == "target" and data.server is None else 0
-    cached = StepMemory.of(target, dtype).needed(texts, 1, longest_sample(recipe))
-    needed, allowed = (weights * dtype.itemsize + cached) // shares, decimal(machine.memory)
-    if needed > machine.memory and weights * dtype.itemsize // shares < machine.memory:
+    are_written = Stage("responses", recipe.responses_dir, {}).was_complete()
+    texts = 0 if are_written or data.responses == "given" or data.server else data.generate_batch
+    step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
+    needed = (weights + step.needed(texts, 1, longest_sample(recipe))) // shares
+    allowed = decimal(machine.memory)
+    if needed > machine.memory and weights // shares < machine.memory:
         raise ValueError(
             f"data.generate_batch: {texts} given, with which the harvest needs about {decimal(needed)} on each device, "
             f"and up to {allowed} is allowed there; lower it"
@@ -132,6 +136,21 @@ def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine,
             f"device ({shares} together), and up to {allowed} is allowed there; start "
             f"{math.ceil(needed * shares / machine.memory)} ranks or more with target.split=tensor, or give data.store"
         )
+
+
+def target_bytes(recipe: Recipe) -> int:
+    """The size of the target's weights in memory; quantised ones stay as they are in their files."""
+    section = recipe.target
+    folder = locate_target(section.path, section.revision, ["config.json"])
+    stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    if stored and "quantization_config" in read_json(folder / "config.json"):
+        return stored
+    return num_parameters(TargetModel.without_weights(section).model) * getattr(torch, section.dtype).itemsize
+
+
+def shares_device(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the target is on the device that trains, unless the recipe gives it one of its own."""
+    return recipe.target.device in ("auto", machine.device.type, str(machine.device))
 
 
 def cheaper_settings(recipe: Recipe, ranks: int) -> Iterator[dict[str, Any]]:
@@ -207,17 +226,14 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
 def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int) -> Iterator[Need]:
     """Memory for the target and the copy of the head that decode at each checkpoint, or harvest during training."""
     section, prompts = recipe.target, recipe.train.eval_prompts
-    if not prompts and recipe.data.online != ("auto",):
+    if (not prompts and recipe.data.online != ("auto",)) or not shares_device(recipe, machine):
         return
     dtype, config = getattr(torch, section.dtype), head.target
-    if section.device not in ("auto", machine.device.type, str(machine.device)):
-        return  # it has a device of its own
     devices = machine.devices if section.split == "layers" else 1
-    size = weights * dtype.itemsize // devices
     copies = (prompts > 0) + (recipe.data.online == ("auto",))
     why = f"train.eval_prompts {prompts}" if prompts else "data.online [auto]"
     spread = f", over {devices} devices" if devices > 1 else ""
-    yield Need("the target that decodes", copies * size, f"{section.dtype}{spread}, {why}")
+    yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
     if prompts:
         rows, nodes = min(prompts, recipe.decode.max_batch), tree_nodes(recipe.decode)
         length = recipe.data.prompt_tokens + min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
