@@ -131,7 +131,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("middling")
     build_run(folder)
     sizes = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 32, "vocab_size": 512}
-    write_config(folder / "target", **sizes, max_position_embeddings=512)
+    write_config(folder / "target", **sizes, max_position_embeddings=1024)
     (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text().replace("  unroll: 3\n", ""))
     return folder
 
@@ -192,3 +192,19 @@ def test_a_plan_for_devices_that_are_not_here(
     assert_refused(outcome, Says("--device-memory", "", "plans and does not train", "train.dry_run=true"))
     outcome = type_command([*command, "train.dry_run=true", "--device-memory=lots"], monkeypatch, capsys)
     assert_refused(outcome, Says("--device-memory", "lots given", "8x80GB", "write one"))
+
+
+def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
+    middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ran out of memory in the first step, hours later. A dry run shows the plan first."""
+    small = Machine(1, torch.device("cuda"), 40 * 10**6)
+    monkeypatch.setattr(Machine, "running", lambda *_: small)
+    monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
+    command = ["train", middling / "recipe.yaml", "head.draft_vocab_size=256", "data.response_tokens=512"]
+    says = Says("train.accumulate", "1 given", "up to 40.0 MB is allowed", "write train.")
+    assert_refused(type_command(command, monkeypatch, capsys), says)
+    outcome = type_command([*command, "train.dry_run=true"], monkeypatch, capsys)
+    assert_refused(outcome, says)
+    assert "memory: activations, about" in outcome.out
+    assert not (middling / "run").exists()
