@@ -24,17 +24,20 @@ from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 
 
-def check_harvest(recipe: Recipe) -> TargetConfig:
-    """The target's sizes; raises ValueError for the first thing that keeps the harvest from running."""
+def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
+    """The target's sizes; raises ValueError for the first thing that keeps the harvest from running.
+
+    A run on another machine, not `is_here`, may have devices that this one lacks.
+    """
     for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
         if place is not None:
             refuse_unwritable(field, place)
     folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
-    if recipe.target.split is None:
+    if is_here and recipe.target.split is None:
         pick_device(recipe.target.device)
-    for name in recipe.data.online or ():
+    for name in (recipe.data.online or ()) if is_here else ():
         pick_device(name, "data.online")
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:

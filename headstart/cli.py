@@ -21,6 +21,7 @@ from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
 from headstart.options import chat_options, smollm2_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
+from headstart.recipes.command_line import DeviceMemory
 from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 
@@ -151,16 +152,16 @@ def run(arguments: list[str]) -> None:
     sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
     command = COMMANDS[name]
     if command.module is None:
-        run_command(TRAIN_HELP, train, CONTINUES)
+        run_command(TRAIN_HELP, train, CONTINUES, plans=True)
         return
     command.read_arguments(docstring(command.module))
     import_module(command.module).main()
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
     ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]}"
     print(f"training in one process; to use several GPUs: {ranks} RECIPE", flush=True)
-    run_training(recipe)
+    run_training(recipe, given)
 
 
 def docstring(module: str) -> str | None:

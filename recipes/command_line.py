@@ -2,9 +2,11 @@
 
 import argparse
 import io
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from rich.console import Console
@@ -29,8 +31,31 @@ class RecipeParser(argparse.ArgumentParser):
         super().error(f"{message}; {allowed}; {self.prog} --help lists the fields")
 
 
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Devices of a machine that need not be here."""
+
+    count: int
+    size: int  # bytes of each
+
+    @classmethod
+    def parse(cls, text: str) -> "DeviceMemory":
+        """Read `80GB` or `8x80GB`; argparse reports a ValueError with the option's name."""
+        found = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)(GB|GiB)", text)
+        if found is None or not float(found[2]):
+            allowed = "the memory of one device is allowed, such as 80GB, or of several, such as 8x80GB; write one"
+            raise argparse.ArgumentTypeError(f"{text} given, {allowed}")
+        return cls(int(found[1] or 1), int(float(found[2]) * (10**9 if found[3] == "GB" else 2**30)))
+
+
 def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None) -> Recipe:
     """Load the recipe named on the command line; mistakes go to stderr and exit with status 2. `doc` opens --help."""
+    parser = recipe_parser(doc)
+    return named_recipe(parser.parse_args(argv))
+
+
+def recipe_parser(doc: str | None) -> RecipeParser:
+    """A parser for a recipe and overrides of its fields."""
     command = command_name()
     parser = RecipeParser(
         prog=command,
@@ -42,7 +67,11 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
     parser.add_argument("recipe", help="YAML file, such as recipes/tiny.yaml")
     value = "replaces the file's value; written as YAML"
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help=value)
-    arguments = parser.parse_args(argv)
+    return parser
+
+
+def named_recipe(arguments: argparse.Namespace) -> Recipe:
+    """Load the recipe that was parsed; mistakes go to stderr and exit with status 2."""
     try:
         return load_recipe(arguments.recipe, arguments.overrides)
     except RecipeError as error:
@@ -50,16 +79,30 @@ def recipe_from_command_line(doc: str | None, argv: Sequence[str] | None = None)
         raise SystemExit(2) from None
 
 
-def run_command(doc: str | None, run: Callable[[Recipe], object], interrupted: str = STARTS_OVER) -> None:
+def recipe_and_devices(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, DeviceMemory | None]:
+    """The same for a command that trains, whose dry run may plan for devices that are not here."""
+    parser = recipe_parser(doc)
+    about = "plan for devices that are not here: the memory of one, such as 80GB, or 8x80GB (with train.dry_run=true)"
+    parser.add_argument("--device-memory", type=DeviceMemory.parse, metavar="[COUNTx]SIZE", help=about)
+    arguments = parser.parse_intermixed_args(argv)
+    recipe, given = named_recipe(arguments), arguments.device_memory
+    if given is not None and not recipe.train.dry_run:
+        parser.error("argument --device-memory: it plans and does not train; write train.dry_run=true, or leave it out")
+    return recipe, given
+
+
+def run_command(
+    doc: str | None, run: Callable[..., object], interrupted: str = STARTS_OVER, plans: bool = False
+) -> None:
     """Run a command on the recipe from the command line; errors of users, disks and networks end it with one message.
 
-    `interrupted` is the message for Ctrl-C.
+    `interrupted` is the message for Ctrl-C. One that `plans` is also given the devices of --device-memory, or None.
     """
     with errors_as_messages(interrupted):
-        recipe = recipe_from_command_line(doc)
+        arguments = recipe_and_devices(doc) if plans else (recipe_from_command_line(doc),)
         keep_freed_memory()
-        with errors_as_messages(interrupted, recipe):
-            run(recipe)
+        with errors_as_messages(interrupted, arguments[0]):
+            run(*arguments)
 
 
 def own_parser(doc: str | None) -> argparse.ArgumentParser:

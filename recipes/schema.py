@@ -1,5 +1,6 @@
 """The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
+import math
 import os
 import re
 from datetime import date
@@ -424,7 +425,9 @@ class TrainSection(Section):
         default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 decodes none."
     )
     dry_run: bool = Field(
-        default=False, description="Print the run's sizes, memory, disk space and steps, then exit without running it."
+        default=False,
+        description="Print the run's sizes, memory, disk space and steps, then exit without running it; with "
+        "--device-memory 8x80GB, for those devices.",
     )
 
     @field_validator("fitted_start")
@@ -433,6 +436,10 @@ class TrainSection(Section):
         if fitted and section.data.get("start_from") is not None:
             raise ValueError("only false is allowed with train.start_from; remove one of them")
         return fitted
+
+    def samples_at_once(self, ranks: int) -> int:
+        """The samples of a micro-batch on each rank, at most."""
+        return math.ceil(math.ceil(self.batch_size / ranks) / self.accumulate)
 
 
 class JointSection(Section):

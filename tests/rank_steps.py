@@ -17,14 +17,15 @@ from headstart.data_pipelines.together import settle
 from headstart.heads.checkpoint import draft_vocab, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import load_recipe
+from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.optimizers import set_learning_rates
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
 from headstart.trainers.ranks.launch import distribute_head, start_accelerator
-from headstart.trainers.step import head_in_training
+from headstart.trainers.step import autocast, head_in_training
 
 STEPS, HALF, BATCH = 4, 2, 8
-CLIP_NORM = 3.3  # between the gradient norms of the steps, so that some are clipped and others are not
+CLIP_NORM = 4.1  # between the gradient norms of the steps, so that some are clipped and others are not
 
 
 def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
@@ -45,18 +46,18 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
     start = {} if resumed is None else load_file(resumed)
     if start:
         head.load_state_dict(named(start, "weight"))
-    unrolled = head_in_training(recipe, head, Teacher(frozen, vocab))
+    unrolled = head_in_training(recipe, head, Teacher(frozen, vocab, getattr(torch, recipe.train.precision)))
     head_on_ranks, found = distribute_head(accelerator, unrolled, recipe.train), {}
     head_on_ranks.restore_optimizers(named(start, "state"))
     for step in range(HALF if start else 0, STEPS):
         set_learning_rates(head_on_ranks.optimizers, recipe.train, step)
         samples = [store[(BATCH * step + place) % len(store)] for place in range(BATCH)]
-        found[f"loss.{step}"] = accumulate(head_on_ranks, samples, micro_batches=1 + step % 2)
+        found[f"loss.{step}"] = accumulate(head_on_ranks, recipe.train, samples, micro_batches=1 + step % 2)
         found |= {f"gradient.{step}.{name}": gradient for name, gradient in full_gradients(head_on_ranks).items()}
         found[f"norm.{step}"] = torch.tensor(head_on_ranks.update())
         if step + 1 == HALF:
             save(head_on_ranks, {}, result.with_suffix(".half"))
-    accumulate(head_on_ranks, samples, micro_batches=1, scale=math.inf)
+    accumulate(head_on_ranks, recipe.train, samples, micro_batches=1, scale=math.inf)
     assert not math.isfinite(head_on_ranks.update())
     save(head_on_ranks, found, result)
     settle()
@@ -83,7 +84,9 @@ def make_dense(head: nn.Module) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
 
 
-def accumulate(head: HeadOnRanks, samples: list[Sample], micro_batches: int, scale: float = 1.0) -> Tensor:
+def accumulate(
+    head: HeadOnRanks, section: TrainSection, samples: list[Sample], micro_batches: int, scale: float = 1.0
+) -> Tensor:
     """Take the gradient of a batch on all ranks; returns its loss."""
     accelerator, unrolled = head.accelerator, head.unrolled
     own = samples[accelerator.process_index :: accelerator.num_processes]
@@ -93,7 +96,8 @@ def accumulate(head: HeadOnRanks, samples: list[Sample], micro_batches: int, sca
     counts = accelerator.reduce(torch.stack([each.counts(unroll) for each in supervisions]).sum(0), "sum")
     for number, (batch, supervision) in enumerate(zip(batches, supervisions, strict=True), start=1):
         with head.micro_batch(is_last=number == micro_batches):
-            scores = head.forward(batch, supervision, counts)
+            with autocast(section, accelerator.device):
+                scores = head.forward(batch, supervision, counts)
             head.backward(scores.loss * scale)
         loss += scores.loss.detach()
     return accelerator.reduce(loss, "sum")

@@ -66,7 +66,7 @@ def test_train_runs_the_script_of_the_recipes_kind_of_head(
     seen: list[Recipe] = []
     monkeypatch.chdir(ROOT)
     module = import_module("headstart." + script.removesuffix(".py").replace("/", "."))
-    monkeypatch.setattr(module, "train", seen.append)
+    monkeypatch.setattr(module, "train", lambda recipe, given: seen.append(recipe))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
     assert seen == [load_recipe(f"recipes/{recipe}", ["train.steps=1"])]
     assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out

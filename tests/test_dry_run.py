@@ -13,7 +13,8 @@ from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.trainers import run
 from headstart.trainers.new_head import head_without_weights
-from headstart.trainers.plan import DataSizes, activation_bytes, refuse_sizes
+from headstart.trainers.plan import DataSizes, refuse_sizes
+from headstart.trainers.ranks.memory import activation_bytes
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from headstart.trainers import loop, run
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
-from headstart.trainers.plan import target_needs, tuned_parameters
+from headstart.trainers.ranks.memory import target_needs, tuned_parameters
 
 MakeRecipe = Callable[..., Recipe]
 MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")
@@ -207,11 +207,26 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
     plain = TargetModel.without_weights(recipe.target).model
     assert tuned_parameters(recipe, plain) == trained
-    (_, kept, _), (_, activations, _) = target_needs(recipe, plain, trained, 3 * 36)
+    kept, activations = (need.size for need in target_needs(recipe, plain, trained, 3 * 36))
     assert abs(kept - (16 * trained + 4 * (parameters - trained))) < 0.01 * kept
     with SavedForBackward({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as saved:
         trainable(torch.zeros(3, 36, dtype=torch.long))
     assert 0.6 * saved.num_bytes < activations < 1.6 * saved.num_bytes
+
+
+@modes
+def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
+    """Loss and divergence, with adapters and AdamW's state in float32."""
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        recipe = make_recipe(precision, *MEDUSA, joint(mode, learning_rate=1e-3), f"train.precision={precision}")
+        run(recipe)
+        measured = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()][-1]
+        found[precision] = measured["heldout/loss_0"], measured["heldout/divergence"]
+        state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert found["bfloat16"] != found["float32"]
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05, abs=0.02)
 
 
 def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, harvested: Path) -> None:

@@ -31,6 +31,7 @@ from headstart.trainers.step import (
     TrainingInputs,
     count_micro_batches,
     refuse_nothing_to_learn,
+    tf32_allowed,
     train_step,
 )
 
@@ -153,6 +154,45 @@ def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
     for key, value in rounded.items():
         assert value.dtype == torch.float32
         assert (value - gradient[key]).norm() < 0.1 * gradient[key].norm(), key
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "{kind: eagle3, draft_vocab_size: 80}",
+        "{kind: eagle1}",
+        "{kind: medusa, medusa_heads: 3}",
+        "{kind: medusa, medusa_heads: 3, sequential: true, lm_head_rank: 4}",
+        "{kind: block, block_size: 3}",
+        "{kind: block, block_size: 4, markov_rank: 0}",
+    ],
+)
+def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
+    """For every kind of head: the loss of each step is close, and weights and AdamW's state are float32."""
+    shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        training = start_training(make_recipe("run", f"head={head}", f"train.precision={precision}"))
+        order = SampleOrder(training.inputs.train.shard_sizes, seed=3)
+        results = [train_step(training, step, order.of_step(0, 3)) for step in range(6)]
+        losses[precision] = torch.stack([result.sums[1] / result.sums[0] for result in results])  # [steps, levels]
+        state = training.head.optimizer_state().values()
+        assert {tensor.dtype for tensor in (*training.head.unrolled.head.parameters(), *state)} == {torch.float32}
+    assert not torch.equal(losses["bfloat16"], losses["float32"])  # it is in effect
+    assert losses["float32"][-1].sum() < losses["float32"][0].sum()
+    assert_close(losses["bfloat16"], losses["float32"], rtol=0.03, atol=0)
+
+
+def test_training_on_a_gpu_allows_tf32_and_leaves_it_off_for_everything_else() -> None:
+    """Float32 recipes trained at a sixth of a GPU's speed. Decoding keeps exact products, which lossless texts need."""
+    matmul = torch.backends.cuda.matmul
+    for device, allowed in (("cuda", True), ("cpu", False)):
+        with tf32_allowed(torch.device(device)):
+            assert matmul.allow_tf32 is allowed
+        assert not matmul.allow_tf32
+    with pytest.raises(ZeroDivisionError), tf32_allowed(torch.device("cuda")):
+        raise ZeroDivisionError
+    assert not matmul.allow_tf32
 
 
 def test_a_launch_that_contradicts_the_recipe_is_refused(

@@ -24,6 +24,8 @@ from headstart.data_pipelines.features.shard_files import bytes_per_token, decod
 from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
 from headstart.data_pipelines.features.store import merge, num_leaked, refuse_damage, stats, verify
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.stages.stage import checksum
+from headstart.recipes import Recipe
 from headstart.trainers import run as train
 from headstart.trainers.loop import SampleOrder
 
@@ -285,6 +287,48 @@ def test_the_order_depends_on_seed_and_step_alone() -> None:
         steps[5],
     ]
     assert [SampleOrder([4, 4, 2], seed=2).of_step(step, 3) for step in range(12)] != steps
+
+
+def change_a_state(path: Path) -> None:
+    """Change one number of the last hidden states, which stays finite."""
+    tensors = load_file(path)
+    tensors["last_hidden"][0, 0] += 1
+    with safe_open(path, "pt") as file:
+        save_file(tensors, path, file.metadata())
+
+
+def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(
+    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each shard was read whole for its first sample: 2 TB in the first steps of a large run. Damage is still found."""
+    folder = shutil.copytree(harvested / "run" / "features", tmp_path / "features")
+    sound, may_check, checked = FeatureStore(folder, "train"), threading.Event(), []
+    expected = [sound[number] for number in range(len(sound))]
+    change_a_state(folder / sound.shards[1]["file"])
+
+    def waiting(path: Path) -> str:
+        assert may_check.wait(timeout=60)
+        checked.append(path.name)
+        return checksum(path)
+
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.checksum", waiting)
+    store = FeatureStore(folder, "train", checks_later=True)
+    for number in (0, 1, len(store) - 1, 5):
+        assert store[number].tokens.equal(expected[number].tokens)
+    assert checked == []
+    may_check.set()
+    with pytest.raises(ValueError, match=rf"{store.shards[1]['file']} is not what the harvest wrote"):
+        store.finish_checks()
+    store.close()
+    assert sorted(checked) == sorted(shard["file"] for shard in store.shards)  # once each
+
+
+def test_no_checkpoint_holds_what_was_learned_from_a_damaged_shard(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run")
+    change_a_state(recipe.features_dir / "train-00001.safetensors")
+    with pytest.raises(ValueError, match=r"train-00001\.safetensors is not what the harvest wrote"):
+        train(recipe)
+    assert not list(recipe.checkpoints_dir.glob("step-*"))
 
 
 def test_reading_ahead_returns_the_same_samples_read_by_one_background_thread(harvested: Path) -> None:

@@ -69,6 +69,12 @@ def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> P
     return folder
 
 
+def write_config(target: Path, **sizes: int) -> None:
+    """Give a target's config.json other sizes; its weights no longer fit."""
+    path = target / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | sizes))
+
+
 def write_prompts(path: Path, count: int, first: int) -> Path:
     """Write prompts of different lengths, some of them conversations."""
     rows: list[dict[str, Any]] = []

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 
+from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import Recipe
 
 SCRIPTS = {
@@ -12,6 +13,6 @@ SCRIPTS = {
 }
 
 
-def run(recipe: Recipe) -> None:
-    """Train the recipe's head with the script for its kind."""
-    import_module("headstart." + SCRIPTS[recipe.head.kind].removesuffix(".py").replace("/", ".")).train(recipe)
+def run(recipe: Recipe, given: DeviceMemory | None = None) -> None:
+    """Train the recipe's head with the script for its kind; a dry run may plan for `given` devices."""
+    import_module("headstart." + SCRIPTS[recipe.head.kind].removesuffix(".py").replace("/", ".")).train(recipe, given)

@@ -8,15 +8,16 @@ Stopped or killed at any step, the same command continues from the newest checkp
 
 from headstart.common.errors import CONTINUES
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.command_line import DeviceMemory
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
     """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
     # Here, so that torch is loaded only when the recipe is known to be right.
     from headstart.data_pipelines.harvest import open_harvest
     from headstart.trainers.stages import TrainingRun
 
-    run = TrainingRun.start(recipe, "trainers/block.py")
+    run = TrainingRun.start(recipe, "trainers/block.py", given)
     if recipe.train.dry_run:
         return run.print_plan()
     with run.on_all_ranks():
@@ -29,7 +30,7 @@ def train(recipe: Recipe) -> None:
 
 
 def main() -> None:
-    run_command(__doc__, train, CONTINUES)
+    run_command(__doc__, train, CONTINUES, plans=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
     accelerate launch trainers/eagle.py recipes/tiny.yaml
     accelerate launch trainers/eagle.py recipes/llama3_8b.yaml train.learning_rate=1e-4
     python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true   # print what it would take, then exit
+    python trainers/eagle.py recipes/llama3_8b.yaml train.dry_run=true --device-memory 80GB   # on another machine
 
 Killed at any step, the same command continues from the newest checkpoint and ends in the same weights. SIGTERM, or
 Ctrl-C once, finishes the current step, saves and exits.
@@ -10,15 +11,16 @@ Ctrl-C once, finishes the current step, saves and exits.
 
 from headstart.common.errors import CONTINUES
 from headstart.recipes import Recipe, run_command
+from headstart.recipes.command_line import DeviceMemory
 
 
-def train(recipe: Recipe) -> None:
+def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
     """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
     # Here, so that torch is loaded only when the recipe is known to be right.
     from headstart.data_pipelines.harvest import open_harvest
     from headstart.trainers.stages import TrainingRun
 
-    run = TrainingRun.start(recipe, "trainers/eagle.py")
+    run = TrainingRun.start(recipe, "trainers/eagle.py", given)
     if recipe.train.dry_run:
         return run.print_plan()
     with run.on_all_ranks():
@@ -31,7 +33,7 @@ def train(recipe: Recipe) -> None:
 
 
 def main() -> None:
-    run_command(__doc__, train, CONTINUES)
+    run_command(__doc__, train, CONTINUES, plans=True)
 
 
 if __name__ == "__main__":

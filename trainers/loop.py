@@ -18,6 +18,7 @@ from headstart.trainers.step import (
     TrainingInputs,
     refuse_nothing_to_learn,
     samples_of_rank,
+    tf32_allowed,
     train_step,
 )
 from headstart.trainers.tracking import Tracker
@@ -57,7 +58,8 @@ def train(
             numbers = order.of_step(step, section.batch_size)
             if step + 1 < section.steps:  # read while this step is computed
                 inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
-            result = train_step(training, step, numbers, interrupts.received is not None)
+            with tf32_allowed(accelerator.device):
+                result = train_step(training, step, numbers, interrupts.received is not None)
             seconds += time.perf_counter() - started
             num_tokens += result.num_tokens
             if (step + 1) % LOG_EVERY == 0:
@@ -107,7 +109,8 @@ def measure(training: Training, tracker: Tracker, step: int) -> None:
     whole = training.head.whole()
     if whole is not None:
         with training.autocast():
-            metrics = held_out_metrics(whole, inputs.heldout, recipe.train.batch_size)
+            samples = recipe.train.samples_at_once(training.accelerator.num_processes)
+            metrics = held_out_metrics(whole, inputs.heldout, samples)
         if inputs.decoding is not None:
             weights = {} if inputs.target is None else inputs.target.weights()
             inputs.decoding.load_weights(whole.head.state_dict(), weights)

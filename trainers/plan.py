@@ -1,63 +1,69 @@
 """A run before it starts: mistakes that would show only after the harvest, and the plan that train.dry_run prints."""
 
-import math
-from collections.abc import Collection
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch import nn
 
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.rows import most_samples
-from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.engine.budget import free_memory, refuse_trees_of
-from headstart.inference.targets.architecture import decoder_layers
+from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import BlockSection, MedusaSection
 from headstart.trainers.new_head import head_without_weights, load_start
 from headstart.trainers.objectives.medusa2 import trainable_section
-from headstart.trainers.objectives.unrolled import positions_at_once
+from headstart.trainers.ranks.launch import refuse_lone_decoding
+from headstart.trainers.ranks.memory import (
+    FLOAT32,
+    GRADIENTS_AND_WEIGHTS,
+    Machine,
+    Need,
+    longest_sample,
+    memory_needs,
+    num_parameters,
+    target_bytes,
+    total,
+    tuned_parameters,
+)
 from headstart.trainers.run_checkpoints import KEPT
 from headstart.trainers.tracking import refuse_unusable_wandb
 
-FLOAT32 = 4  # bytes
-TRAINED = 16  # bytes of memory per trained parameter: weight, gradient and AdamW's two moments in float32
 SAVED = 12  # bytes of a checkpoint per trained parameter: without the gradient
-GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
-LOGITS_KEPT = 4  # copies of a chunk's logits: the target's, the head's, their loss and its gradient
 
 
-def preflight(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
-    """Raise ValueError for whatever is known to fail later in the run; writes nothing."""
-    target = check_harvest(recipe)
+def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
+    """The target's sizes; raises ValueError for whatever is known to fail later in the run. Writes nothing.
+
+    The run's whole memory is left to `refuse_more_than_memory`.
+    """
+    target = check_harvest(recipe, machine.is_here)
     samples = recipe.data.num_prompts
     if recipe.data.store is None:
         refuse_few_rows(recipe)
     else:
         samples = len(FeatureStore(recipe.data.store, "train"))
-    refuse_sizes(recipe, num_ranks, samples)
+    refuse_sizes(recipe, machine.ranks, samples)
     refuse_unusable_wandb(recipe)
     if recipe.train.start_from is not None:
         folder = locate_target(recipe.target.path, recipe.target.revision)
         load_start(recipe, FrozenTarget.from_folder(folder, torch.float32))
-    refuse_large_head(recipe, target, num_ranks, device)
-    if recipe.train.eval_prompts:
+    refuse_large_head(recipe, target, machine)
+    refuse_lone_decoding(recipe, machine.ranks)
+    if recipe.train.eval_prompts and machine.is_here:
         refuse_trees_of(recipe, min(recipe.train.eval_prompts, recipe.decode.max_batch))
     if recipe.joint.mode == "lora" and not recipe.train.dry_run and find_spec("peft") is None:
         raise ValueError(
             "joint.mode: lora given, null or full is allowed without peft; install it with pip install -e '.[lora]'"
         )
+    return target
 
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
@@ -96,7 +102,7 @@ def refuse_few_rows(recipe: Recipe) -> None:
         )
 
 
-def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, device: torch.device) -> None:
+def refuse_large_head(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Raise ValueError if the head cannot be built, or its weights and gradients would not fit into memory."""
     try:
         head = head_without_weights(recipe, target)
@@ -106,12 +112,12 @@ def refuse_large_head(recipe: Recipe, target: TargetConfig, num_ranks: int, devi
             f"head: {sizes} given, sizes that fit the target are allowed ({error}); leave them out for the target's own"
         ) from error
     weights = num_parameters(head) * FLOAT32
-    needed, free = GRADIENTS_AND_WEIGHTS * weights // num_ranks, free_memory(device)
+    needed, free = GRADIENTS_AND_WEIGHTS * weights // machine.ranks, machine.memory
     if needed > free:
         raise ValueError(
-            f"head: {decimal(weights)} of weights given, {decimal(needed)} per rank with their gradients, and {device} "
-            f"has {decimal(free)} free, which is the most that is allowed; lower head.intermediate_size, num_heads, "
-            "hidden_size or draft_vocab_size"
+            f"head: {decimal(weights)} of weights given, {decimal(needed)} per rank with their gradients, and "
+            f"{machine.device} has {decimal(free)} free, which is the most that is allowed; lower "
+            "head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
         )
 
 
@@ -122,120 +128,49 @@ class DataSizes:
     is_measured: bool
     samples: int
     tokens: int
-    longest: int  # tokens of the longest sample that memory is planned for
     feature_bytes: int  # bytes of both splits
 
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
-        data, longest = recipe.data, recipe.data.prompt_tokens + recipe.data.response_tokens
+        data, longest = recipe.data, longest_sample(recipe)
         folder = data.store or recipe.features_dir
         if data.online is None and (folder / MANIFEST).is_file():
             stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
             stored = sum(shard["bytes"] for store in stores for shard in store.shards)
-            return cls(True, len(stores[0]), stores[0].num_tokens, longest, stored)
+            return cls(True, len(stores[0]), stores[0].num_tokens, stored)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if data.online is None else 0
         samples = most_samples(data)
         tokens = samples * longest
-        return cls(False, samples, tokens, longest, per_token * (tokens + data.heldout_samples * longest))
+        return cls(False, samples, tokens, per_token * (tokens + data.heldout_samples * longest))
 
 
-Need = tuple[str, int, str]  # what, bytes of memory, why
-
-
-def print_plan(recipe: Recipe, num_ranks: int, device: torch.device) -> None:
+def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Print the whole plan as a table; nothing is allocated."""
-    folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
-    target = TargetConfig.from_folder(folder)
     data, head = DataSizes.of(recipe, target), head_without_weights(recipe, target)
-    samples = math.ceil(math.ceil(recipe.train.batch_size / num_ranks) / recipe.train.accumulate)  # per micro-batch
-    needs, trained = head_needs(recipe, head, samples, data.longest, device), num_parameters(head)
+    needs, trained = memory_needs(recipe, head, machine, target_bytes(recipe)), num_parameters(head)
     if recipe.joint.mode is not None:
-        model = TargetModel.without_weights(trainable_section(recipe, device)).model
-        tuned = tuned_parameters(recipe, model)
-        needs += target_needs(recipe, model, tuned, samples * data.longest)
-        trained += tuned
-    needs.append(("total, per rank, about", sum(size for _, size, _ in needs), "as data parallel; others hold slices"))
-    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, ranks: {num_ranks}", box=None)
+        trained += tuned_parameters(
+            recipe, TargetModel.without_weights(trainable_section(recipe, machine.device)).model
+        )
+    shares = "" if machine.is_sharded else " as data parallel;"
+    most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
+    needs.append(Need("total on the main rank, about", total(needs), most))
+    ranks = f"{machine.ranks}" if machine.is_here else f"{machine.ranks}, devices: {machine.devices}"
+    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, ranks: {ranks}", box=None)
     parts = ", ".join(f"{name} {num_parameters(child):,}" for name, child in head.named_children())
     table.add_row("parameters of the head", f"{num_parameters(head):,}", parts)
-    for what, size, why in needs:
-        table.add_row(f"memory: {what}", decimal(size), why)
+    for need in needs:
+        table.add_row(f"memory: {need.what}", decimal(need.size), need.why)
     for row in data_rows(recipe, data, trained):
         table.add_row(*row)
+    folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", "its weights, wherever it is loaded")
     Console(width=120, highlight=False).print(table)
     if recipe.joint.mode == "lora" and find_spec("peft") is None:
         print("joint.mode: the run itself needs peft, which is not installed; run pip install -e '.[lora]'")
     print("dry run: nothing was written")
-
-
-def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, device: torch.device) -> list[Need]:
-    """Memory on a rank that trains on `samples` texts of `longest` tokens at once."""
-    drafted, target = 0 if head.vocab.is_full else len(head.vocab.ids), head.target
-    frozen = (2 * target.vocab_size + drafted) * target.hidden_size * FLOAT32
-    micro_batch = f"{samples} samples of {longest} tokens, unroll {recipe.unroll}, {recipe.train.precision}"
-    activations = activation_bytes(recipe, head, samples, longest, device)
-    return [
-        ("the head", TRAINED * num_parameters(head), "weights, gradients, two moments of AdamW in float32"),
-        ("the target's embedding and lm_head", frozen, "frozen, with the final norm, in float32"),
-        ("activations, about", activations, micro_batch),
-    ]
-
-
-def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int, device: torch.device) -> int:
-    """About what a micro-batch takes: its features, what each unroll step saves, and the logits of a chunk."""
-    tokens, unroll, hidden = samples * longest, recipe.unroll, head.target.hidden_size
-    scored = tokens  # positions whose hidden states are kept for the loss
-    passes = tokens * unroll  # positions that go through the head's layers
-    if isinstance(recipe.head, MedusaSection):
-        passes = tokens  # each Medusa head has layers of its own
-    elif isinstance(recipe.head, BlockSection):
-        scored = samples * min(recipe.train.anchors, longest)
-        passes = scored * recipe.head.block_size
-    element, copies = FLOAT32, 0
-    if recipe.train.precision == "bfloat16":
-        element = FLOAT32 // 2
-        copies = num_parameters(head) * element  # autocast keeps a copy of the weights
-    logits_weights = {id(parameter) for parameter in head.logits_parameters}
-    layers = copies + passes * linear_widths(head, logits_weights) * element
-    if recipe.train.activation_checkpointing:
-        layers //= unroll  # the backward pass computes one unroll step at a time again
-    features = (len(head.taps) + 2) * hidden * tokens * FLOAT32
-    states = 2 * unroll * scored * hidden * FLOAT32
-    logits = unroll * len(head.vocab.ids)  # logits of one position
-    chunk = min(positions_at_once(logits, device), scored)
-    return features + layers + states + LOGITS_KEPT * chunk * logits * FLOAT32
-
-
-def linear_widths(module: nn.Module, without: Collection[int] = ()) -> int:
-    """The widths of linear layers, but `without` (ids of weights): about what a forward pass saves for a position."""
-    linear = [each for each in module.modules() if isinstance(each, nn.Linear) and id(each.weight) not in without]
-    return sum(each.in_features + each.out_features for each in linear)
-
-
-def tuned_parameters(recipe: Recipe, model: Any) -> int:
-    """The number of the target's parameters that joint.mode trains: its layers', or those of adapters."""
-    layers = decoder_layers(model)
-    if recipe.joint.mode == "full":
-        return num_parameters(layers)
-    return recipe.joint.lora_rank * linear_widths(layers)
-
-
-def target_needs(recipe: Recipe, model: Any, tuned: int, tokens: int) -> list[Need]:
-    """Memory for a target that is trained with its heads."""
-    parameters, size = num_parameters(model), next(model.parameters()).element_size()
-    fixed = parameters - tuned if recipe.joint.mode == "full" else parameters  # adapters are added to the others
-    learning = f"{tuned:,} of {fixed + tuned:,} parameters learn, joint.mode {recipe.joint.mode}"
-    return [
-        ("the target", fixed * size + TRAINED * tuned, learning),
-        ("activations of the target, about", tokens * linear_widths(decoder_layers(model)) * size, f"{tokens} tokens"),
-    ]
-
-
-def num_parameters(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, str, str]]:

@@ -22,13 +22,15 @@ from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
+from headstart.recipes.command_line import DeviceMemory
 from headstart.trainers import SCRIPTS
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
 from headstart.trainers.plan import preflight, print_plan, refuse_sizes
-from headstart.trainers.ranks.launch import refuse_lone_decoding, start_accelerator
+from headstart.trainers.ranks.launch import holds_slices, start_accelerator
+from headstart.trainers.ranks.memory import Machine, refuse_more_than_memory
 from headstart.trainers.run_checkpoints import Checkpoints, RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.step import TrainingInputs
 
@@ -51,28 +53,36 @@ class TrainingRun:
 
     recipe: Recipe
     accelerator: Accelerator
+    machine: Machine
 
     @classmethod
-    def start(cls, recipe: Recipe, script: str) -> "TrainingRun":
-        """Join the launch; raises ValueError if it contradicts the recipe, or if another script trains its head."""
+    def start(cls, recipe: Recipe, script: str, given: DeviceMemory | None = None) -> "TrainingRun":
+        """Join the launch; raises ValueError if it contradicts the recipe, or if another script trains its head.
+
+        A dry run may plan for `given` devices, which this machine need not have.
+        """
         end_with_launcher()
         refuse_other_script(recipe, script)
-        return cls(recipe, start_accelerator(recipe))
+        accelerator = start_accelerator(recipe)
+        if given is not None:
+            return cls(recipe, accelerator, Machine.described(recipe, given))
+        slices = holds_slices(accelerator)
+        return cls(recipe, accelerator, Machine.running(accelerator.num_processes, accelerator.device, slices))
 
     def check(self) -> None:
-        preflight(self.recipe, self.accelerator.num_processes, self.accelerator.device)
+        refuse_more_than_memory(self.recipe, preflight(self.recipe, self.machine), self.machine)
 
     def print_plan(self) -> None:
-        """Check the recipe and print what the run would take."""
-        self.check()
+        """Check the recipe and print what the run would take; raises ValueError after that if it does not fit."""
+        target = preflight(self.recipe, self.machine)
         if self.accelerator.is_main_process:
-            print_plan(self.recipe, self.accelerator.num_processes, self.accelerator.device)
+            print_plan(self.recipe, target, self.machine)
+        refuse_more_than_memory(self.recipe, target, self.machine)
 
     @contextmanager
     def on_all_ranks(self) -> Iterator[None]:
         """Check the recipe, and hold run_dir for ranks that agree on the run."""
         recipe = self.recipe
-        refuse_lone_decoding(recipe, self.accelerator.num_processes)
         checkpoints = Checkpoints(recipe.checkpoints_dir, {})
         with run_together(recipe, "training", self.check, lambda: {"checkpoint": f"step {checkpoints.newest()}"}):
             yield

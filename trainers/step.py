@@ -1,6 +1,8 @@
 """A training run, and one optimizer step of it; ranks and micro-batches change the step's rounding and nothing else."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,6 +14,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
+from headstart.recipes.schema import TrainSection
 from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
@@ -58,17 +61,39 @@ class Training:
         return cls(recipe, inputs, accelerator, head_on_ranks)
 
     def autocast(self) -> torch.autocast:
-        """Matrix products in `train.precision`; weights, softmaxes, losses and the sums of norms stay in float32."""
-        half = self.recipe.train.precision == "bfloat16"
-        return torch.autocast(self.accelerator.device.type, dtype=torch.bfloat16, enabled=half)
+        return autocast(self.recipe.train, self.accelerator.device)
 
     def save(self, checkpoints: Checkpoints, step: int) -> None:
-        """Write a checkpoint on the main rank; every rank must call this."""
+        """Write a checkpoint on the main rank; every rank must call this.
+
+        Raises ValueError if a sample that was trained on, or measured on, comes from a damaged shard.
+        """
+        for store in (self.inputs.train, self.inputs.heldout):
+            store.finish_checks()
         whole, optimizers = self.head.whole(), self.head.optimizer_state()
         if whole is not None:
             target = {} if self.inputs.target is None else self.inputs.target.state()
             checkpoints.save(Snapshot(step, whole.head.state_dict(), optimizers, target))
         self.accelerator.wait_for_everyone()
+
+
+def autocast(section: TrainSection, device: torch.device) -> torch.autocast:
+    """Matrix products in `train.precision`; weights, softmaxes, losses and the sums of norms stay in float32."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=section.precision == "bfloat16")
+
+
+@contextmanager
+def tf32_allowed(device: torch.device) -> Iterator[None]:
+    """On a GPU, let float32 matrix products round their inputs to TF32 (10 bits), at about eight times the speed.
+
+    Training tolerates that. Harvest and decoding do not ask for it: they keep the target's exact numbers.
+    """
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = before or device.type == "cuda"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:
@@ -240,6 +265,7 @@ def refuse_non_finite(training: Training, what: str, value: float, step: int, nu
     if math.isfinite(value):
         return
     store = training.inputs.train
+    store.finish_checks()  # a damaged shard is the cause, if there is one
     samples = ((number, store[number]) for number in numbers)
     spoiled = [n for n, each in samples if not (each.taps.isfinite().all() and each.last_hidden.isfinite().all())]
     if spoiled:

@@ -54,6 +54,9 @@ class SampleStore(ABC):
     def expect(self, numbers: Sequence[int]) -> None:  # noqa: B027
         """Announce the samples that will be requested next."""
 
+    def finish_checks(self) -> None:  # noqa: B027
+        """Wait until all that was read is known to be sound; raises ValueError if it is damaged."""
+
     def close(self) -> None:  # noqa: B027
         """Stop all reading; no sample may be requested after this."""
 

@@ -37,7 +37,8 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
         train: SampleStore
         heldout: SampleStore
         if devices is None:
-            train, heldout = (FeatureStore(harvested.folder, split, taps) for split in splits)
+            train, heldout = (FeatureStore(harvested.folder, split, taps, checks_later=True) for split in splits)
+            stack.enter_context(closing(heldout))
         else:
             if devices == IN_THIS_PROCESS:
                 tap_texts: TapTexts = partial(tap, TargetModel.load(recipe.target, taps))
@@ -173,6 +174,9 @@ class ReadAhead(SampleStore):
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         return self._thread.submit(self.store.tap_sizes, taps, num_layers).result()
+
+    def finish_checks(self) -> None:
+        self._thread.submit(self.store.finish_checks).result()
 
     def close(self) -> None:
         """Stop the thread after its current read, drop the other announced samples, and close the store."""

@@ -3,6 +3,7 @@
 import json
 import shlex
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,16 @@ class FeatureStore(SampleStore):
     """The samples of one split by number, read from disk; a shard's checksum is verified when it is first opened.
 
     With `taps`, samples hold only these taps, so one store serves many heads. Raises ValueError naming a tap that is
-    not stored, or a shard that is missing, changed or not in the manifest.
+    not stored, or a shard that is missing, changed or not in the manifest. With `checks_later` a thread verifies the
+    checksums, which would take seconds for the first sample of a large shard; `finish_checks` waits for it.
     """
 
-    def __init__(self, folder: Path, split: str, taps: tuple[int, ...] | None = None) -> None:
+    def __init__(
+        self, folder: Path, split: str, taps: tuple[int, ...] | None = None, checks_later: bool = False
+    ) -> None:
         self.folder = folder
+        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") if checks_later else None
+        self._checks: list[Future[None]] = []
         self.about = read_manifest(folder)
         stored = tuple(self.about["taps"])
         self.taps = stored if taps is None else taps
@@ -97,18 +103,34 @@ class FeatureStore(SampleStore):
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
+    def finish_checks(self) -> None:
+        while self._checks:
+            self._checks.pop(0).result()
+
     def close(self) -> None:
         self._opened.clear()
+        if self._checker is not None:
+            self._checker.shutdown(cancel_futures=True)
 
     def _shard(self, shard: int) -> Any:
         """An open shard; it is opened and checked on first use."""
+        while self._checks and self._checks[0].done():
+            self._checks.pop(0).result()
         if shard in self._opened:
             return self._opened[shard]
-        if problem := shard_damage(self.folder, self.shards[shard]):
-            raise ValueError(f"{problem}; {repair(self.folder, [self.folder / self.shards[shard]['file']])}")
+        if self._checker is None:
+            refuse_damaged(self.folder, self.shards[shard])
+        else:
+            self._checks.append(self._checker.submit(refuse_damaged, self.folder, self.shards[shard]))
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]
+
+
+def refuse_damaged(folder: Path, shard: Json) -> None:
+    """Raise ValueError, with the remedy, if a shard that the manifest lists is not what the harvest wrote."""
+    if problem := shard_damage(folder, shard):
+        raise ValueError(f"{problem}; {repair(folder, [folder / shard['file']])}")
 
 
 def shard_damage(folder: Path, shard: Json) -> str | None:

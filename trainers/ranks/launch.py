@@ -30,7 +30,6 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[process_group])
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         refuse_muon(recipe.train, "DeepSpeed")
-        refuse_half_precision(recipe.train)
         refuse_deepspeed(accelerator.state.deepspeed_plugin)
         # While this exists, transformers shards every model it loads, also the target that only the main rank loads
         # to decode with; it would wait for the other ranks forever.
@@ -45,6 +44,11 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
 
 def is_fsdp() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
+def holds_slices(accelerator: Accelerator) -> bool:
+    """Whether each rank holds slices of the head, by FSDP2 or DeepSpeed."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
 
 
 def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
@@ -85,20 +89,11 @@ def refuse_muon(section: TrainSection, sharding: str) -> None:
 
 def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     """Raise ValueError unless one process trains the target, with nothing sharded."""
-    sharded = accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+    sharded = holds_slices(accelerator)
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise ValueError(
             f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml"
-        )
-
-
-def refuse_half_precision(section: TrainSection) -> None:
-    """Raise ValueError unless DeepSpeed trains in float32, as it disables autocast."""
-    if section.precision != "float32":
-        raise ValueError(
-            f"train.precision: {section.precision} given, only float32 is allowed under DeepSpeed; choose float32, or "
-            "launch with recipes/launch/fsdp2.yaml or ddp.yaml"
         )
 
 

@@ -10,7 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_st
 from torch import Tensor
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
+from headstart.trainers.objectives.unrolled import UnrolledHead
 from headstart.trainers.optimizers import build_optimizers, state_of_parameter
 from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, copy_to_main_cpu, copy_weights, whole_and_sharded
 
@@ -25,6 +25,10 @@ class ZeroHead(HeadOnRanks):
         config["gradient_clipping"] = section.clip_norm
         config["gradient_accumulation_steps"] = 1  # `micro_batch` says when a batch is complete
         config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed requires it, but only for its bookkeeping
+        # DeepSpeed replaces the caller's autocast by its own. Without modules whose weights it may send in bfloat16, it
+        # gathers weights and sums gradients in float32, as the other launches do.
+        half = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        config["torch_autocast"] = half if section.precision == "bfloat16" else {"enabled": False}
         # DeepSpeed would keep small weights whole; sharding all of them lets tiny tests run the code of large heads.
         config["zero_optimization"]["stage3_param_persistence_threshold"] = 0
         self.optimizers = build_optimizers(self.unrolled.head, section)
@@ -39,10 +43,6 @@ class ZeroHead(HeadOnRanks):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
         self.engine.set_gradient_accumulation_boundary(is_last)
         return nullcontext()
-
-    def forward(self, *inputs: object) -> UnrollScores:
-        assert not torch.is_autocast_enabled(self.accelerator.device.type), "DeepSpeed would silently disable autocast"
-        return super().forward(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         # accelerate's own backward would also step.
