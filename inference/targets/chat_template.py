@@ -92,7 +92,8 @@ class ChatTemplate:
         turns = [self._as_taken(message) for message in messages]
         if any(turn["content"] is None for turn in turns):  # the tokenizer's own drops these
             return self.encode(self.render(messages, tools, variables=variables))
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        quietly = {"verbose": False}  # the caller cuts or refuses long prompts
+        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
         return list(self._apply(turns, tools, variables, **how))
 
     def _apply(
