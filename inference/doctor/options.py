@@ -27,7 +27,8 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     parser.add_argument("head", type=Path, help="folder of the trained head")
     parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
-    rows = "JSONL file of held-out prompts, rows with tokens or prompt; default: the run's, else the target's"
+    rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
+    rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)
     parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
     parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
