@@ -25,13 +25,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 .PHONY: about-demo
 about-demo: # the first line, before the installation
-	@echo "Trains a draft head for the small bundled target ($(RECIPE)), then measures it: about 5 minutes on two cores."
+	@echo "Trains a draft head for the small bundled target ($(RECIPE)), then measures it: 5 to 10 minutes on two cores."
 
 demo: about-demo $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
 	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
 		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
 	$(BIN)/headstart report $(RECIPE)
-	@echo "Next: make chat-cli talks with a real chat model; 'Train your own' in README.md does this for your model."
+	@echo "Next: make chat-cli talks with a real chat model; 'Train a head for your model' in README.md says how to go on."
 
 chat-cli: $(INSTALLED) ## talk with SmolLM2-135M-Instruct in the terminal, draft tokens coloured (fetches it first)
 	$(BIN)/headstart chat
