@@ -112,9 +112,9 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        taken = f"--port: {port} given, but {host}:{port} cannot be opened ({error.strerror or error}), a free port is needed"
+        taken = f"--port: {port} given, but {host}:{port} cannot be opened ({error.strerror or error})"
         remedy = "give another --port (0 takes a free one), or end the server that has it"
-        raise ValueError(f"{taken}; {remedy}") from None
+        raise ValueError(f"{taken}, a free port is needed; {remedy}") from None
 
 
 class Server(uvicorn.Server):
