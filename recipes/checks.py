@@ -15,7 +15,6 @@ from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, Recipe
 
 RecipeMistake = tuple[str, str]
 Values = dict[str, Any]
-TIMED_GROWTHS = ("adaptive", "cost_aware", "searched_cost_aware")  # these depend on measured step times
 RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 RELATIVE_PATHS = "relative paths start from the current directory"
 
@@ -102,14 +101,11 @@ def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
 
 def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     """Fields that cannot be combined with a target that is split over several ranks or devices."""
-    split, data, online = recipe["target"]["split"], recipe["data"], recipe["data"]["online"]
+    split, online = recipe["target"]["split"], recipe["data"]["online"]
     if online is not None and split == "tensor":  # training ranks read different samples; a shared target needs one
         yield "target.split", "only layers or null is allowed with data.online; remove split"
     if online not in (None, ["auto"]) and split == "layers":
         yield "target.split", "only null is allowed with devices in data.online, which place the target; remove one"
-    if split == "tensor" and data["draft_head"] is not None and recipe["decode"]["growth"] in TIMED_GROWTHS:
-        allowed = "a growth that measures no times is allowed with target.split tensor and data.draft_head"
-        yield "decode.growth", f"{allowed}, because all ranks must draft the same tree; choose dynamic"
 
 
 def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]:

@@ -83,8 +83,8 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
             found.append(stored)
 
         target.ranks.carry_out(find, lambda run: run())  # some ranks may find a file that others lack
-        stored = found[0]
-        table = CostTable(stored.surface, width, is_captured(target), target.device.type == "cpu")
+        stored, learns = target.ranks.agreed(found[0]), not target.ranks.in_step
+        table = CostTable(stored.surface, width, is_captured(target), target.device.type == "cpu", learns)
         table.observed = Observed(stored.observed)
         weakref.finalize(table, write_observed, digest, stored, table.observed)
         tables[digest] = table

@@ -149,9 +149,14 @@ class Observed(dict[str, deque[float]]):
 class CostTable:
     """Costs of a step in each situation: the measured ones, times what observed steps took more or less."""
 
-    def __init__(self, surface: CostSurface, width: int, captured: bool = False, synced: bool = True) -> None:
-        """`width` is the number of nodes that a level expands. `synced`: work is done when a call returns."""
-        self.surface, self.width, self.captured, self.synced = surface, width, captured, synced
+    def __init__(
+        self, surface: CostSurface, width: int, captured: bool = False, synced: bool = True, learns: bool = True
+    ) -> None:
+        """`width` is the number of nodes that a level expands. `synced`: work is done when a call returns.
+
+        Ranks that draft the same trees for a target that they share must not learn, as each has a clock of its own.
+        """
+        self.surface, self.width, self.captured, self.synced, self.learns = surface, width, captured, synced, learns
         self.observed = Observed()
         self._now: dict[Situation, StepCosts] = {}
         self._renew_at = RENEWED
@@ -165,6 +170,8 @@ class CostTable:
 
     def observe_target(self, at: Situation, nodes: int, seconds: float) -> None:
         """Learn how long a step with this many nodes in each row took, except drafting."""
+        if not self.learns:
+            return
         size = size_bucket(nodes) if self.captured else nodes
         measured = float(self.surface.seconds(numpy.array([float(size)]), at)[0])
         for name in target_groups(at, nearest_size(size)):
@@ -173,6 +180,8 @@ class CostTable:
 
     def observe_drafting(self, at: Situation, first_level: float, levels: list[float]) -> None:
         """Learn how long drafting the first level took, and each further one."""
+        if not self.learns:
+            return
         first, further = self.surface.drafting(at, self.width)
         self.observed.add(f"first level, {at.group}", first_level, first)
         for seconds in levels:

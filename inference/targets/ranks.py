@@ -22,6 +22,7 @@ class Ranks:
     """The ranks of a launch, each with a whole target; without a launch, this process is the only rank."""
 
     may_capture = True  # can a forward pass be captured as a CUDA graph?
+    in_step = False  # do all ranks compute every pass together?
 
     def __init__(self) -> None:
         self.rank, self.count = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -39,6 +40,10 @@ class Ranks:
         """
         work(run_target)
 
+    def agreed(self, found: Item) -> Item:
+        """What all ranks use of what each of them found, such as times. All ranks must call this."""
+        return found
+
 
 class TensorParallel(Ranks):
     """All ranks compute every forward pass together: rank 0 does the work and broadcasts the arguments of each pass.
@@ -46,7 +51,7 @@ class TensorParallel(Ranks):
     The other ranks only repeat these passes, so they need not see the files that the work reads.
     """
 
-    may_capture = False
+    may_capture, in_step = False, True
 
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         return work if self.rank == 0 else work[:0]
@@ -67,6 +72,11 @@ class TensorParallel(Ranks):
                 result = run_target(*args, **kwargs)
                 if isinstance(result, Iterator):  # it runs the target only while it is read
                     deque(result, maxlen=0)
+
+    def agreed(self, found: Item) -> Item:
+        """Rank 0's."""
+        agreed: Item = broadcast(found)
+        return agreed
 
 
 def broadcast(message: Any) -> Any:
