@@ -60,6 +60,7 @@ STAND_INS = {
 # Made before the walk, in addition to data/prompts.jsonl and data/heldout_prompts.jsonl.
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
 
+SMOLLM2 = "models/SmolLM2-135M-Instruct"  # which the walk fetches
 BY_HAND = {
     r"^hf upload ": "uploads to a hub repository",
     r"VENV|--peer": "needs a peer's environment; run when a peer's version changes",
@@ -68,6 +69,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",
     r"^make walk$": "is this walk",
+    r"benchmarks/own_domain\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
@@ -153,6 +155,8 @@ def tiny(command: str) -> str:
     if (launch := LAUNCH_OF_TINY.search(command)) is not None:
         command += f" run_dir=runs/{launch[1]} data.folder=runs/tiny"  # or it would find the head of the run before
         command += " train.optimizer=adamw" * (launch[1] in SLICED)  # muon, the recipe's, needs whole matrices
+    if "recipes/smollm2" in command and "=assets/smollm2_head" in command:
+        command += f" target.path={SMOLLM2}"  # the recipe has the demo target, whose heads have other sizes
     if "benchmarks/medusa.py" in command:
         command += " report.num_prompts=10"  # it calibrates on eight of them
     return command
