@@ -15,6 +15,8 @@ from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from headstart.inference.serve.requests.responses import ResponsesRequest
 
+# The server's thread draws random numbers while hypothesis draws a body.
+pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
 PIECES = [
     "a",
     "the ",
