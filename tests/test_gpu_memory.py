@@ -73,6 +73,7 @@ def check(recipe: Recipe, devices: str) -> None:
     refuse_more_than_memory(recipe, TargetConfig.from_folder(Path(recipe.target.path)), machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", ["80GB", "8x80GB"])
 @pytest.mark.parametrize("name", GPU_RECIPES)
 def test_every_gpu_recipe_fits_the_gpus_that_it_names(

@@ -16,6 +16,8 @@ from tiny_run import build_run, recipe_values, write_prompts
 
 from headstart import cli
 
+pytestmark = pytest.mark.slow  # each runs the commands that a message names
+
 ROOT = Path(__file__).resolve().parent.parent
 
 Type = Callable[..., Outcome]  # headstart ARGUMENTS
