@@ -50,7 +50,7 @@ BURST, CANCELS, SWITCH = 0.02, 0.01, 0.02  # chances of each step; rows draft wh
 
 
 class OwnFailure(Exception):
-    """What a request of the kind that fails raises, in the step."""
+    """Raised on purpose by the constraint `Failing`."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class Traffic:
         )
 
     def written_alone(self, kind: int) -> Generation:
-        """What a request of the pool writes in a loop of its own, without drafts."""
+        """The text of a request of the pool, decoded alone and without drafts."""
         if kind not in self.alone:
             loop = DecodeLoop(self.target, max_batch=1)
             number = loop.submit(self.pool[kind])
@@ -204,7 +204,7 @@ def main() -> None:
     table = Table("what", "seen", "allowed", "held")
     right = f"{ended + counts['cancelled'] + counts['error'] - counts['wrong']} right, {counts['wrong']} wrong"
     held = not counts["wrong"] and late / early - 1 <= MOST_GROWTH
-    table.add_row("texts, beside the same alone", right, "none wrong", "NO" if counts["wrong"] else "yes")
+    table.add_row("texts compared with the same request alone", right, "none wrong", "NO" if counts["wrong"] else "yes")
     size = f"{early / 2**20:.0f} MiB, then {late / 2**20:.0f} MiB"
     grown = "yes" if late / early - 1 <= MOST_GROWTH else "NO"
     table.add_row("most memory in the second and last third", size, f"{MOST_GROWTH:.0%} more", grown)

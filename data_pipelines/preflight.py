@@ -108,6 +108,6 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 def is_conversation(row: Row) -> bool:
     """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
     try:
-        return isinstance(parse_row(row.read(), has_template=False), Conversation)
+        return isinstance(parse_row(row.read(), lambda text: False), Conversation)
     except BadRow:
         return False

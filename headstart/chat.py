@@ -30,7 +30,6 @@ from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
-from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.smollm2 import fetch
 
 
@@ -54,14 +53,13 @@ def talk(options: ChatOptions) -> None:
     piped = options.prompt is None and not interactive
     console = Console(highlight=False, color_system=None if piped else "auto")
     sampling = Sampling(options.temperature or 0.0, seed=options.seed, rule=wanted.decode.acceptance)
-    model, tokenizer, section = load_model(wanted)
+    model, template, section = load_model(wanted)
     assert model.drafter is not None
     own, longest = TargetDefaults.of(model.target, temperature=0.0), wanted.decode.max_new_tokens
     if options.temperature is None:
         sampling = replace(sampling, temperature=own.sampling.temperature)
     if "max_new_tokens" not in wanted.decode.model_fields_set:  # half of a small target's positions are for questions
         longest = own.length(0, min(longest, max(model.target.max_positions // 2, 1)))
-    template = ChatTemplate(tokenizer, section.chat_template_kwargs)
     chat = Chat(model.target, model.drafter, template, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {wanted.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:

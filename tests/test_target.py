@@ -24,9 +24,9 @@ from transformers import (
 )
 
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import fast_dtype, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import end_tokens_of
 from headstart.recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
@@ -152,7 +152,7 @@ def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
     tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}AFTER{% endfor %}".replace(
         "AFTER", after_words
     )
-    found = end_tokens_of(tokenizer, tokenizer.convert_tokens_to_ids(known))
+    found = ChatTemplate(tokenizer).end_tokens(tokenizer.convert_tokens_to_ids(known))
     assert tokenizer.convert_ids_to_tokens(found) == ends
 
 

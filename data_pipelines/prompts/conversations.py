@@ -1,7 +1,7 @@
 """Parse data rows in all known forms into conversations, plain texts or tokens."""
 
 import json
-import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -15,7 +15,6 @@ NEEDED = (
     "prompt or text (a string), prompt with response or completion, messages (a list of {role, content}), "
     "conversations (a list of {from, value}), or tokens with loss_mask"
 )
-NO_MARKS = re.compile(r"(?!)")  # matches nothing
 IGNORED = -100  # the label of a token that is not trained on
 ANSWERS = ("response", "completion")  # fields that hold what was written after `prompt`
 SPELLINGS = {
@@ -101,12 +100,12 @@ class PromptAndAnswer:
 Parsed = Conversation | TokenRow | PromptAndAnswer | str
 
 
-def parse_row(row: Json, has_template: bool = True, marks: re.Pattern[str] = NO_MARKS) -> Parsed:
+def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> Parsed:
     """The content of a row in any known form; raises BadRow for other rows. A field that is null is not there.
 
-    With a chat template, {prompt} is a user turn and {prompt, response} a user turn and its answer, unless the prompt
-    begins with one of the template's `marks`: then it is rendered already. {text} and, as in TRL, {prompt, completion}
-    are plain text. Lists of messages are joined to one conversation under all names.
+    {prompt} is a user turn and {prompt, response} a user turn and its answer, if `is_turn` says so of the prompt
+    (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text. Lists of messages are joined to
+    one conversation under all names.
     """
     given = {name: value for name, value in row.items() if value is not None}
     refuse_keys(given, ROW_KEYS, "the row")
@@ -116,15 +115,15 @@ def parse_row(row: Json, has_template: bool = True, marks: re.Pattern[str] = NO_
     if turns is not None:
         return parse_turns(turns, given)
     prompt = given.get("prompt")
-    is_turn = has_template and isinstance(prompt, str) and marks.match(prompt) is None
+    is_said = isinstance(prompt, str) and is_turn(prompt)
     answers = [name for name in ANSWERS if name in given]
     if "prompt" in given and answers:
-        return parse_answer(given, answers, is_turn)
-    return parse_prompt(given, is_turn)
+        return parse_answer(given, answers, is_said)
+    return parse_prompt(given, is_said)
 
 
-def parse_prompt(row: Json, is_turn: bool) -> Conversation | str:
-    """A prompt or a text alone; `is_turn`: a prompt of plain text is what a user says."""
+def parse_prompt(row: Json, is_said: bool) -> Conversation | str:
+    """A prompt or a text alone; `is_said`: a prompt of plain text is what a user says."""
     name = "prompt" if "prompt" in row else "text"
     if name not in row:
         nulls = " that are not null" if not row else ""
@@ -132,13 +131,13 @@ def parse_prompt(row: Json, is_turn: bool) -> Conversation | str:
     if name == "prompt" and isinstance(row[name], list) and all(isinstance(turn, dict) for turn in row[name]):
         return parse_turns(row[name], row)
     text = text_field(row, name)
-    if row.get("system") or (is_turn and name == "prompt"):
+    if row.get("system") or (is_said and name == "prompt"):
         return parse_turns([{"role": "user", "content": text}], row)
     return text
 
 
-def parse_answer(row: Json, answers: list[str], is_turn: bool) -> Conversation | PromptAndAnswer:
-    """A prompt and its answer, as texts or as messages; `is_turn` is that of `parse_prompt`."""
+def parse_answer(row: Json, answers: list[str], is_said: bool) -> Conversation | PromptAndAnswer:
+    """A prompt and its answer, as texts or as messages; `is_said` is that of `parse_prompt`."""
     if len(answers) > 1:
         raise BadRow("unclear", f"{' and '.join(answers)} are given, one is allowed; remove the other")
     [name] = answers
@@ -147,7 +146,7 @@ def parse_answer(row: Json, answers: list[str], is_turn: bool) -> Conversation |
         said = answer if isinstance(answer, list) else [{"role": "assistant", "content": text_field(row, name)}]
         return parse_turns([*prompt, *said], row)
     prompt, answer = text_field(row, "prompt"), text_field(row, name)
-    if name == "response" and is_turn:
+    if name == "response" and is_said:
         return parse_turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], row)
     if row.get("system"):
         raise BadRow("unclear", f"system is given with a plain {name}, messages are needed; give the turns as messages")

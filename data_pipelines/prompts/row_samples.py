@@ -77,7 +77,7 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
 
 def parse_known(template: ChatTemplate, row: Json) -> Parsed:
     """Parse a row; raises BadRow for token ids outside the target's vocabulary."""
-    parsed = parse_row(row, template.exists, template.special)
+    parsed = parse_row(row, template.is_turn)
     if isinstance(parsed, TokenRow):
         known = len(template.tokenizer)
         unknown = [token for token in parsed.tokens if not 0 <= token < known]

@@ -5,16 +5,17 @@ import re
 from headstart.heads.target_config import locate_target
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import fast_dtype, pick_device
-from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
 
 FLAGS = {"target.path": "--target", "target": "--target", "target.dtype": "--dtype", "decode.head": "--head"}
 
 
-def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, TargetSection]:
-    """The target with its drafter, the tokenizer, and the fields of the target; raises ValueError for a wrong head."""
+def load_model(options: ModelOptions) -> tuple[SpeculativeModel, ChatTemplate, TargetSection]:
+    """The target with its drafter, its chat template and its fields; raises ValueError for a wrong head."""
     require_head(options)
     section = target_section(options)
     fields = section.model_dump(exclude={"path"})
@@ -23,9 +24,10 @@ def load_model(options: ModelOptions) -> tuple[SpeculativeModel, Tokenizer, Targ
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
-    if added := model.target.also_end_as(tokenizer):
+    template = ChatTemplate(tokenizer, section.chat_template_kwargs)
+    if added := model.target.also_end_as(template):
         print(f"{section.path}: {added}", flush=True)
-    return model, tokenizer, section
+    return model, template, section
 
 
 def in_flags(message: str) -> str:

@@ -67,7 +67,7 @@ def read_questions(path: Path, template: ChatTemplate, longest: int, count: int)
         elif not isinstance(text, str) or not text:
             allowed = "turns (a list of texts), prompt or text (a text) is allowed; fix or remove the row"
             raise ValueError(f"report.prompts: row {number} of {path} is {reprlib.repr(row)}, {allowed}")
-        elif "prompt" in row and template.exists and not template.is_rendered(text):
+        elif "prompt" in row and template.is_turn(text):
             found = chat_prompt((text,), (), topic, template)
         else:
             found = Prompt(template.encode_text(text)[-longest:], topic)

@@ -42,7 +42,6 @@ from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -68,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def load(options: ServeOptions, thread: Executor) -> Served:
     """Load the target and its drafter, in the `thread` that will decode; ValueError for a head that does not fit."""
-    model, tokenizer, section = load_model(options.model)
+    model, template, section = load_model(options.model)
     assert model.drafter is not None
     decode = options.model.decode
     return Served(
         target=model.target,
-        template=ChatTemplate(tokenizer, section.chat_template_kwargs),
+        template=template,
         make_loop=partial(
             DecodeLoop,
             model.target,

@@ -3,9 +3,10 @@
 import inspect
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
+from itertools import takewhile
 from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -34,8 +35,9 @@ class ChatTemplate:
             )
         self.source = str(tokenizer.chat_template or "")
         added = tokenizer.added_tokens_decoder.values()
-        marks = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
-        self.special = re.compile("|".join(re.escape(mark) for mark in sorted(marks, key=len, reverse=True)) or r"(?!)")
+        special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+        self.marks = sorted(special, key=len, reverse=True)
+        self.special = re.compile("|".join(map(re.escape, self.marks)) or r"(?!)")
 
     @property
     def exists(self) -> bool:
@@ -61,8 +63,12 @@ class ChatTemplate:
 
     def prompt_tokens(self, text: str) -> list[int]:
         """The tokens of a prompt in plain text: what a user says, or without a chat template text to continue."""
-        is_turn = self.exists and not self.is_rendered(text)
-        return self.tokens([{"role": "user", "content": text}]) if is_turn else self.encode_text(text)
+        said = [{"role": "user", "content": text}]
+        return self.tokens(said) if self.is_turn(text) else self.encode_text(text)
+
+    def is_turn(self, text: str) -> bool:
+        """Whether a prompt in plain text is what a user says: there is a template, and the text is not rendered yet."""
+        return self.exists and not self.is_rendered(text)
 
     def is_rendered(self, text: str) -> bool:
         """Whether a text begins with a special token, as the texts of chat templates do."""
@@ -95,6 +101,24 @@ class ChatTemplate:
         quietly = {"verbose": False}  # the caller cuts or refuses long prompts
         how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
         return list(self._apply(turns, tools, variables, **how))
+
+    def end_tokens(self, known: Collection[int] = ()) -> list[int]:
+        """The tokenizer's end token; and the last mark of those that the template writes after an answer, unless one of
+        them is an end token already or is among the `known` ones."""
+        own = self.tokenizer.eos_token_id
+        ends, marks = [] if own is None else [int(own)], self._marks_after_answer()
+        return ends if {*marks} & {*ends, *known} else [*ends, *marks[-1:]]
+
+    def _marks_after_answer(self) -> list[int]:
+        """The special tokens that the template writes right after an assistant's words."""
+        words = "The sky is blue."
+        turns = [{"role": "user", "content": "Which colour has the sky?"}, {"role": "assistant", "content": words}]
+        try:
+            after = self.render(turns, ask=False).partition(words)[2].lstrip() if self.exists else ""
+        except Exception:  # a template raises whatever it likes; this one writes no such turn
+            return []
+        special = {self.tokenizer.convert_tokens_to_ids(mark) for mark in self.marks}
+        return list(takewhile(special.__contains__, self.encode(after)))
 
     def _apply(
         self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **how: Any

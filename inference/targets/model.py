@@ -28,11 +28,12 @@ from headstart.inference.targets.architecture import (
     rope_limit,
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
-from headstart.inference.targets.tokenizer import Tokenizer, end_tokens_of, load_tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
@@ -113,19 +114,20 @@ class TargetModel:
         """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
         target = cls.load(section, taps)
         folder = locate_target(section.path, section.revision)
-        added = target.also_end_as(load_tokenizer(folder, section.trust_remote_code))
+        tokenizer = load_tokenizer(folder, section.trust_remote_code)
+        added = target.also_end_as(ChatTemplate(tokenizer, section.chat_template_kwargs))
         if added and target.ranks.rank == 0:
             print(f"{section.path}: {added}")
         return target
 
-    def also_end_as(self, tokenizer: Tokenizer) -> str | None:
+    def also_end_as(self, template: ChatTemplate) -> str | None:
         """Add the end tokens of the tokenizer and its chat template; returns a line about new ones."""
-        found = end_tokens_of(tokenizer, self.end_tokens)
+        found = template.end_tokens(self.end_tokens)
         new = [token for token in found if token < self.config.vocab_size and token not in self.end_tokens]
         if not new:
             return None
         self.end_tokens = [*self.end_tokens, *new]
-        names = " and ".join(map(repr, tokenizer.convert_ids_to_tokens(new)))
+        names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
     @classmethod

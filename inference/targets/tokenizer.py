@@ -1,11 +1,8 @@
 """Tokenizers of targets and draft models: loading, decoding and comparing them."""
 
 import re
-from collections.abc import Collection
-from itertools import takewhile
 from pathlib import Path
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers import PreTrainedTokenizerFast as FastTokenizer
@@ -15,7 +12,6 @@ __all__ = [
     "FastTokenizer",
     "Tokenizer",
     "bytes_of",
-    "end_tokens_of",
     "load_tokenizer",
     "same_tokenizer",
     "spells_special_token",
@@ -66,29 +62,6 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
 def visible_text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens without special tokens, as a reader of an answer wants it."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def end_tokens_of(tokenizer: Tokenizer, known: Collection[int] = ()) -> list[int]:
-    """The tokenizer's end token; and the last mark of those that the chat template writes after an answer, unless one
-    of them is an end token already or is among the `known` ones."""
-    ends = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    marks = marks_after_answer(tokenizer)
-    return ends if {*marks} & {*ends, *known} else [*ends, *marks[-1:]]
-
-
-def marks_after_answer(tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that the chat template writes right after an assistant's words."""
-    if tokenizer.chat_template is None:
-        return []
-    words = "The sky is blue."
-    turns = [{"role": "user", "content": "Which colour has the sky?"}, {"role": "assistant", "content": words}]
-    try:
-        text = str(tokenizer.apply_chat_template(turns, tokenize=False))
-    except (TemplateError, TypeError, ValueError, LookupError):  # a template may raise any; it writes no such turn
-        return []
-    special = {*tokenizer.all_special_ids, *(i for i, each in tokenizer.added_tokens_decoder.items() if each.special)}
-    after = tokenizer(text.partition(words)[2].lstrip(), add_special_tokens=False)["input_ids"]
-    return list(takewhile(special.__contains__, after))
 
 
 def spells_special_token(tokenizer: Tokenizer, text: str) -> bool:

@@ -173,7 +173,7 @@ def opening_texts(source: str, template: ChatTemplate) -> Iterator[str]:
     """The user's first words in each usable row of a file."""
     for row in read_rows(source):
         try:
-            parsed = parse_row(row.read(), template.exists, template.special)
+            parsed = parse_row(row.read(), template.is_turn)
         except BadRow:
             continue
         if isinstance(parsed, Conversation):
