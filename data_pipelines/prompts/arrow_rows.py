@@ -35,7 +35,7 @@ def json_values(column: Any) -> Iterator[Any]:
     for scalar in column:
         try:
             yield read(scalar.as_py()) if scalar.is_valid else None
-        except (ValueError, OverflowError, RecursionError) as error:  # of a reader, of json, of pyarrow
+        except (ValueError, OverflowError, RecursionError) as error:  # raised by a reader, json or pyarrow
             yield NotJson(str(error))
 
 

@@ -102,7 +102,7 @@ class ChatMasks:
         return prompt
 
     def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
-        """What the target writes in turn `place` after the prompt `asked`, its end mark included."""
+        """The text that the target writes in turn `place` after the prompt `asked`, up to and with its end mark."""
         before, turn = conversation.first(place), conversation.messages[place]
         full = self.render(conversation.first(place + 1))
         around = self.render(append(before, {"role": "assistant", "content": STAND_IN}))

@@ -57,7 +57,7 @@ class Conversation:
 
     messages: list[Json]
     tools: list[Json] | None = None
-    variables: Json = field(default_factory=dict)  # of the chat template, for this conversation alone
+    variables: Json = field(default_factory=dict)  # chat template variables for this conversation alone
     context_only: frozenset[int] = frozenset()  # places of turns of the assistant that are not trained on
 
     @property
@@ -104,8 +104,8 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
     """The content of a row in any known form; raises BadRow for other rows. A field that is null is not there.
 
     {prompt} is a user turn and {prompt, response} a user turn and its answer, if `is_turn` says so of the prompt
-    (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text. Lists of messages are joined to
-    one conversation under all names.
+    (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text. Lists of messages are joined
+    to one conversation under all names.
     """
     given = {name: value for name, value in row.items() if value is not None}
     refuse_keys(given, ROW_KEYS, "the row")
