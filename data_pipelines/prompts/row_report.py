@@ -31,7 +31,7 @@ class RowReport:
     held_out: list[int] = field(default_factory=list)  # lines left out because they are held out too
     unanswered: list[int] = field(default_factory=list)  # lines that lost the turns after their last answer
     unread: Counter[str] = field(default_factory=Counter)  # fields that are not read -> rows
-    added: Counter[str] = field(default_factory=Counter)  # text that the chat template adds before an answer -> number of answers
+    added: Counter[str] = field(default_factory=Counter)  # text that the template adds before words -> answers
     without_end: int = 0  # answers after which the chat template writes no end mark
 
     def reject(self, line: int, error: BadRow) -> None:
