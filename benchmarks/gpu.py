@@ -1,285 +1,190 @@
-"""How close decoding comes to the memory bandwidth limit of a CUDA device, for an 8B shape and the demo target.
+"""The first minutes on a GPU: is it right, how fast is it, and is that what we predicted?
 
-    python benchmarks/gpu.py recipes/tiny_full.yaml decode.head=assets/demo_head
+    python benchmarks/gpu.py                          # all parts, about ten minutes, the most important first
+    python benchmarks/gpu.py --only decoding,training --folder runs/gpu
 
-For a target of Llama-3-8B's shape with random weights in bfloat16: plain decoding compared with transformers'
-`generate` and with the bandwidth limit (measured copy bandwidth over the bytes of the weights), a target step by number
-of nodes, and an EAGLE-3 step with the speed-up it gives at several acceptance lengths; each with eager and with
-compiled layers. For the demo target: the report's own tables. Needs no network. Without CUDA it says so and measures
-nothing; `BENCHMARK_SHAPE=tiny` then runs the same on the CPU at a toy size, to try the script.
+Each part is a process of its own with a time limit. Numbers go to FOLDER/results.jsonl at the moment they are measured
+and each part's output to FOLDER/PART.log, so a part that fails or is cut off costs only itself. *tests* are those that
+need a GPU: the fused kernels equal the portable ones, and captured decode steps write the texts of changing shapes and
+of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; both run beside each other. Then
+come, one after another, *decoding*, *training*, *harvesting*, *attention*, *graphs* and *compiled*, on random weights of
+Llama-3-8B's shape (benchmarks/gpu_parts.py). The end is a table of the results beside the predictions and bars. Needs
+no network. Without CUDA it runs at a toy size, to try the script.
 """
 
+import argparse
+import json
 import os
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.data_pipelines.prompts.prompts import make_prompts
-from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head_for, new_head
-from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.drafter import PLAIN, Drafter
-from headstart.inference.core.request import Request
-from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.engine.loop import loop_of
-from headstart.inference.generate.inputs import taps_to_read
-from headstart.inference.report.command import machine, recipe_template, report_prompts
-from headstart.inference.report.compare import Comparison
-from headstart.inference.report.methods import Method
-from headstart.inference.report.rounds import run_rounds
-from headstart.inference.report.tables import short_table
-from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
-from headstart.inference.targets.model import TargetModel
-from headstart.recipes import Recipe, run_command
-from headstart.recipes.schema import Eagle3Section
-
-NODES = (1, 2, 4, 8, 16, 32, 64, 128)
-DEPTH = 6
-REPEATS = 30
-LLAMA3_8B = LlamaConfig(
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-    rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
-    bos_token_id=None,
-    eos_token_id=None,
-)
-TOY = LlamaConfig(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=1024,
-    bos_token_id=None,
-    eos_token_id=None,
-)
-
-Result = TypeVar("Result")
+ROOT = Path(__file__).parents[1]
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A target and head with random weights, and the sizes to measure."""
+class Part:
+    name: str
+    limit: int  # seconds
+    command: tuple[str, ...] = ()  # otherwise that part of gpu_parts.py
+    alone: bool = True  # otherwise beside its neighbours that are not alone, as nothing is timed
 
-    target: TargetModel
-    head: DraftHead
-    prompt: int  # tokens
-    new_tokens: int
-
-
-def random_setting(config: LlamaConfig, device: torch.device, prompt: int, new_tokens: int) -> Setting:
-    torch.manual_seed(0)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    with device:
-        default = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        model = LlamaForCausalLM(config)
-        torch.set_default_dtype(default)
-    layers = config.num_hidden_layers
-    target = TargetModel(model, (2, layers // 2, layers - 3))
-    vocab = DraftVocab(torch.arange(min(32000, config.vocab_size)), config.vocab_size)
-    head = new_head(Eagle3Section(kind="eagle3"), target.frozen, vocab, seed=0).to(device, dtype)
-    return Setting(target, head.eval().requires_grad_(False), prompt, new_tokens)
+    def arguments(self, folder: Path) -> list[str]:
+        own = self.command or ("benchmarks/gpu_parts.py", self.name, str(folder))
+        return [sys.executable, *(each.replace("FOLDER", str(folder)) for each in own)]
 
 
-def seconds(work: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
-    """Mean seconds of `repeats` runs, after three warm-up runs."""
-    for _ in range(3):
-        work()
-    synchronise(device)
-    started = time.perf_counter()
-    for _ in range(repeats):
-        work()
-    synchronise(device)
-    return (time.perf_counter() - started) / repeats
+TESTS = (
+    "-m",
+    "pytest",
+    "-q",
+    "-o",
+    "addopts=",
+    "-p",
+    "no:cacheprovider",
+    "-m",
+    "gpu",
+    "tests/test_unroll_attention.py",
+    "tests/test_on_gpu.py",
+)
+TINY = ("data.num_prompts=256", "train.steps=60", "train.checkpoint_every=60")
+PIPELINE = ("trainers/eagle.py", "recipes/tiny.yaml", "run_dir=FOLDER/tiny", *TINY, "train.precision=bfloat16")
+PARTS = (
+    Part("environment", 60, alone=False),
+    Part("tests", 150, TESTS, alone=False),
+    Part("pipeline", 150, (*PIPELINE, "log.wandb=disabled"), alone=False),
+    Part("decoding", 110),
+    Part("training", 100),
+    Part("harvesting", 80),
+    Part("attention", 60),
+    Part("graphs", 80),
+    Part("compiled", 100),
+)
 
 
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+@dataclass(frozen=True)
+class Expectation:
+    """A prediction for one H100, from arithmetic before any GPU was seen, and the bar, as a bound on a figure."""
+
+    what: str
+    figure: tuple[str, str]  # part, and name in its results
+    over: tuple[str, str] | None  # the figure is divided by this one
+    prediction: str
+    at_most: float | None = None
+    at_least: float | None = None
+    factor: float = 1.0
 
 
-def eager_and_compiled(setting: Setting, prefix: str, measure: Callable[[], Result]) -> dict[str, Result]:
-    """The measurement with eager layers and with target.compile, by prefix + eager or compiled."""
-    found = {f"{prefix}eager": measure()}
-    setting.target.kept(SpareSteps).clear()
-    setting.target.compiles = True
-    found[f"{prefix}compiled"] = measure()
-    setting.target.kept(SpareSteps).clear()
-    setting.target.compiles = False
-    return found
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written per second by a large copy."""
-    source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 26), dtype=torch.uint8, device=device)
-    goal = torch.empty_like(source)
-    return 2 * source.nbytes / seconds(lambda: goal.copy_(source), device, 10)
-
-
-def decode_rate(setting: Setting, drafter: Drafter | None, static: bool) -> float:
-    """Tokens per second after the prefill."""
-    prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
-    for _ in range(2):  # the first one warms up
-        loop = loop_of(setting.target, [Request(prompt, setting.new_tokens)], drafter, static=static)
-        steps = loop.run()
-        next(steps)
-        next(steps)  # a graph is captured in the first step
-        synchronise(setting.target.device)
-        started, before = time.perf_counter(), len(loop.generations[0].tokens)
-        for _ in steps:
-            pass
-        synchronise(setting.target.device)
-        rate = (len(loop.generations[0].tokens) - before) / (time.perf_counter() - started)
-    return rate
-
-
-def generate_rate(setting: Setting) -> float:
-    """The same for transformers' `generate`, from the difference between a long and a short run."""
-    prompt = torch.arange(setting.prompt).remainder(setting.target.config.vocab_size).tolist()
-    times = []
-    for new_tokens in (4, 8, 8 + setting.new_tokens // 2):
-        synchronise(setting.target.device)
-        started = time.perf_counter()
-        setting.target.generate([prompt], new_tokens)
-        synchronise(setting.target.device)
-        times.append(time.perf_counter() - started)
-    return (setting.new_tokens // 2) / (times[2] - times[1])
-
-
-@torch.inference_mode()
-def verify_seconds(setting: Setting, nodes: int) -> float:
-    """Seconds of a target step that verifies this many nodes after the prompt, the choice of tokens included."""
-    target, device = setting.target, setting.target.device
-    cache = target.new_cache(setting.prompt + nodes, static=True)
-    cache.set_lengths([setting.prompt])
-    step, sampling = StaticStep(target, PLAIN, cache), BatchSampling([Sampling()], device)
-    tokens = torch.zeros(1, nodes, dtype=torch.long, device=device)
-    parents = ((torch.arange(nodes, device=device) + 1) // 2 - 1).unsqueeze(0)  # a binary tree
-    return seconds(lambda: step.replay(step.choose, sampling, tokens, parents), device)
-
-
-@torch.inference_mode()
-def decode_step_seconds(setting: Setting, growth: Dynamic) -> float:
-    """Seconds of a whole decode step, draft and verify, without the host's share."""
-    target, device = setting.target, setting.target.device
-    drafter = head_drafter(setting.head, growth)
-    cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, static=True)
-    cache.target.set_lengths([setting.prompt])
-    step = StaticStep(target, drafter, cache)
-    verified = VerifiedOnHost(
-        taps=torch.zeros(1, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=device),
-        next_tokens=torch.zeros(1, 3, dtype=torch.long, device=device),
-        roots=torch.zeros(1, 1, dtype=torch.long, device=device),
-        starts=[setting.prompt - 3],
-        counts=[3],
-        drafted=[0],
-        remaining=[growth.depth],
-        sampling=BatchSampling([Sampling()], device),
-        history=None,
-        texts=[[]],
-        keys=[0],
-    )
-    return seconds(lambda: step(verified), device)
-
-
-def eight_billion(console: Console, device: torch.device, config: LlamaConfig, prompt: int, new_tokens: int) -> None:
-    setting = random_setting(config, device, prompt, new_tokens)
-    weights = sum(p.numel() * p.element_size() for p in setting.target.model.parameters())
-    weights -= setting.target.frozen.embedding.nbytes  # a step reads only one row of the input embedding
-    bandwidth = copy_bandwidth(device)
-    limit = bandwidth / weights
-    console.print(
-        f"a step reads {weights / 1e9:.2f} GB of weights, and copies run at {bandwidth / 1e9:,.0f} GB/s: at most "
-        f"{limit:.1f} tokens/s without drafts"
-    )
-
-    table = Table(title=f"plain decoding after a prompt of {prompt} tokens")
-    for column in ("method", "tokens/s", "of the limit"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    rates = {
-        "generate": generate_rate(setting),
-        "ours, changing shapes": decode_rate(setting, None, static=False),
-        **eager_and_compiled(setting, "ours, captured, ", lambda: decode_rate(setting, None, static=True)),
-    }
-    for method, rate in rates.items():
-        table.add_row(method, f"{rate:.1f}", f"{rate / limit:.0%}")
-    console.print(table)
-
-    table = Table(title="captured target step, by number of nodes")
-    for column in ("layers", "nodes", "ms", "over 1 node"):
-        table.add_column(column, justify="left" if column == "layers" else "right")
-    steps = eager_and_compiled(setting, "", lambda: {nodes: verify_seconds(setting, nodes) for nodes in NODES})
-    for layers, costs in steps.items():
-        for nodes, cost in costs.items():
-            table.add_row(layers, str(nodes), f"{1000 * cost:.2f}", f"{cost / costs[1]:.2f}")
-    console.print(table)
-
-    table = Table(title=f"EAGLE-3 decode step of depth {DEPTH}, with its speed-up by acceptance length")
-    for column in ("layers", "tree", "ms", "over 1 node", "length 3", "length 4", "length 5"):
-        table.add_column(column, justify="left" if column in ("layers", "tree") else "right")
-    shapes = {"chain": Dynamic.chain(DEPTH), "tree of 31": Dynamic(DEPTH, 8, 31), "tree of 63": Dynamic(DEPTH, 10, 63)}
-    decode_steps = eager_and_compiled(
-        setting, "", lambda: {name: decode_step_seconds(setting, growth) for name, growth in shapes.items()}
-    )
-    for layers, found in decode_steps.items():
-        for name, cost in found.items():
-            one = steps[layers][1]
-            speedups = [f"{length * one / cost:.2f}" for length in (3, 4, 5)]
-            table.add_row(layers, name, f"{1000 * cost:.2f}", f"{cost / one:.2f}", *speedups)
-    console.print(table)
-
-
-def demo(console: Console, recipe: Recipe) -> None:
-    """The demo head on the demo target, whose steps are so short that the host's share shows."""
-    make_prompts(recipe)
-    target = TargetModel.load(recipe.target, taps_to_read(recipe))
-    head = load_head_for(recipe.head_in_use, target.frozen)
-    depth = recipe.decode.depth
-    methods = [
-        Method("generate", transformers=True),
-        Method("plain"),
-        Method("chain", head_drafter(head, Dynamic.chain(depth))),
-        Method("tree", head_drafter(head, Dynamic(depth, recipe.decode.width, recipe.decode.nodes))),
-    ]
-    for temperature in recipe.report.temperatures:
-        sampling = Sampling(temperature, seed=recipe.seed)
-        prompts = report_prompts(recipe, recipe_template(recipe))
-        rounds = run_rounds(methods, target, prompts, recipe.decode.max_new_tokens, sampling, warmup=1)
-        console.print(short_table(Comparison(methods, rounds, target, sampling, batch=1).outcomes()))
+ONE_NODE = ("decoding", "target step of 1 nodes, ms")
+EXPECTATIONS = (
+    Expectation(
+        "plain captured decoding over the bandwidth limit",
+        ("decoding", "plain, captured, tokens/s"),
+        ("decoding", "limit"),
+        "0.55 to 0.62",
+        at_least=0.6,
+    ),
+    Expectation(
+        "64 nodes over one", ("decoding", "target step of 64 nodes, ms"), ONE_NODE, "1.05 to 1.25", at_most=1.25
+    ),
+    Expectation(
+        "EAGLE-3 step, tree of 60, over one node", ("decoding", "EAGLE-3 tree, ms"), ONE_NODE, "1.5", at_most=1.5
+    ),
+    Expectation("EAGLE-3 step, tree of 60, ms", ("decoding", "EAGLE-3 tree, ms"), None, "12.5 to 14"),
+    Expectation(
+        "training step at the 8B recipe's batch, bfloat16, s",
+        ("training", "EAGLE-3: step of 8 x 2048, bfloat16, s"),
+        None,
+        "1.0 to 1.3",
+        at_most=1.3,
+        factor=2,  # micro-batches
+    ),
+    Expectation(
+        "the same in float32 without TF32",
+        ("training", "EAGLE-3: step of 8 x 2048, float32, s"),
+        None,
+        "8.7",
+        factor=2,
+    ),
+    Expectation(
+        "responses of 64 rows, three temperatures, tokens/s",
+        ("harvesting", "responses of 64 rows, three temperatures, tokens/s"),
+        None,
+        "1500 to 2100",
+    ),
+    Expectation(
+        "responses of 64 rows, greedy, tokens/s",
+        ("harvesting", "responses of 64 rows, greedy, tokens/s"),
+        None,
+        "2500",
+    ),
+    Expectation("tapping, tokens/s", ("harvesting", "tapping 4 x 2048, tokens/s"), None, "35000"),
+)
 
 
 def main() -> None:
-    run_command(__doc__, run)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", help="these parts, separated by commas")
+    parser.add_argument("--folder", type=Path, default=ROOT / "runs/gpu", help="where results and logs go")
+    given = parser.parse_args()
+    names = [part.name for part in PARTS]
+    wanted = given.only.split(",") if given.only else names
+    if unknown := sorted({*wanted} - {*names}):
+        parser.error(f"--only: {', '.join(unknown)} given, {', '.join(names)} are allowed")
+    folder = given.folder.absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.jsonl").unlink(missing_ok=True)
+    console = Console(width=150, highlight=False)
+    run([part for part in PARTS if part.name in wanted], folder, console)
+    console.print(verdict(folder / "results.jsonl"))
 
 
-def run(recipe: Recipe) -> None:
-    console = Console()
-    if torch.cuda.is_available():
-        device, config, prompt, new_tokens = torch.device("cuda"), LLAMA3_8B, 512, 256
-    elif os.environ.get("BENCHMARK_SHAPE") == "tiny":
-        device, config, prompt, new_tokens = torch.device("cpu"), TOY, 32, 32
-    else:
-        console.print("no CUDA device found: nothing is measured")
-        return
-    console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    eight_billion(console, device, config, prompt, new_tokens)
-    demo(console, recipe)
+def run(parts: list[Part], folder: Path, console: Console) -> None:
+    side_by_side = [part for part in parts if not part.alone]
+    for group in [side_by_side, *([part] for part in parts if part.alone)]:
+        started = time.monotonic()
+        running = [(part, start(part, folder)) for part in group]
+        for part, process in running:
+            try:
+                code = str(process.wait(max(part.limit - (time.monotonic() - started), 1)))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                code = "cut off"
+            taken = time.monotonic() - started
+            lines = (folder / f"{part.name}.log").read_text(errors="replace").splitlines()
+            last = "" if code == "0" else "\n".join(lines[-6:])
+            console.print(f"{part.name}: {code} after {taken:.0f} s {last}", markup=False)
+
+
+def start(part: Part, folder: Path) -> "subprocess.Popen[bytes]":
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+    with (folder / f"{part.name}.log").open("w") as log:
+        return subprocess.Popen(part.arguments(folder), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def verdict(path: Path) -> Table:
+    """The predictions beside what was found."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    found: dict[tuple[str, str], Any] = {(line["part"], line["name"]): line.get("value") for line in lines}
+    table = Table("what", "predicted", "found", "bar", "")
+    for each in EXPECTATIONS:
+        value, over = found.get(each.figure), 1.0 if each.over is None else found.get(each.over)
+        bar = f"at most {each.at_most}" if each.at_most else f"at least {each.at_least}" if each.at_least else ""
+        if value is None or over is None:
+            table.add_row(each.what, each.prediction, "not measured", bar, "")
+            continue
+        figure = each.factor * value / over
+        met = figure <= (each.at_most or figure) and figure >= (each.at_least or figure)
+        table.add_row(each.what, each.prediction, f"{figure:.4g}", bar, ("met" if met else "missed") if bar else "")
+    return table
 
 
 if __name__ == "__main__":

@@ -145,6 +145,16 @@ class AttentionCache(Protocol):
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor: ...
 
 
+def fold_heads(
+    query: Float[Tensor, "batch heads queries head_dim"], kv_heads: int, mask: Float[Tensor, "any 1 queries keys"]
+) -> tuple[Float[Tensor, "batch kv_heads folded head_dim"], Float[Tensor, "any 1 folded keys"]]:
+    """Queries that share a key head as further queries of that head, with their mask: the same attention, without
+    copies of the keys."""
+    group = query.shape[1] // kv_heads
+    mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
+    return query.reshape(len(query), kv_heads, group * query.shape[2], -1), mask
+
+
 def attention(
     query: Float[Tensor, "batch heads queries head_dim"],
     key: Float[Tensor, "batch kv_heads keys head_dim"],
@@ -155,6 +165,9 @@ def attention(
 
     Without a mask, attention is causal if there are as many queries as keys; otherwise every query sees every key.
     """
+    if mask is not None and query.is_cuda and query.shape[1] != key.shape[1]:
+        folded, own_mask = fold_heads(query, key.shape[1], mask.expand(-1, 1, -1, -1) if mask.ndim == 4 else mask[None])
+        return functional.scaled_dot_product_attention(folded, key, value, own_mask).reshape(query.shape)
     return functional.scaled_dot_product_attention(
         query,
         key,

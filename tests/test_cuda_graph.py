@@ -14,7 +14,7 @@ from headstart.inference.core.verify import Accepted, accept, verify
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine import step
-from headstart.inference.engine.loop import generate, generate_batch, loop_of
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 
@@ -70,6 +70,43 @@ def test_a_row_that_moved_drafts_as_before(
     pairs = [(one, other) for one, other in trees if len(one[0]) == len(other[0])]
     assert len(pairs) > 12
     assert all(one == other for one, other in pairs)
+
+
+@pytest.mark.parametrize("samplings", [[Sampling()] * 5, MIXED], ids=["greedy", "mixed"])
+def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_alone(
+    target: TargetModel, make_head: MakeHead, samplings: list[Sampling]
+) -> None:
+    drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
+    loop = DecodeLoop(target, drafter, 5, True, prefill_chunk=4)
+    prompts = [[5, 6, 7], [3], [8, 9], [*range(40)], [40, 41]]
+    requests = [Request(prompt, 24, own) for prompt, own in zip(prompts, samplings, strict=True)]
+    rows_while_reading = set()
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        loop.step()
+        if loop.batch.reading is not None:
+            rows_while_reading.add(len(loop.rows))
+    assert 3 in rows_while_reading  # they are run as four
+    alone = [generate_batch(target, [request], drafter, 1, False)[0].tokens for request in requests]
+    assert [found.tokens for found in loop.generations.values()] == alone
+
+
+def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
+    make_model: MakeModel, make_head: MakeHead
+) -> None:
+    """One for each power of two of rows, and for whether any row is sampled."""
+    target, drafter = TargetModel(make_model(), (2, 3, 4)), HeadDrafter(make_head(), Dynamic(3, 4, 12))
+    samplings = [Sampling(0.3 * (number % 4), top_p=1 - 0.1 * (number % 3), seed=number) for number in range(12)]
+    requests = [Request([5, number], 4 + 3 * number, own) for number, own in enumerate(samplings)]
+    found = generate_batch(target, requests, drafter, 8, True)
+    assert [each.tokens for each in found] == [
+        each.tokens for each in generate_batch(target, requests, drafter, 8, False)
+    ]
+    (step,) = target.kept(SpareSteps)
+    keys = {(shapes[0][0], form.sampled) for _, shapes, form in step.captured}
+    assert keys <= {(rows, sampled) for rows in (1, 2, 4, 8) for sampled in (False, True)}
+    assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
 
 
 def test_a_calibrated_head_drafts_alike_in_static_and_dynamic_steps(target: TargetModel, make_head: MakeHead) -> None:

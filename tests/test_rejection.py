@@ -37,8 +37,8 @@ SAMPLINGS = {
 def batch_of(sampling: Sampling, seeds: Tensor) -> BatchSampling:
     """A batch with one row per seed, built without a Sampling for each."""
     batch = BatchSampling([sampling], "cpu")
-    batch.seeds, batch.greedy = seeds, batch.greedy.expand(len(seeds))
-    batch.groups = [replace(batch.groups[0], seeds=seeds)]
+    batch.seeds, batch.settings = seeds, batch.settings.expand(len(seeds), -1)
+    batch.groups = [replace(batch.groups[0], seeds=seeds, settings=batch.settings)]
     return batch
 
 

@@ -221,6 +221,7 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool)
         assert [each.shape for each in gradients] == [each.shape for each in (query, key, value)]
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="compares two kernels of a GPU")
 @pytest.mark.parametrize("packed", [None, [[70, 1, 57], [100]]], ids=["rows", "packed"])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])

@@ -10,8 +10,9 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
-# Numbers computed together on a CPU; the temporaries of more leave its caches, which takes three times as long.
-AT_ONCE = 2**18
+# Numbers computed together. On a CPU the temporaries of more leave its caches, which takes three times as long; a GPU
+# needs 24 bytes for each.
+AT_ONCE, AT_ONCE_ON_GPU = 2**18, 2**24
 
 
 def mix(state: Tensor) -> Tensor:
@@ -41,10 +42,10 @@ def gumbel_noise(
     stream: int = 0,
 ) -> Float[Tensor, "batch nodes columns"]:
     """Gumbel noise, float32, keyed by the row's seed, the absolute position, the target's token id and the stream."""
-    rows = max(AT_ONCE // len(tokens), 1)
-    if positions.device.type != "cpu" or positions.numel() <= rows:
+    rows = max((AT_ONCE if positions.device.type == "cpu" else AT_ONCE_ON_GPU) // len(tokens), 1)
+    if positions.numel() <= rows:
         return uniform_numbers(seeds, positions, tokens, stream).log_().neg_().log_().neg_().float()
-    found = torch.empty(positions.numel(), len(tokens))
+    found = torch.empty(positions.numel(), len(tokens), device=positions.device)
     keys = seeds.unsqueeze(1).expand_as(positions).flatten(), positions.flatten()
     for start in range(0, len(found), rows):
         part = slice(start, start + rows)

@@ -17,7 +17,7 @@ import math
 import sys
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -29,6 +29,8 @@ from headstart.recipes.schema import Recipe
 
 AcceptanceRule = Literal["seeded", "rejection"]
 LARGEST = sys.float_info.max
+SCORED = 2**25  # scores computed at once: 128 MiB in float32, and a few times that in intermediate results
+NO_LIMIT = 2.0**24  # in place of top-k, where nothing is cut off; float32 holds whole numbers up to this
 
 
 @dataclass(frozen=True)
@@ -160,35 +162,84 @@ class History:
 
 
 @dataclass(frozen=True)
-class SamplingGroup:
-    """The rows of a batch whose Sampling is equal except for the seed; they are computed in one tensor operation."""
+class Form:
+    """Which parts of choosing a token are computed. Rows of one form are computed together, each with its settings."""
 
-    sampling: Sampling  # its seed is not used
+    greedy: bool  # for a row that is greedy
+    sampled: bool  # for a row that is not
+    tempered: bool = False  # a temperature other than 0 and 1
+    top_k: int | None = None  # of all rows alike
+    sorts: bool = False  # by top_p, or by unlike top_k
+    min_p: bool = False
+    penalised: bool = False
+    biased: int = 0  # token ids that a bias covers
+
+    @classmethod
+    def of(cls, sampling: Sampling) -> "Form":
+        biased = max((token + 1 for token, _ in sampling.logit_bias), default=0)
+        if sampling.temperature == 0:
+            return cls(True, False, penalised=sampling.needs_history, biased=biased)
+        sorts, min_p = sampling.top_p < 1, sampling.min_p > 0
+        top_k = None if sorts else sampling.top_k
+        return cls(False, True, sampling.temperature != 1, top_k, sorts, min_p, sampling.needs_history, biased)
+
+
+def settings_of(sampling: Sampling) -> tuple[float, ...]:
+    """The settings of a row in the order of `SamplingGroup`'s columns, each off where it has no effect."""
+    cuts = sampling.temperature > 0  # what is cut off is never the likeliest token
+    return (
+        sampling.temperature,
+        float(sampling.top_k) if cuts and sampling.top_k else NO_LIMIT,
+        1 - sampling.top_p if cuts and sampling.top_p < 1 else -1.0,
+        math.log(sampling.min_p) if cuts and sampling.min_p > 0 else -math.inf,
+        sampling.repetition_penalty,
+        sampling.frequency_penalty,
+        sampling.presence_penalty,
+    )
+
+
+@dataclass(frozen=True)
+class SamplingGroup:
+    """The rows of a batch with one form; they are computed in one tensor operation."""
+
+    form: Form
     rows: Int[Tensor, " rows"] | None  # None: all rows of the batch, in order
     seeds: Int[Tensor, " rows"]
-    bias: Float[Tensor, " biased"] | None  # indexed by token id, as long as the largest biased id requires
+    settings: Float[Tensor, "rows settings"]
+    bias: Float[Tensor, "rows biased"] | None  # by token id
+
+    def column(self, number: int) -> Float[Tensor, "rows 1 1"]:
+        return self.settings[:, number, None, None]
 
     def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
         """BatchSampling.warp for the group's rows; arguments are those of these rows."""
         shaped = self.shaped(logits, history, tokens)
-        return shaped if self.sampling.temperature == 0 else torch.log_softmax(shaped.float(), dim=-1)
+        if not self.form.sampled:
+            return shaped
+        log_p = torch.log_softmax(shaped.float(), dim=-1)
+        return torch.where(self.column(0) == 0, shaped.float(), log_p) if self.form.greedy else log_p
 
     def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
         """`warp` up to a constant per node, which no choice depends on: what the normalisation would cost is saved."""
-        sampling = self.sampling
+        form = self.form
         if self.bias is not None:
             logits = add_bias(logits.float(), self.bias, tokens)
-        if sampling.needs_history:
+        if form.penalised:
             assert history is not None, "penalties need the history"
             history = history if tokens is None else history.in_draft_vocab(tokens)
-            logits = apply_penalties(logits.float(), sampling, history)
-        if sampling.temperature == 0:
-            return logits
-        if sampling.temperature != 1:
-            logits = logits.float() / sampling.temperature
-        if sampling.top_k is None and sampling.top_p == 1 and sampling.min_p == 0:
-            return logits
-        return truncate(logits.float(), sampling)
+            logits = apply_penalties(logits.float(), history, *(self.column(number) for number in (4, 5, 6)))
+        if form.tempered:
+            temperatures = self.column(0)
+            logits = logits.float() / (temperatures.masked_fill(temperatures == 0, 1) if form.greedy else temperatures)
+        if form.sorts:
+            logits = cut_sorted(logits.float(), self.column(1), self.column(2))
+        elif form.top_k is not None and form.top_k < logits.shape[-1]:
+            smallest = logits.float().topk(form.top_k, dim=-1).values[..., -1:]
+            logits = logits.float().masked_fill(logits < smallest, -torch.inf)
+        if form.min_p:
+            logits = logits.float()
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + self.column(3), -torch.inf)
+        return logits
 
     def scores(
         self,
@@ -206,7 +257,7 @@ class SamplingGroup:
         if positions is None:
             return self.warp(logits, history, tokens)
         shaped = self.shaped(logits, history, tokens)
-        if self.sampling.temperature == 0:
+        if not self.form.sampled:
             return shaped
         if table is not None:
             noise = table.at(positions, self.rows, tokens)  # a copy
@@ -215,6 +266,8 @@ class SamplingGroup:
             noise = gumbel_noise(self.seeds, positions, columns)
         if gumbel_weight != 1:
             noise = noise.mul_(gumbel_weight)
+        if self.form.greedy:
+            noise = noise.masked_fill_(self.column(0) == 0, 0)
         return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
 
 
@@ -225,7 +278,8 @@ class BatchSampling:
     Raises ValueError for rows with different acceptance rules.
     """
 
-    def __init__(self, samplings: Sequence[Sampling], device: torch.device | str) -> None:
+    def __init__(self, samplings: Sequence[Sampling], device: torch.device | str, captured: Form | None = None) -> None:
+        """With `captured`, all rows are computed in that form, and `take` may replace their settings."""
         self.samplings = tuple(samplings)
         rules = sorted({sampling.rule for sampling in samplings})
         if len(rules) != 1:
@@ -234,22 +288,51 @@ class BatchSampling:
                 f"put the requests of each rule in a batch of their own"
             )
         self.rule = rules[0]
-        self.needs_history = any(sampling.needs_history for sampling in samplings)
         self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
-        greedy = [sampling.temperature == 0 for sampling in samplings]
-        self.all_greedy, self.greedy = all(greedy), torch.tensor(greedy, device=device)
-        self.temperatures = torch.tensor([sampling.temperature for sampling in samplings], device=device)
-        # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
-        self.keeps_logits = self.all_greedy and not self.needs_history and not any(s.logit_bias for s in samplings)
-        members: dict[Sampling, list[int]] = {}
+        self.settings = torch.tensor([settings_of(sampling) for sampling in samplings], device=device)
+        members: dict[Form, list[int]] = {}
         for row, sampling in enumerate(samplings):
-            members.setdefault(replace(sampling, seed=0), []).append(row)
+            members.setdefault(captured or Form.of(sampling), []).append(row)
+        self.forms = tuple(members)
+        self.needs_history = any(form.penalised for form in members)
+        self.all_greedy = not any(form.sampled for form in members)
+        # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
+        self.keeps_logits = self.all_greedy and not any(form.penalised or form.biased for form in members)
         self.gumbel_table: GumbelTable | None = None
         self.groups = []
-        for sampling, numbers in members.items():
-            rows = torch.tensor(numbers, device=device) if len(members) > 1 else None
-            seeds = self.seeds if rows is None else self.seeds[rows]
-            self.groups.append(SamplingGroup(sampling, rows, seeds, bias_by_token(sampling, device)))
+        for form, numbers in members.items():
+            if len(members) == 1:
+                rows, seeds, settings = None, self.seeds, self.settings
+            else:
+                rows = torch.tensor(numbers, device=device)
+                seeds, settings = self.seeds[rows], self.settings[rows]
+            bias = bias_of([samplings[row] for row in numbers], form.biased, device)
+            self.groups.append(SamplingGroup(form, rows, seeds, settings, bias))
+
+    @property
+    def captured_form(self) -> Form:
+        """The form in which a captured step computes these rows: one of few, so that few graphs serve all batches."""
+        cuts = any(form.sorts or form.top_k is not None or form.min_p for form in self.forms)
+        biased = max(form.biased for form in self.forms)
+        return Form(True, not self.all_greedy, not self.all_greedy, None, cuts, cuts, biased=biased)
+
+    def take(self, other: "BatchSampling") -> None:
+        """Compute the first rows with the seeds and settings of another batch, whose captured form is this one."""
+        count = len(other.samplings)
+        self.seeds[:count].copy_(other.seeds)
+        self.settings[:count].copy_(other.settings)
+        bias = self.groups[0].bias
+        if bias is not None:
+            bias[:count].copy_(bias_of(other.samplings, bias.shape[1], bias.device))
+
+    @property
+    def temperatures(self) -> Float[Tensor, " batch"]:
+        """0 for a greedy row."""
+        return self.settings[:, 0]
+
+    @property
+    def greedy(self) -> Bool[Tensor, " batch"]:
+        return self.temperatures == 0
 
     def with_gumbel(
         self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: GumbelTable | None = None
@@ -304,7 +387,11 @@ class BatchSampling:
         history: History | None = None,
     ) -> Int[Tensor, "batch nodes"]:
         """The token that each row's Sampling chooses at each absolute position."""
-        return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
+        at_once = max(SCORED // (logits.shape[0] * logits.shape[-1]), 1)
+        if self.keeps_logits or history is not None or logits.shape[1] <= at_once:
+            return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
+        parts = zip(logits.split(at_once, 1), positions.split(at_once, 1), strict=True)
+        return torch.cat([self.scores(own, at).max(-1).indices for own, at in parts], dim=1)
 
     def gumbel(
         self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
@@ -338,7 +425,7 @@ class BatchSampling:
         for group in self.groups:
             rows = group.rows
             assert rows is not None
-            own_history = history.select(rows) if history is not None and group.sampling.needs_history else None
+            own_history = history.select(rows) if history is not None and group.form.penalised else None
             own_positions = None if positions is None else positions[rows]
             found = group.scores(logits[rows], own_history, tokens, own_positions, self.gumbel_table, gumbel_weight)
             scores[rows] = found.float()
@@ -357,50 +444,54 @@ def check_bias(bias: Sequence[tuple[int, float]], vocab_size: int) -> None:
         )
 
 
-def add_bias(logits: Float[Tensor, "batch nodes vocab"], bias: Tensor, tokens: Tensor | None) -> Tensor:
+def add_bias(
+    logits: Float[Tensor, "rows nodes vocab"], bias: Float[Tensor, "rows biased"], tokens: Tensor | None
+) -> Tensor:
     """Logits plus the bias of each column's token."""
+    biased, vocab = bias.shape[1], logits.shape[-1]
     if tokens is not None:
         padded = torch.nn.functional.pad(bias, (0, 1))  # ids past the last biased token all read this final 0
-        return logits + padded[tokens.clamp(max=len(bias))]
-    vocab = logits.shape[-1]
-    assert len(bias) <= vocab, "a bias of a token outside the vocabulary, which check_bias refuses"
-    return logits + torch.nn.functional.pad(bias, (0, vocab - len(bias)))
+        return logits + padded[:, tokens.clamp(max=biased)].unsqueeze(1)
+    assert biased <= vocab, "a bias of a token outside the vocabulary, which check_bias refuses"
+    return logits + torch.nn.functional.pad(bias, (0, vocab - biased)).unsqueeze(1)
 
 
-def bias_by_token(sampling: Sampling, device: torch.device | str) -> Tensor | None:
-    """The logit bias as a vector indexed by token id; a token given twice gets the sum."""
-    if not sampling.logit_bias:
+def bias_of(
+    samplings: Sequence[Sampling], biased: int, device: torch.device | str
+) -> Float[Tensor, "rows biased"] | None:
+    """The logit bias of each row by token id; a token given twice gets the sum."""
+    if not biased:
         return None
-    bias = torch.zeros(max(token for token, _ in sampling.logit_bias) + 1)
-    for token, value in sampling.logit_bias:
-        bias[token] += value
+    bias = torch.zeros(len(samplings), biased)
+    for own, sampling in zip(bias, samplings, strict=True):
+        for token, value in sampling.logit_bias:
+            own[token] += value
     return bias.to(device)
 
 
-def apply_penalties(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling, history: History) -> Tensor:
+def apply_penalties(
+    logits: Float[Tensor, "batch nodes vocab"],
+    history: History,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
+) -> Tensor:
     """Apply the repetition penalty (Keskar et al., arXiv 1909.05858), then OpenAI's frequency and presence penalty."""
     in_output = history.counts > 0
-    if sampling.repetition_penalty != 1:
-        penalty = sampling.repetition_penalty
-        repeated = torch.where(logits > 0, logits / penalty, logits * penalty)
-        logits = torch.where(history.prompt.unsqueeze(1) | in_output, repeated, logits)
-    return logits - sampling.frequency_penalty * history.counts - sampling.presence_penalty * in_output
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where(history.prompt.unsqueeze(1) | in_output, repeated, logits)
+    return logits - frequency * history.counts - presence * in_output
 
 
-def truncate(logits: Float[Tensor, "batch nodes vocab"], sampling: Sampling) -> Float[Tensor, "batch nodes vocab"]:
-    """Set logits to -inf outside top-k, then top-p of the rest, then min-p; keeps what Hugging Face's warpers keep."""
-    top_k = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    if sampling.top_p < 1:
-        # One ascending sort serves top-k and top-p. It is stable: of equal logits at the cutoff, later ids are kept.
-        ordered, order = logits.sort(dim=-1, stable=True)
-        ordered = ordered.masked_fill(ordered < ordered[..., -top_k, None], -torch.inf)
-        outside = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p
-        outside[..., -1] = False  # keep the likeliest token even if rounding would drop it
-        logits = logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)
-    elif top_k < logits.shape[-1]:
-        smallest = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < smallest, -torch.inf)
-    if sampling.min_p > 0:
-        limit = logits.amax(-1, keepdim=True) + math.log(sampling.min_p)
-        logits = logits.masked_fill(logits < limit, -torch.inf)
-    return logits
+def cut_sorted(
+    logits: Float[Tensor, "batch nodes vocab"], top_k: Float[Tensor, "batch 1 1"], tail: Float[Tensor, "batch 1 1"]
+) -> Float[Tensor, "batch nodes vocab"]:
+    """Set logits to -inf outside top-k, then outside top-p of the rest, where `tail` is 1 - top-p; keeps what Hugging
+    Face's warpers keep."""
+    # One ascending sort serves both. It is stable: of equal logits at the cutoff, later ids are kept.
+    ordered, order = logits.sort(dim=-1, stable=True)
+    last = (logits.shape[-1] - top_k.long()).clamp(min=0).expand(-1, logits.shape[1], -1)
+    too_low = ordered < ordered.gather(-1, last)
+    outside = too_low | (ordered.masked_fill(too_low, -torch.inf).softmax(-1).cumsum(-1) <= tail)
+    outside[..., -1] = False  # keep the likeliest token even if rounding would drop it
+    return logits.masked_fill(outside.scatter(-1, order, outside), -torch.inf)

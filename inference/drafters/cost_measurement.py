@@ -210,7 +210,7 @@ class Bench:
             logits = self.target.forward_tree(tree, self.cache).logits
             choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths + 1)
         else:
-            choices = self.step.replay(self.step.choose, rows, tokens, parents)[2]
+            choices = self.step.verify(tree, rows).choices
         accept(tree, choices)
         # As if a sibling had been rejected.
         self.cache.target.keep([[0, *range(2, min(nodes, KEPT + 1))]] * self.batch)

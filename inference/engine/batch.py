@@ -64,6 +64,12 @@ class Batch:
         """The rows, and the one whose prompt is being read."""
         return self.rows if self.reading is None else [*self.rows, self.reading.row]
 
+    @property
+    def held_after_rows(self) -> list[int]:
+        """Tokens in each place after the rows', up to that of the prompt that is being read."""
+        reading = self.reading
+        return [] if reading is None else [*[0] * (reading.place - len(self.rows)), reading.count]
+
     def new_row(self, number: int, request: Request, generation: Generation) -> Sequence:
         """A row for a request whose prompt is to be read next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens

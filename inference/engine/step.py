@@ -45,6 +45,7 @@ class DecodeStep:
         self.sampling: BatchSampling
         self.history: History | None
         self.is_captured = False  # whether a captured step serves these rows
+        self.with_logits = False  # whether anybody reads the logits of a captured step
 
     def prepare(self, may_draft: bool = True) -> None:
         """Do what comes before a step but is no part of its time: work that is done once for a new row."""
@@ -85,6 +86,7 @@ class DecodeStep:
         self.history = start_history(requests, [row.generation.tokens[:-1] for row in rows], self.target)
         static = self.batch.static
         self.is_captured = static is not None and not constraints_of(rows) and static.serves(self.sampling)
+        self.with_logits = any(request.logprobs for request in requests)
 
     def _prepare_drafts(self, may_draft: bool) -> bool:
         """Let the drafter read the positions that it missed; returns whether this step drafts for any row.
@@ -116,7 +118,8 @@ class DecodeStep:
         verified, batch = self._verified(), self.batch
         output: StepOutput | TargetOutput
         if batch.static is not None and self.is_captured:
-            output = batch.static(verified)  # drafts, runs the target and lets it choose, as one captured graph
+            # Drafts, runs the target and lets it choose, as one captured graph.
+            output = batch.static(verified, self.with_logits, batch.held_after_rows)
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, batch.cache)
@@ -131,7 +134,7 @@ class DecodeStep:
         """A step without draft tokens, and without any work of the drafter."""
         tree, batch = Tree.root_only(self._roots()), self.batch
         if batch.static is not None and self.is_captured:
-            captured = batch.static.verify(tree, self.sampling)
+            captured = batch.static.verify(tree, self.sampling, self.with_logits, batch.held_after_rows)
             return captured, accept(captured.tree, captured.choices), []
         if parts:
             output, *others = self.target.forward_parts([self.target.tree_part(tree, batch.cache), *parts])

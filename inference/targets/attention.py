@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
+from headstart.heads.layers import fold_heads
 from headstart.inference.core.cache import RowGroup, Slots
 from headstart.inference.targets.side_by_side import PackedMask
 
@@ -27,7 +28,8 @@ class RaggedMask(Tensor):
     groups: tuple[RowGroup, ...] = ()
 
 
-LEAST_KEYS = 512  # in each part: merging then costs little compared with the time that the threads save
+LEAST_KEYS = 512  # in each part: merging then costs little compared with the time that sharing saves
+GPU_PARTS = 8  # at most, a power of two
 MOST_QUERIES = 48  # per key head; with more, the kernel shares the queries among the threads, too
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
@@ -79,26 +81,30 @@ def folded_attention(
 ) -> Float[Tensor, "batch num_heads seq value_dim"]:
     """Attention whose query heads of one key head are further queries; mask [batch or 1, 1, seq, keys]."""
     batch, num_heads, seq, _ = query.shape
-    group = num_heads // key.shape[1]
-    if group == 1:
+    if num_heads == key.shape[1]:
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)  # [batch or 1, 1, group * seq, keys]
-    folded = query.reshape(batch, key.shape[1], group * seq, -1)
+    folded, mask = fold_heads(query, key.shape[1], mask)
     parts = parts_of_keys(folded, key, value)
     if parts > 1:
         mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
     else:
         mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return mixed.view(batch, num_heads, seq, -1)
+    return mixed.reshape(batch, num_heads, seq, -1)  # a view, but for kernels that return another order of memory
 
 
 def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Into how many parts a CPU's threads share the keys of one row: its kernel gives each thread whole heads only.
+    """Into how many parts the threads of a CPU, or the processors of a GPU, share the keys of one row: their kernels
+    give each only whole heads.
 
-    1 where there are few keys, or where every thread gets as many heads as the others anyway.
+    1 where there are few keys, or where a CPU's threads get equally many heads anyway.
     """
     batch, heads, queries, size = query.shape
-    if query.device.type != "cpu" or batch != 1 or queries > MOST_QUERIES or value.shape[-1] != size:
+    if batch != 1 or value.shape[-1] != size:
+        return 1
+    if query.device.type == "cuda":
+        parts = min(key.shape[2] // LEAST_KEYS, GPU_PARTS)
+        return 1 << (parts.bit_length() - 1) if parts > 1 and key.shape[2] % (8 * GPU_PARTS) == 0 else 1
+    if query.device.type != "cpu" or queries > MOST_QUERIES:
         return 1
     threads = torch.get_num_threads()
     return min(threads // gcd(heads, threads), key.shape[2] // LEAST_KEYS) or 1
@@ -117,6 +123,8 @@ def attention_by_parts(
     This is Flash-Decoding (Dao et al. 2023). Where the keys cannot be divided evenly, parts overlap, and the keys that
     the next part has too are hidden.
     """
+    if query.device.type == "cuda":
+        return attention_by_equal_parts(query, key, value, mask, scaling, parts)
     keys = key.shape[2]
     step = keys // parts
     size = keys - (parts - 1) * step
@@ -132,6 +140,39 @@ def attention_by_parts(
     )
     weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
+
+
+def attention_by_equal_parts(
+    query: Float[Tensor, "1 heads queries size"],
+    key: Float[Tensor, "1 heads keys size"],
+    value: Float[Tensor, "1 heads keys size"],
+    mask: Float[Tensor, "1 1 queries keys"],
+    scaling: float | None,
+    parts: int,
+) -> Float[Tensor, "1 heads queries size"]:
+    """The same on a GPU, for keys that can be divided evenly."""
+    key, value = (each[0].unflatten(1, (parts, -1)).transpose(0, 1) for each in (key, value))
+    own_mask = mask[0].unflatten(2, (parts, -1)).permute(2, 0, 1, 3).contiguous()  # [parts, 1, queries, of a part]
+    mixed, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query.expand(parts, -1, -1, -1), key, value, own_mask.expand(-1, key.shape[1], -1, -1), True, scale=scaling
+    )
+    weights = logsumexp[..., : query.shape[2]].softmax(0).unsqueeze(-1)
+    return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
+
+
+@contextmanager
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    """Let torch choose cuDNN's attention on a GPU, or not.
+
+    Of those that take a mask it is the fastest, but it makes a plan for every new shape: on an H100 that takes 71 ms,
+    where the others start at once. So only captured steps use it.
+    """
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 AttentionInterface.register(GROUPED, grouped_attention)

@@ -6,8 +6,9 @@ hold it equal to the step with changing shapes.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,20 +19,28 @@ from torch.nn.functional import pad
 
 from headstart.inference.core.cache import PAGE, KVCache
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.sampling import BatchSampling
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
+from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
-CAPTURES = 16  # graphs of one step, by shapes and sampling settings
+CAPTURES = 96  # graphs of one step, by shapes and form of sampling; the least recently used make room
 SHAPES = 16  # trees, batches and capacities that a layer may be compiled for; beyond these it runs uncompiled
-WARMUP = 3  # runs before a capture, in which libraries allocate memory and choose their kernels
 Result = TypeVar("Result")
 
 
 class SpareSteps(list["StaticStep"]):
     """A target's captured steps that no run uses at the moment."""
+
+
+class GraphMemory:
+    """The memory that all graphs of a target share: they run one after another, and the host has read what one found
+    before the next begins."""
+
+    def __init__(self) -> None:
+        self.pool = torch.cuda.graph_pool_handle()
 
 
 @dataclass(frozen=True)
@@ -41,22 +50,39 @@ class StepOutput:
     tree: Tree
     choices: Int[Tensor, "batch nodes"]
     taps: Float[Tensor, "batch nodes tapped"]
-    logits: Float[Tensor, "batch nodes vocab"]
+    logits: Float[Tensor, "batch nodes vocab"]  # empty unless they were asked for: they are most of a graph's memory
 
     @classmethod
-    def from_tensors(cls, outputs: tuple[Tensor, ...]) -> "StepOutput":
-        tokens, parents, choices, taps, logits = outputs
+    def from_tensors(cls, outputs: tuple[Tensor, ...], rows: int) -> "StepOutput":
+        """The first rows of what a step returns; the others fill its batch up."""
+        tokens, parents, choices, taps, logits = (output[:rows] for output in outputs)
         return cls(Tree(tokens, parents), choices, taps, logits)
 
 
+@dataclass
+class Capture:
+    """A captured function, and the sampling that its graph reads."""
+
+    sampling: BatchSampling
+    graphed: "Graphed"
+    taken: BatchSampling | None = None  # whose settings `sampling` holds
+
+    def __call__(self, sampling: BatchSampling, *inputs: Tensor) -> tuple[Tensor, ...]:
+        if self.taken is not sampling:
+            self.sampling.take(sampling)
+            self.taken = sampling
+        return self.graphed(*inputs)
+
+
 class StaticStep:
-    """Drafts, runs the target and chooses tokens, for a batch whose rows have equal sampling settings except seeds."""
+    """Drafts, runs the target and chooses tokens. A graph serves every number of rows up to a power of two: rows of
+    length 0 fill the batch up."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.storage.shape[2]
-        self.captured: dict[object, tuple[BatchSampling, Graphed]] = {}
+        self.captured: dict[object, Capture] = {}
         layers = [*target.layers, *drafter.compilable_layers]
         self.compiled = CompiledLayers(layers if target.compiles else [])
 
@@ -80,75 +106,131 @@ class StaticStep:
         others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
         spares[:] = [self, *others][:SPARE_STEPS]
 
-    def serves(self, sampling: BatchSampling) -> bool:
-        """Whether shapes stay fixed: not with penalties, rejection sampling or rows that sample differently."""
-        return sampling.rule == "seeded" and not sampling.needs_history and len(sampling.groups) == 1
+    @staticmethod
+    def serves(sampling: BatchSampling) -> bool:
+        """Whether shapes stay fixed: not with penalties or rejection sampling."""
+        return sampling.rule == "seeded" and not sampling.needs_history
 
     @torch.inference_mode()
-    def __call__(self, verified: VerifiedOnHost) -> StepOutput:
-        if self.drafter.static_shapes:
-            if self.cache.head is not None:
-                verified.rewind(self.cache.head)
-            device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-            output = StepOutput.from_tensors(
-                self.replay(
-                    self.draft_and_choose,
-                    verified.sampling,
-                    pad(verified.taps, (0, 0, 0, short)),
-                    pad(verified.next_tokens, (0, short)),
-                    verified.roots,
-                    torch.tensor(verified.counts).to(device, non_blocking=True),
-                    torch.tensor(verified.remaining).to(device, non_blocking=True),
-                )
+    def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
+        """Draft, and let the target choose. `held` is that of `verify`."""
+        if not self.drafter.static_shapes:
+            return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
+        if self.cache.head is not None:
+            verified.rewind(self.cache.head)
+        device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
+        rows, more = len(verified.counts), self.more_rows(len(verified.counts))
+        with self.filled_up(more, held):
+            outputs = self.replay(
+                partial(self.draft_and_choose, with_logits),
+                ("draft", with_logits),
+                verified.sampling,
+                padded(verified.taps, 0, 0, 0, short, 0, more),
+                padded(verified.next_tokens, 0, short, 0, more),
+                padded(verified.roots, 0, 0, 0, more),
+                torch.tensor([*verified.counts, *[1] * more]).to(device, non_blocking=True),
+                torch.tensor([*verified.remaining, *[0] * more]).to(device, non_blocking=True),
             )
-            if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
-                held = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
-                self.cache.head.set_lengths(held)
-            return output
-        return self.verify(self.drafter.draft(verified, self.cache), verified.sampling)
+        if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
+            ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
+            self.cache.head.set_lengths(ends)
+        return StepOutput.from_tensors(outputs, rows)
 
     @torch.inference_mode()
-    def verify(self, tree: Tree, sampling: BatchSampling) -> StepOutput:
-        """Run the target on a tree and let it choose; the drafter has no part in it."""
-        missing = size_bucket(tree.tokens.shape[1]) - tree.tokens.shape[1]
-        tokens, parents = pad(tree.tokens, (0, missing)), pad(tree.parents, (0, missing), value=-1)
-        return StepOutput.from_tensors(self.replay(self.choose, sampling, tokens, parents))
+    def verify(
+        self, tree: Tree, sampling: BatchSampling, with_logits: bool = False, held: Sequence[int] = ()
+    ) -> StepOutput:
+        """Run the target on a tree and let it choose; the drafter has no part in it.
+
+        `held` are the tokens in the places after the rows', which are not to be overwritten.
+        """
+        rows, nodes = tree.shape
+        more, missing = self.more_rows(rows), size_bucket(nodes) - nodes
+        tokens = padded(tree.tokens, 0, missing, 0, more)
+        parents = padded(tree.parents, 0, missing, 0, more, value=-1)
+        with self.filled_up(more, held):
+            outputs = self.replay(partial(self.choose, with_logits), ("choose", with_logits), sampling, tokens, parents)
+        return StepOutput.from_tensors(outputs, rows)
+
+    def more_rows(self, rows: int) -> int:
+        """Rows that are missing to a power of two, as far as the cache has places for them."""
+        return min(size_bucket(rows), self.batch) - rows
+
+    @contextmanager
+    def filled_up(self, more: int, held: Sequence[int]) -> Iterator[None]:
+        """Count further places of the cache as rows within this context; they write after what they hold."""
+        if not more:
+            yield
+            return
+        before = [list(slots.lengths) for slots in self.cache.slots]
+        for slots in self.cache.slots:
+            slots.set_lengths([*slots.lengths, *held[:more], *[0] * (more - len(held))])
+        try:
+            yield
+        finally:
+            for slots, lengths in zip(self.cache.slots, before, strict=True):
+                slots.set_lengths(lengths)
 
     def replay(
-        self, function: Callable[..., tuple[Tensor, ...]], sampling: BatchSampling, *inputs: Tensor
+        self,
+        function: Callable[..., tuple[Tensor, ...]],
+        name: object,
+        sampling: BatchSampling,
+        *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
-        """`function(sampling, *inputs)`, captured once for each set of shapes and each sampling setting."""
-        key = tuple(tensor.shape for tensor in inputs), replace(sampling.samplings[0], seed=0)
-        if key not in self.captured:
-            if len(self.captured) == CAPTURES:
-                self.captured.pop(next(iter(self.captured)))  # the oldest
-            own = BatchSampling(sampling.samplings, self.target.device)
-            self.captured[key] = own, Graphed(self.compiled.within(partial(function, own)))
-        own, graphed = self.captured[key]
-        own.seeds.copy_(sampling.seeds)
-        return graphed(*inputs)
+        """`function(sampling, *inputs)`, captured once for each name, each set of shapes and each form of sampling."""
+        key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form
+        capture = self.captured.pop(key, None)
+        if capture is None:
+            while len(self.captured) >= CAPTURES:
+                del self.captured[next(iter(self.captured))]
+            own = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
+            capture = Capture(own, Graphed(self.compiled.within(partial(function, own)), self.memory))
+        self.captured[key] = capture  # the last one used is last
+        return capture(sampling, *inputs)
+
+    @property
+    def memory(self) -> GraphMemory | None:
+        return self.target.kept(GraphMemory) if self.target.device.type == "cuda" else None
 
     # The next two methods are captured: no lists, no host syncs, and no shape depends on what was accepted before.
 
     def draft_and_choose(
-        self, sampling: BatchSampling, taps: Tensor, next_tokens: Tensor, roots: Tensor, counts: Tensor, left: Tensor
+        self,
+        with_logits: bool,
+        sampling: BatchSampling,
+        taps: Tensor,
+        next_tokens: Tensor,
+        roots: Tensor,
+        counts: Tensor,
+        left: Tensor,
     ) -> tuple[Tensor, ...]:
         """Draft a tree and let the target choose a token at each of its nodes."""
         self.cache.reset()
-        sampling = sampling.with_gumbel(
-            self.cache.target.starts + 1, self.drafter.depth + 1, self.target.config.vocab_size
-        )
+        sampling = self.with_gumbel(sampling, self.drafter.depth + 1)
         verified = VerifiedOnDevice(taps, next_tokens, roots, sampling, None, counts, left)
         tree = self.drafter.draft(verified, self.cache)
-        return self.choose(sampling, tree.tokens, tree.parents)
+        return self.choose(with_logits, sampling, tree.tokens, tree.parents)
 
-    def choose(self, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
+    def choose(self, with_logits: bool, sampling: BatchSampling, tokens: Tensor, parents: Tensor) -> tuple[Tensor, ...]:
         """Let the target choose a token at each node of a tree."""
         self.cache.target.reset()
-        tree = Tree(tokens, parents, deepest=self.drafter.depth or None)
+        nodes, depth = tokens.shape[1], self.drafter.depth
+        if sampling.gumbel_table is None:  # nodes of one depth share their noise
+            sampling = self.with_gumbel(sampling, min(depth + 1, nodes) if depth else nodes)
+        tree = Tree(tokens, parents, deepest=depth or None)
         output = self.target.forward_tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
-        return tokens, parents, sampling.choose(output.logits, positions), output.taps, output.logits
+        choices = sampling.choose(output.logits, positions)
+        return tokens, parents, choices, output.taps, output.logits if with_logits else output.logits[..., :0].clone()
+
+    def with_gumbel(self, sampling: BatchSampling, count: int) -> BatchSampling:
+        return sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)
+
+
+def padded(tensor: Tensor, *counts: int, value: int = 0) -> Tensor:
+    """`torch.nn.functional.pad`, without a copy where there is nothing to add."""
+    return pad(tensor, counts, value=value) if any(counts) else tensor
 
 
 class CompiledLayers:
@@ -189,45 +271,50 @@ class CompiledLayers:
 class Graphed:
     """A function of tensors, captured as a CUDA graph on its first call on CUDA. Its shapes must not change."""
 
-    def __init__(self, function: Callable[..., tuple[Tensor, ...]]) -> None:
-        self.function = function
+    def __init__(self, function: Callable[..., tuple[Tensor, ...]], memory: GraphMemory | None = None) -> None:
+        self.function, self.memory = function, memory
         self.graph: torch.cuda.CUDAGraph | None = None
         self.inputs: tuple[Tensor, ...] = ()
         self.outputs: tuple[Tensor, ...] = ()
         self.capturable = True
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Run the function. On CUDA the next call overwrites the tensors that it returns."""
+        """Run the function. On CUDA the next call of any function with the same memory overwrites what it returns."""
         if inputs[0].device.type != "cuda" or not self.capturable:
             return self.function(*inputs)
-        if self.graph is None and not self.capture(inputs):
-            return self.function(*inputs)
-        assert self.graph is not None
-        for mine, given in zip(self.inputs, inputs, strict=True):
-            mine.copy_(given)
-        with torch.cuda.device(inputs[0].device):
+        with torch.cuda.device(inputs[0].device):  # the current device's stream is what is recorded
+            if self.graph is None and not self.capture(inputs):
+                return self.function(*inputs)
+            assert self.graph is not None
+            for mine, given in zip(self.inputs, inputs, strict=True):
+                mine.copy_(given)
             self.graph.replay()
         return self.outputs
 
     def capture(self, inputs: tuple[Tensor, ...]) -> bool:
         """Capture the graph; returns False, after a warning, for a model that needs the host while it runs."""
         self.inputs = tuple(tensor.clone() for tensor in inputs)
-        with torch.cuda.device(inputs[0].device):  # the current device's stream is what is recorded
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(WARMUP):
+        here, side, graph = torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(here)
+        try:
+            with cudnn_attention(True), torch.cuda.stream(side):
+                self.function(*self.inputs)  # libraries allocate memory and choose their kernels
+                # A capture that fails leaves its stream and allocator behind, so what would fail is found before it.
+                torch.cuda.set_sync_debug_mode("error")
+                try:
                     self.function(*self.inputs)
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                with torch.cuda.graph(graph):
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+                here.wait_stream(side)
+                with torch.cuda.graph(graph, None if self.memory is None else self.memory.pool):
                     self.outputs = self.function(*self.inputs)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                warnings.warn(f"no CUDA graph for this model ({error}); decoding continues without one", stacklevel=2)
-                self.capturable = False
-                return False
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            warnings.warn(f"no CUDA graph for this model ({error}); decoding continues without one", stacklevel=2)
+            self.capturable = False
+            torch.cuda.set_stream(here)
+            here.wait_stream(side)
+            return False
         self.graph = graph
         return True

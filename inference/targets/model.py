@@ -29,6 +29,7 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.fused_norms import fuse_norms, own_norms_of
 from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
@@ -58,6 +59,9 @@ class TargetModel:
         refuse_unknown_state(model)
         if attention == "auto":
             use_grouped_attention(model)
+        if model.device.type == "cuda":
+            torch.backends.cuda.enable_cudnn_sdp(False)  # except in captured steps: see `cudnn_attention`
+            fuse_norms(model)
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
         self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
@@ -345,6 +349,7 @@ class TargetModel:
             extra["assistant_model"] = model
         with (
             own_attention_of(self.model),
+            own_norms_of(self.model),
             with_fallbacks(fallbacks),
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
         ):

@@ -1,0 +1,568 @@
+"""One part of benchmarks/gpu.py, which runs each in a process of its own: python benchmarks/gpu_parts.py PART FOLDER.
+
+Every number goes to FOLDER/results.jsonl at the moment it is measured, so that a part that fails or is cut off leaves
+what it found. Weights and texts are random: only times, memory and shapes matter here. On a machine without CUDA the
+parts run at a toy size, to try the script.
+"""
+
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.features import tap
+from headstart.heads.base import DraftHead
+from headstart.heads.checkpoint import new_head
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import DecodeLoop, loop_of
+from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import load_recipe
+from headstart.trainers.objectives.unrolled import Teacher
+from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.step import autocast, head_in_training, tf32_allowed
+
+ROOT = Path(__file__).parents[1]
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+SIZES: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+TOY: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+}
+LLAMA3_8B = LlamaConfig(**(SIZES if CUDA else TOY), bos_token_id=None, eos_token_id=None)
+TREE = Dynamic(7, 10, 59) if CUDA else Dynamic(3, 3, 7)  # EAGLE-3's tree of 60 nodes, the root counted
+
+
+def synchronise() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+class Results:
+    """The results file of a part."""
+
+    def __init__(self, part: str, folder: Path) -> None:
+        self.part, self.path, self.started = part, folder / "results.jsonl", time.perf_counter()
+
+    def add(self, name: str, **values: Any) -> None:
+        line = {"part": self.part, "second": round(time.perf_counter() - self.started, 1), "name": name, **values}
+        print(json.dumps(line), flush=True)
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def measure(self, name: str, work: Callable[[], Any], **facts: Any) -> None:
+        """Add what `work` returns, with the memory that the process holds and the warnings of torch. A failure is a
+        result too, and does not stop the part."""
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                found = work()
+            except Exception as error:
+                found = {"error": f"{type(error).__name__}: {error}"[:800]}
+        said = sorted({str(each.message)[:200] for each in caught if "raph" in str(each.message)})
+        values = found if isinstance(found, dict) else {"value": found}
+        memory = {"reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2)} if CUDA else {}
+        self.add(name, **facts, **values, **memory, **({"warnings": said} if said else {}))
+
+
+def seconds(work: Callable[[], object], repeats: int = 20, warmup: int = 3) -> float:
+    """Median seconds of a call, the device's work included."""
+    for _ in range(warmup):
+        work()
+    times = []
+    for _ in range(repeats if CUDA else 2):
+        synchronise()
+        started = time.perf_counter()
+        work()
+        synchronise()
+        times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
+    return round(1000 * seconds(work, repeats), 3)
+
+
+@contextmanager
+def cudnn_attention(allowed: bool) -> Iterator[None]:
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(allowed)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def kernels(work: Callable[[], object], most: int = 14) -> dict[str, Any]:
+    """The kernels that take the most time of one call: name, count, milliseconds."""
+    work()
+    synchronise()
+    with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as seen:
+        work()
+        synchronise()
+    rows = [
+        (each.key[:90], each.count, (each.self_device_time_total if CUDA else each.self_cpu_time_total) / 1000)
+        for each in seen.key_averages()
+    ]
+    rows.sort(key=lambda row: -row[2])
+    return {
+        "kernels": [[name, count, round(taken, 3)] for name, count, taken in rows[:most]],
+        "launches": sum(count for _, count, _ in rows),
+        "device_ms": round(sum(taken for *_, taken in rows), 2),
+    }
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A target of an 8B model's shape and an EAGLE-3 head, both with random weights, and a length of prompt."""
+
+    target: TargetModel
+    head: DraftHead
+    prompt: int
+
+    @classmethod
+    def random(cls) -> "Setting":
+        torch.manual_seed(0)
+        default = torch.get_default_dtype()
+        with DEVICE:
+            torch.set_default_dtype(DTYPE)
+            model = LlamaForCausalLM(LLAMA3_8B)
+            torch.set_default_dtype(default)
+        layers = LLAMA3_8B.num_hidden_layers
+        target = TargetModel(model, (2, layers // 2, layers - 3))
+        vocab = DraftVocab(torch.arange(min(32000, LLAMA3_8B.vocab_size)), LLAMA3_8B.vocab_size)
+        section = load_recipe(ROOT / "recipes/llama3_8b.yaml").head.model_copy(update={"taps": None})
+        head = new_head(section, target.frozen, vocab, seed=0).to(DEVICE, DTYPE)
+        return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
+
+    @property
+    def tokens(self) -> list[int]:
+        return torch.arange(self.prompt).remainder(self.target.config.vocab_size).tolist()
+
+    def forget(self) -> None:
+        self.target.kept(SpareSteps).clear()
+        gc.collect()
+        if CUDA:
+            torch.cuda.empty_cache()
+
+
+def decode_rate(setting: Setting, drafter: Drafter | None, static: bool, new_tokens: int) -> float:
+    """Tokens per second after the prefill and the first two steps, in the second of two runs."""
+    for _ in range(2):
+        loop = loop_of(setting.target, [Request(setting.tokens, new_tokens)], drafter, static=static)
+        steps = loop.run()
+        next(steps)
+        next(steps)
+        synchronise()
+        started, before = time.perf_counter(), len(loop.generations[0].tokens)
+        for _ in steps:
+            pass
+        synchronise()
+        rate = (len(loop.generations[0].tokens) - before) / (time.perf_counter() - started)
+    return round(rate, 1)
+
+
+def generate_rate(setting: Setting, new_tokens: int) -> float:
+    """The same for transformers' `generate`, from the difference between a long and a short run."""
+    times = []
+    for count in (4, 8, 8 + new_tokens):
+        synchronise()
+        started = time.perf_counter()
+        setting.target.generate([setting.tokens], count)
+        synchronise()
+        times.append(time.perf_counter() - started)
+    return round(new_tokens / (times[2] - times[1]), 1)
+
+
+def target_step(setting: Setting, nodes: int, rows: int = 1, sampling: Sampling | None = None) -> Callable[[], object]:
+    """A captured target step that verifies a binary tree of this many nodes after the prompt, as a call."""
+    cache = setting.target.new_cache(setting.prompt + nodes, batch=rows, static=True)
+    cache.set_lengths([setting.prompt] * rows)
+    step = StaticStep(setting.target, PLAIN, cache)
+    samplings = BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE)
+    tokens = torch.zeros(rows, nodes, dtype=torch.long, device=DEVICE)
+    parents = ((torch.arange(nodes, device=DEVICE) + 1) // 2 - 1).expand(rows, -1).contiguous()
+    return partial(step.verify, Tree(tokens, parents), samplings)
+
+
+def decode_step(
+    setting: Setting, growth: Dynamic, rows: int = 1, sampling: Sampling | None = None
+) -> Callable[[], Any]:
+    """A whole captured step, draft and verify, without the host's share, as a call."""
+    target, drafter = setting.target, head_drafter(setting.head, growth)
+    cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, rows, static=True)
+    cache.target.set_lengths([setting.prompt] * rows)
+    verified = VerifiedOnHost(
+        taps=torch.zeros(rows, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
+        next_tokens=torch.zeros(rows, 3, dtype=torch.long, device=DEVICE),
+        roots=torch.zeros(rows, 1, dtype=torch.long, device=DEVICE),
+        starts=[setting.prompt - 3] * rows,
+        counts=[3] * rows,
+        drafted=[0] * rows,
+        remaining=[growth.depth] * rows,
+        sampling=BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE),
+        history=None,
+        texts=[[]] * rows,
+        keys=[0] * rows,
+    )
+    return partial(StaticStep(target, drafter, cache), verified)
+
+
+def environment(results: Results) -> None:
+    """Versions, the device, and what is not installed."""
+    found: dict[str, str | None] = {}
+    for name in (
+        "torch transformers accelerate triton safetensors numpy pydantic rensa wandb gguf peft deepspeed datasets "
+        "fastapi llguidance"
+    ).split():
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = None
+    results.add("versions", python=platform.python_version(), cuda=torch.version.cuda, cpus=os.cpu_count(), **found)
+    if CUDA:
+        query = "--query-gpu=name,driver_version,memory.total,memory.used"
+        said = subprocess.run(["nvidia-smi", query, "--format=csv,noheader"], capture_output=True, text=True).stdout
+        results.add("device", gpu=said.strip(), cudnn=torch.backends.cudnn.version())
+
+
+@torch.inference_mode()
+def decoding(results: Results) -> None:
+    """Plain decoding against the limit of the memory's bandwidth, steps by number of nodes, and an EAGLE-3 step."""
+    setting = Setting.random()
+    weights = sum(each.numel() * each.element_size() for each in setting.target.model.parameters())
+    weights -= setting.target.frozen.embedding.nbytes  # a step reads one row of the input embedding
+    source = torch.empty(2**30 if CUDA else 2**24, dtype=torch.uint8, device=DEVICE)
+    goal = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / seconds(lambda: goal.copy_(source))
+    del source, goal
+    results.add("limit", value=round(bandwidth / weights, 1), copy_gb_per_s=round(bandwidth / 1e9), weights=weights)
+    new_tokens = 64 if CUDA else 8
+    results.measure("plain, captured, tokens/s", lambda: decode_rate(setting, None, True, new_tokens))
+    for nodes in (1, 8, 64):
+        results.measure(f"target step of {nodes} nodes, ms", lambda: milliseconds(target_step(setting, nodes)))
+    results.measure("EAGLE-3 chain of 6, ms", lambda: milliseconds(decode_step(setting, Dynamic.chain(6))))
+    results.measure("EAGLE-3 tree, ms", lambda: milliseconds(decode_step(setting, TREE)))
+    results.measure(
+        "EAGLE-3 tree at temperature 1, ms", lambda: milliseconds(decode_step(setting, TREE, 1, Sampling(1.0)))
+    )
+    results.measure("kernels of a target step of 1 node", lambda: kernels(target_step(setting, 1)))
+    results.measure("kernels of a target step of 64 nodes", lambda: kernels(target_step(setting, 64)))
+    results.measure("kernels of an EAGLE-3 tree", lambda: kernels(decode_step(setting, TREE), 24))
+
+    def capture() -> float:
+        started = time.perf_counter()
+        target_step(setting, 32)()
+        synchronise()
+        return round(time.perf_counter() - started, 3)
+
+    results.measure("capture of a target step, s", capture)
+    setting.forget()
+    for allowed in (True, False):
+        with cudnn_attention(allowed):
+            results.measure(
+                "plain, changing shapes, tokens/s", lambda: decode_rate(setting, None, False, 16), cudnn=allowed
+            )
+            results.measure("transformers' generate, tokens/s", lambda: generate_rate(setting, 12), cudnn=allowed)
+
+
+@torch.inference_mode()
+def graphs(results: Results) -> None:
+    """The memory and time of captured steps of many rows."""
+    setting = Setting.random()
+    for rows, temperature in product((16, 64) if CUDA else (2,), (0.0, 1.0)):
+        sampling = Sampling(temperature)
+        for name, make in {
+            "draft and verify": partial(decode_step, setting, TREE),
+            "verify": verify_60(setting),
+        }.items():
+
+            def memory() -> dict[str, float]:
+                setting.forget()
+                step = make(rows, sampling)
+                before = torch.cuda.memory_reserved() if CUDA else 0
+                step()
+                synchronise()
+                held = (torch.cuda.memory_reserved() - before if CUDA else 0) / 2**30
+                return {"graph_gib": round(held, 2), "ms": milliseconds(step, 5)}
+
+            results.measure(f"{name}, {rows} rows x 60 nodes", memory, temperature=temperature)
+
+
+def verify_60(setting: Setting) -> Callable[[int, Sampling], Callable[[], object]]:
+    return lambda rows, sampling: target_step(setting, 60, rows, sampling)
+
+
+@torch.inference_mode()
+def attention(results: Results) -> None:
+    """Which attention kernel serves a step best: 32 layers' attention in one graph, so that no cache holds the keys."""
+    for rows, nodes, keys in (
+        ((1, 1, 2304), (1, 64, 2304), (1, 64, 8192), (8, 64, 2304), (64, 1, 2304)) if CUDA else ((1, 4, 64),)
+    ):
+        layers = [
+            tuple(torch.randn(rows, 8, keys, 128, device=DEVICE, dtype=DTYPE) for _ in range(2)) for _ in range(32)
+        ]
+        query = torch.randn(rows, 8, 4 * nodes, 128, device=DEVICE, dtype=DTYPE)
+        mask = torch.zeros(rows, 1, 4 * nodes, keys, device=DEVICE, dtype=DTYPE)
+        mask[..., keys - 64 :] = torch.finfo(DTYPE).min
+        mask[..., keys - 64] = 0
+        facts = {"rows": rows, "nodes": nodes, "keys": keys}
+        for name, backends in {
+            "torch's choice": None,
+            "cudnn": [SDPBackend.CUDNN_ATTENTION],
+            "efficient": [SDPBackend.EFFICIENT_ATTENTION],
+            "math": [SDPBackend.MATH],
+        }.items():
+
+            def attend(key: Tensor, value: Tensor, kinds: Any = backends) -> Tensor:
+                if kinds is None or not CUDA:
+                    return scaled_dot_product_attention(query, key, value, mask)
+                with sdpa_kernel(kinds):
+                    return scaled_dot_product_attention(query, key, value, mask)
+
+            results.measure(f"attention of 32 layers, {name}, ms", lambda: replayed(attend, layers), **facts)
+        for parts in (4, 8, 16) if CUDA else ():
+            split = partial(attention_in_parts, query, mask, parts)
+            results.measure(f"attention of 32 layers, {parts} parts, ms", lambda: replayed(split, layers), **facts)
+    for allowed in (True, False):
+        with cudnn_attention(allowed):
+            results.measure("a call of each of five new lengths, ms", new_lengths, cudnn=allowed)
+
+
+def attention_in_parts(query: Tensor, mask: Tensor, parts: int, key: Tensor, value: Tensor) -> Tensor:
+    """Parts of the keys as further rows of a batch, merged by their log-sum-exps (Flash-Decoding)."""
+    rows, heads, queries, size = query.shape
+    split = (each.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for each in (key, value))
+    own_mask = mask.unflatten(3, (parts, -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
+    queries_of_parts = query.unsqueeze(1).expand(-1, parts, -1, -1, -1).flatten(0, 1)
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        queries_of_parts, *split, own_mask.expand(-1, heads, -1, -1), True
+    )
+    weights = logsumexp[..., :queries].view(rows, parts, heads, queries).softmax(1).unsqueeze(-1)
+    return (out.view(rows, parts, heads, queries, size) * weights).sum(1).to(query.dtype)
+
+
+def replayed(attend: Callable[..., Tensor], layers: list[Any]) -> float:
+    def every_layer() -> None:
+        for key, value in layers:
+            attend(key, value)
+
+    if not CUDA:
+        return milliseconds(every_layer)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        every_layer()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        every_layer()
+    return milliseconds(graph.replay)
+
+
+def new_lengths() -> dict[str, Any]:
+    """What the first call of a shape costs, as in a prefill or a harvest of texts of all lengths."""
+    times = []
+    for length in (700, 701, 815, 977, 1203):
+        query, key, value = (torch.randn(4, heads, length, 128, device=DEVICE, dtype=DTYPE) for heads in (32, 8, 8))
+        synchronise()
+        started = time.perf_counter()
+        scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+        synchronise()
+        times.append(round(1000 * (time.perf_counter() - started), 2))
+    return {"value": max(times[1:]), "all": times}
+
+
+def training(results: Results) -> None:
+    """An optimizer step at the 8B recipe's batch, and at the block recipe's, as trainers/step.py computes it."""
+    config = TargetConfig.from_dict(LLAMA3_8B.to_dict())
+    length, rows = (2048, 8) if CUDA else (48, 2)
+    size, states = config.vocab_size, config.hidden_size
+    with DEVICE:
+        embedding, lm_head = (0.02 * torch.randn(size, states) for _ in range(2))
+        frozen = FrozenTarget(config, embedding, torch.ones(states), None, lm_head)
+    for name, script, kinds in (
+        ("llama3_8b", "EAGLE-3", (("bfloat16", False), ("float32", True), ("float32", False))),
+        ("qwen3_8b_block", "block", (("bfloat16", False),)),
+    ):
+        recipe = load_recipe(ROOT / f"recipes/{name}.yaml")
+        wide = 3 if script == "EAGLE-3" else 5
+        section = recipe.head.model_copy(update={"taps": None, "mask_token_id": None} if wide == 5 else {"taps": None})
+        vocab = DraftVocab(torch.arange(min(32000, size) if wide == 3 else size), size)
+        head = new_head(section, frozen, vocab, seed=0).to(DEVICE)
+        samples = [
+            Sample(
+                torch.randint(0, min(32000, size), (length,)),
+                torch.arange(length) > length // 4,
+                torch.randn(length, wide * states).bfloat16(),
+                torch.randn(length, states).bfloat16(),
+            )
+            for _ in range(rows if wide == 3 else max(rows // 4, 1))
+        ]
+        collate = partial(Batch.collate, samples, torch.float32, DEVICE)
+        results.measure(f"{script}: collating {len(samples)} x {length}, ms", lambda: milliseconds(collate, 3))
+        for precision, tf32 in kinds:
+
+            def step_of_micro_batch() -> Callable[[], float]:
+                own = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
+                teacher = Teacher(frozen, vocab, getattr(torch, precision))
+                unrolled, batch = head_in_training(own, head, teacher), collate()
+                optimizers = build_optimizers(head, own.train)
+
+                def step() -> float:
+                    with autocast(own.train, DEVICE):
+                        supervision = unrolled.supervise(batch, "0 1")
+                        scores = unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
+                    scores.loss.backward()
+                    torch.nn.utils.clip_grad_norm_(head.parameters(), own.train.clip_norm)
+                    for optimizer in optimizers:
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    return float(scores.loss)
+
+                return step
+
+            def cost() -> dict[str, Any]:
+                if CUDA:
+                    torch.cuda.empty_cache()
+                    torch.cuda.reset_peak_memory_stats()
+                with tf32_allowed(DEVICE if tf32 else torch.device("cpu")):
+                    step = step_of_micro_batch()
+                    losses = [step()]
+                    taken = seconds(lambda: losses.append(step()), 2 if precision == "float32" else 4, 1)
+                allocated = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0
+                tokens = len(samples) * length
+                return {
+                    "value": round(taken, 3),
+                    "tokens_per_s": round(tokens / taken),
+                    "losses": [round(losses[0], 3), round(losses[-1], 3)],
+                    "allocated_gib": round(allocated, 2),
+                }
+
+            what = f"{script}: step of {len(samples)} x {length}, {precision}{', TF32' if tf32 else ''}, s"
+            results.measure(what, cost)
+            if precision == "bfloat16":
+                results.measure(f"{script}: kernels of a step", lambda: kernels(step_of_micro_batch(), 24))
+
+
+@torch.inference_mode()
+def harvesting(results: Results) -> None:
+    """A full batch of responses, with rows of one temperature and of three, and the pass that taps hidden states."""
+    setting = Setting.random()
+    rows, prompt, new_tokens = (64, 256, 1024) if CUDA else (4, 16, 32)
+    for name, temperatures in {"greedy": (0.0,), "T=1": (1.0,), "three temperatures": (0.0, 0.7, 1.0)}.items():
+
+        def rate() -> dict[str, float]:
+            loop = DecodeLoop(setting.target, None, rows, prompts_first=True)
+            for row in range(rows):
+                sampling = Sampling(temperatures[row % len(temperatures)], seed=row)
+                loop.submit(Request([1 + row] * prompt, new_tokens, sampling))
+            started = time.perf_counter()
+            while len(loop.batch.rows) < rows:
+                loop.step()
+            synchronise()
+            prefill = time.perf_counter() - started
+            for _ in range(3):
+                loop.step()
+            step = seconds(loop.step, 20, 0)
+            loop.close()
+            setting.forget()
+            return {
+                "value": round(rows / step),
+                "ms": round(1000 * step, 2),
+                "prefill_tokens_per_s": round(rows * prompt / prefill),
+            }
+
+        results.measure(f"responses of {rows} rows, {name}, tokens/s", rate)
+    for chunk in (512, 2048, 8192):
+
+        def reading() -> int:
+            loop = DecodeLoop(setting.target, None, 16, prefill_chunk=chunk, prompts_first=True)
+            for row in range(16):
+                loop.submit(Request([1 + row] * (1024 if CUDA else 16), 2))
+            synchronise()
+            started = time.perf_counter()
+            loop.step()
+            synchronise()
+            taken = time.perf_counter() - started
+            for _ in loop.run():
+                pass
+            setting.forget()
+            return round(16 * (1024 if CUDA else 16) / taken)
+
+        reading()
+        results.measure(f"reading 16 prompts of 1024, {chunk} at a time, tokens/s", reading)
+    texts = [[1 + row] * (2048 if CUDA else 64) for row in range(4)]
+    results.measure(
+        "tapping 4 x 2048, tokens/s",
+        lambda: round(sum(map(len, texts)) / seconds(partial(tap, setting.target, texts), 5, 1)),
+    )
+
+
+@torch.inference_mode()
+def compiled(results: Results) -> None:
+    """Target steps with compiled layers (target.compile), and what compiling costs."""
+    setting = Setting.random()
+    setting.target.compiles = True
+    for nodes in (1, 64):
+        started = time.perf_counter()
+        results.measure(f"compiled target step of {nodes} nodes, ms", lambda: milliseconds(target_step(setting, nodes)))
+        results.add(f"compiling for {nodes} nodes, s", value=round(time.perf_counter() - started, 1))
+
+
+PARTS = {each.__name__: each for each in (environment, decoding, training, harvesting, attention, graphs, compiled)}
+
+
+def main() -> None:
+    part, folder = sys.argv[1], Path(sys.argv[2])
+    PARTS[part](Results(part, folder))
+
+
+if __name__ == "__main__":
+    main()
