@@ -8,7 +8,7 @@ gradient for the keys of this kernel. Memory is linear in the sequence length.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -44,6 +44,9 @@ class Documents:
         starts = flat.cumsum(0)
         places = torch.arange(len(rows) * seq) - starts[:-1].repeat_interleave(flat[1:])
         return cls(lengths, places.view(len(rows), seq).to(device), starts.to(device, torch.int32))
+
+    def to(self, device: torch.device | str) -> "Documents":
+        return replace(self, places=self.places.to(device), starts=self.starts.to(device))
 
     @property
     def longest(self) -> int:
