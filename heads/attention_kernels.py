@@ -8,7 +8,7 @@ gradient for the keys of this kernel. Memory is linear in the sequence length.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import torch
@@ -45,6 +45,9 @@ class Documents:
         places = torch.arange(len(rows) * seq) - starts[:-1].repeat_interleave(flat[1:])
         return cls(lengths, places.view(len(rows), seq).to(device), starts.to(device, torch.int32))
 
+    def to(self, device: torch.device | str) -> "Documents":
+        return replace(self, places=self.places.to(device), starts=self.starts.to(device))
+
     @property
     def longest(self) -> int:
         return max(map(max, self.lengths))
@@ -62,7 +65,7 @@ class Documents:
 class CausalKernel:
     """Causal attention within documents; without documents, every row is one document."""
 
-    forward: Callable[[Tensor, Tensor, Tensor, Documents | None], tuple[Tensor, Tensor]]  # q, k, v to out, logsumexp
+    forward: Callable[..., tuple[Tensor, Tensor]]  # q, k, v and `documents` to out, logsumexp
     backward: Callable[..., Gradients]  # as a Backward, with the keyword `documents`
 
 
@@ -210,16 +213,23 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
     return grouped @ at_least_float32(key).unsqueeze(2).mT * query.shape[-1] ** -0.5 + mask
 
 
-def cuda_forward(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None) -> tuple[Tensor, Tensor]:
-    """Runs all documents in one kernel launch."""
+def cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Runs all documents in one kernel launch; with `window`, a position sees only so many, itself included."""
     batch, _, seq, _ = query.shape
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
-        *map(flatten_rows, (query, key, value)), *document_boundaries(query, documents), 0.0, True, False
+        *map(flatten_rows, (query, key, value)),
+        *document_boundaries(query, documents),
+        0.0,
+        True,
+        False,
+        window_size_left=None if window is None else window - 1,
     )  # [batch * seq, heads, head_dim], [heads, batch * seq]
     return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
-def cuda_backward(*given: Tensor, documents: Documents | None) -> Gradients:
+def cuda_backward(*given: Tensor, documents: Documents | None, window: int | None = None) -> Gradients:
     grad_out, query, key, value, out, logsumexp = given
     batch, _, seq, _ = query.shape
     no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # random state, unused without dropout
@@ -230,6 +240,7 @@ def cuda_backward(*given: Tensor, documents: Documents | None) -> Gradients:
         0.0,
         True,
         *no_dropout,
+        window_size_left=None if window is None else window - 1,
     )
     grad_query, grad_key, grad_value = (each.unflatten(0, (batch, seq)).transpose(1, 2) for each in gradients)
     return grad_query, grad_key, grad_value

@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.heads.attention_kernels import masked_backward, masked_forward
+from headstart.heads.attention_kernels import Documents, flash_attention_takes, masked_backward, masked_forward
+from headstart.heads.slot_attention import Places, SlotAttention
 
 GROUP_QUERIES = 128  # queries that are computed together; they share the longest prefix among their blocks
 
@@ -20,9 +23,9 @@ class Reach:
     window: int | None = None  # positions before the anchor; None is all of them
     causal: bool = False  # only the slots before them in their block, and themselves
 
-    def within(self, size: int) -> Bool[Tensor, "size size"]:
+    def within(self, size: int, device: torch.device | str = "cpu") -> Bool[Tensor, "size size"]:
         """Which slots of its block each slot sees."""
-        everything = torch.ones(size, size, dtype=torch.bool)
+        everything = torch.ones(size, size, dtype=torch.bool, device=device)
         return everything.tril() if self.causal else everything
 
 
@@ -52,6 +55,16 @@ class Blocks:
     def positions(self, device: torch.device | str) -> Int[Tensor, " blocks"]:
         """The anchors' positions within their documents."""
         return self.indices(device)[1] - torch.tensor(self.starts, device=device).long()
+
+    def along(self, batch: int, seq: int, device: torch.device | str) -> Places:
+        """The blocks' places in a context of this shape; a document ends where no block sees any more of it."""
+        ends = {(row, start): anchor for row, anchor, start in zip(self.rows, self.anchors, self.starts, strict=True)}
+        cuts = [{0, seq} for _ in range(batch)]
+        for (row, start), end in ends.items():
+            cuts[row] |= {start, end}
+        documents = Documents.in_rows([[end - start for start, end in pairwise(sorted(cut))] for cut in cuts], device)
+        rows, anchors = self.indices(device)
+        return Places(rows, anchors - 1, documents)
 
     def groups(self, size: int, window: int | None) -> Iterator["Group"]:
         """Neighbouring blocks of a document, with the columns that at least one of them sees."""
@@ -95,7 +108,11 @@ class Group(NamedTuple):
 
 
 class BlockCache:
-    """The context's keys and values of every layer, for the blocks of a training batch."""
+    """The context's keys and values of every layer, for the blocks of a training batch.
+
+    Where the fused kernel of GPUs takes them, all blocks attend together, one slot after another; elsewhere group by
+    group.
+    """
 
     def __init__(self, blocks: Blocks, reaches: tuple[Reach, ...]) -> None:
         self.blocks, self.reaches = blocks, reaches
@@ -111,9 +128,20 @@ class BlockCache:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """Each slot attends to what its block sees of the context and of itself. [blocks, heads, slots, head_dim]"""
         assert mask is None
-        given = query, self.keys[layer], self.values[layer], key, value
-        out: Tensor = BlockAttention.apply(self.blocks, self.reaches[layer], *given)
+        reach, dtype = self.reaches[layer], value.dtype
+        # On a GPU autocast norms queries and keys in float32.
+        given = query.to(dtype), self.keys[layer].to(dtype), self.values[layer], key.to(dtype), value
+        out: Tensor
+        if flash_attention_takes(given[0]):
+            out = SlotAttention.apply(self.places, reach.within(query.shape[2], query.device), reach.window, *given)
+        else:
+            out = BlockAttention.apply(self.blocks, reach, *given)
         return out
+
+    @cached_property
+    def places(self) -> Places:
+        batch, _, seq, _ = self.keys[0].shape
+        return self.blocks.along(batch, seq, self.keys[0].device)
 
 
 class BlockAttention(torch.autograd.Function):

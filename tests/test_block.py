@@ -1,5 +1,6 @@
 """Laws of a block head: one pass in training, for every block of a text, is what drafting computes block by block."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from headstart.heads import attention_kernels
+from headstart.heads import attention_kernels, block_attention, slot_attention
+from headstart.heads.attention_kernels import (
+    CUDA_FUSED,
+    CausalKernel,
+    flash_attention_takes,
+    per_document,
+    scored_backward,
+    scored_forward,
+)
 from headstart.heads.block import BlockHead, spread_taps
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.checkpoint import load_head_for, new_head, save_head
@@ -132,12 +141,40 @@ def test_the_blocks_of_many_groups_are_those_of_one(make_head: MakeHead, monkeyp
     assert_close(head.text_states(head.project(taps), tokens, blocks), wanted, atol=1e-9, rtol=1e-9)
 
 
-@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(window=4)], ids=str)
-@pytest.mark.parametrize("portable", [False, True], ids=["fused", "portable"])
-def test_the_gradient_is_that_of_plain_attention(reach: Reach, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a softmax over a dense mask of all blocks, with two query heads for each key head."""
-    if portable:
+def plain_kernel() -> CausalKernel:
+    """What CUDA_FUSED computes, by plain matrix products."""
+
+    def banded(query: Tensor, window: int | None) -> Tensor:
+        places = torch.arange(query.shape[2], device=query.device)
+        ago = places.unsqueeze(1) - places
+        seen = (ago >= 0) & (ago < (window or len(places)))
+        return torch.zeros(seen.shape, device=query.device).masked_fill_(~seen, -torch.inf)
+
+    def with_window(window: int | None) -> CausalKernel:
+        return per_document(
+            lambda query, *rest: scored_forward(query, *rest, banded(query, window)),
+            lambda grad_out, query, *rest: scored_backward(grad_out, query, *rest, banded(query, window)),
+        )
+
+    return CausalKernel(
+        lambda *given, documents, window=None: with_window(window).forward(*given, documents),
+        lambda *given, documents, window=None: with_window(window).backward(*given, documents=documents),
+    )
+
+
+@pytest.fixture(params=["fused", "portable", "slot by slot"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way to compute the attention of blocks, on a CPU."""
+    if request.param == "portable":
         monkeypatch.setattr(attention_kernels, "MASK_DEVICES", ())
+    if request.param == "slot by slot":
+        monkeypatch.setattr(block_attention, "flash_attention_takes", lambda query: True)
+        monkeypatch.setattr(slot_attention, "CUDA_FUSED", plain_kernel())
+
+
+@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(window=4)], ids=str)
+def test_the_gradient_is_that_of_plain_attention(reach: Reach, path: None) -> None:
+    """Against a softmax over a dense mask of all blocks, with two query heads for each key head."""
     blocks, size = Blocks((0, 0, 1), (2, 9, 5), (0, 3, 0)), 3
 
     def draw(*shape: int) -> Tensor:
@@ -165,6 +202,59 @@ def test_the_gradient_is_that_of_plain_attention(reach: Reach, portable: bool, m
     of_wanted = torch.autograd.grad(torch.stack(wanted), inputs, upstream)
     for one, other in zip(of_found, of_wanted, strict=True):
         assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="compares two kernels of a GPU")
+@pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(window=50)], ids=str)
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_on_a_gpu_the_fused_attention_of_blocks_equals_the_portable_one(reach: Reach, num_kv_heads: int) -> None:
+    """In bfloat16 slot by slot, in float32 group by group: two rows, one of two documents, blocks of 7 slots."""
+    places = [(0, anchor, 0) for anchor in range(1, 130, 3)] + [(0, anchor, 130) for anchor in range(131, 290, 2)]
+    blocks = Blocks(*zip(*places, *[((1, anchor, 0)) for anchor in range(40, 260)], strict=True))
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device="cuda").requires_grad_()
+
+    query, key, value = (draw(len(blocks), heads, 7, 64) for heads in (4, num_kv_heads, num_kv_heads))
+    half = [query, key, value, *(draw(2, num_kv_heads, 300, 64) for _ in range(2))]
+    exact, found = [each.detach().float().requires_grad_() for each in half], []
+    upstream = torch.randn(query.shape, device="cuda")
+    assert [flash_attention_takes(states[0]) for states in (half, exact)] == [True, False]
+    for states in (half, exact):
+        cache = BlockCache(blocks, (reach,))
+        cache.append(0, *states[3:])
+        out = cache.attend(0, *states[:3], None)
+        found.append([out, *torch.autograd.grad((out * upstream).sum(), states)])
+    for mine, its in zip(*found, strict=True):
+        assert mine.dtype == torch.bfloat16
+        assert_close(mine.float(), its, atol=0.05, rtol=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="trains on a GPU")
+def test_on_a_gpu_a_block_head_trains_by_the_fused_kernel_under_autocast(
+    make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autocast norms queries and keys in float32 there. The states are those of float32 on a CPU."""
+    head = make_head("block", head_dim=64)
+    taps, tokens = a_text(head)
+    blocks, wanted = Blocks.at_every_position(SEQ), []
+    wanted = head.text_states(head.project(taps), tokens, blocks)
+    calls: list[Tensor] = []
+
+    def counted(*given: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+        calls.append(given[0])
+        return CUDA_FUSED.forward(*given, **options)
+
+    monkeypatch.setattr(slot_attention, "CUDA_FUSED", CausalKernel(counted, CUDA_FUSED.backward))
+    head = copy.deepcopy(head).cuda().requires_grad_(True)
+    with torch.autocast("cuda", torch.bfloat16):
+        states = head.text_states(head.project(taps.cuda()), tokens.cuda(), blocks)
+    assert len(calls) == 2 * head.shape.block_size
+    assert_close(states.float().cpu(), wanted, atol=0.1, rtol=0.1)
+    states.square().sum().backward()
+    assert all(each.grad.isfinite().all() for each in head.layers.parameters())
 
 
 def test_checkpointing_changes_no_gradient(make_head: MakeHead) -> None:

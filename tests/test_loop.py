@@ -214,8 +214,8 @@ def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
     """Waiting until the next metrics are due would name other samples and spoil the weights."""
     steps, collate = iter(range(1, 9)), Batch.collate
 
-    def spoil_the_third(samples: list[Sample], *rest: Any) -> Batch:
-        batch = collate(samples, *rest)
+    def spoil_the_third(samples: list[Sample], *rest: Any, **options: Any) -> Batch:
+        batch = collate(samples, *rest, **options)
         if len(samples) > 1 and next(steps) == 3:  # one alone is looked at before the first step
             batch.taps[:] = math.nan
         return batch

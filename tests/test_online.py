@@ -58,7 +58,7 @@ def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where
         for store, split in zip(made, ("train", "heldout"), strict=True):
             stored = FeatureStore(recipe.features_dir, split)
             assert (len(store), store.num_tokens) == (len(stored), stored.num_tokens)
-            store.expect(range(len(stored)))
+            store.expect([range(len(stored))])
             assert_same_samples(store, stored, range(len(stored)))
             assert store.token_counts(300).equal(stored.token_counts(300))
             assert_close(store.tap_sizes((2, 3, 4, 7), 7), stored.tap_sizes((2, 3, 4, 7), 7), rtol=1e-5, atol=0)
@@ -73,7 +73,7 @@ def test_samples_announced_together_are_read_together_in_batches_of_similar_leng
     stored = FeatureStore(online(harvested).features_dir, "train")
     steps = [[0, 5, 2, 9, 4, 7, 1], [3, 6, 8]]
     for numbers in steps:
-        store.expect(numbers)
+        store.expect([numbers])
     for numbers in steps:
         assert_same_samples(store, stored, numbers)
         assert_same_samples(store, stored, numbers)  # a second request reads nothing again
@@ -86,7 +86,7 @@ def test_samples_announced_together_are_read_together_in_batches_of_similar_leng
 def test_samples_of_at_most_two_steps_are_in_memory(counted: tuple[Counted, OnlineStore]) -> None:
     target, store = counted
     for numbers in ([0, 1], [2, 3], [4, 5], [0, 1]):
-        store.expect(numbers)
+        store.expect([numbers])
         for number in numbers:
             store[number]
     assert len(target.asked) == 4  # 0 and 1 were dropped and read again

@@ -118,15 +118,17 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[Batch]] = []
-    most, collate = [0], Batch.collate
+    most, on_device = [0], Batch.to
 
-    def watching(*arguments: Any) -> Batch:
-        batch = collate(*arguments)
+    def watching(stored: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        batch = on_device(stored, device, dtype)
+        if dtype is None:
+            return batch
         alive.append(weakref.ref(batch))
         most[0] = max(most[0], sum(each() is not None for each in alive))
         return batch
 
-    monkeypatch.setattr(Batch, "collate", watching)
+    monkeypatch.setattr(Batch, "to", watching)
     recipe = make_recipe("run", "train.batch_size=8", "train.accumulate=4")
     one_step(recipe, monkeypatch)
     assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again

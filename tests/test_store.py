@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
+from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.data_pipelines import harvest as harvesting
@@ -331,7 +332,11 @@ def test_no_checkpoint_holds_what_was_learned_from_a_damaged_shard(make_recipe: 
     assert not list(recipe.checkpoints_dir.glob("step-*"))
 
 
-def test_reading_ahead_returns_the_same_samples_read_by_one_background_thread(harvested: Path) -> None:
+@pytest.mark.parametrize("limit", [None, 80])
+def test_reading_ahead_returns_the_same_batches_made_by_one_background_thread(
+    harvested: Path, limit: int | None
+) -> None:
+    """[3, 1] is announced twice, as a step reads it; [7] was not announced."""
     store, readers = FeatureStore(harvested / "run" / "features", "train"), set()
 
     class Watched(FeatureStore):
@@ -340,16 +345,36 @@ def test_reading_ahead_returns_the_same_samples_read_by_one_background_thread(ha
             return super().__getitem__(index)
 
     ahead = ReadAhead(Watched(harvested / "run" / "features", "train"))
-    ahead.expect([3, 1])
-    for number in (1, 3, 7):  # 7 was not announced
-        for name, tensor in vars(ahead[number]).items():
-            assert tensor.equal(vars(store[number])[name])
+    ahead.expect([[3, 1], [0, 2, 5], [3, 1]], limit)
+    for numbers in ([3, 1], [7], [0, 2, 5], [3, 1]):
+        made, wanted = ahead.batch_of(numbers, limit), store.batch_of(numbers, limit)
+        assert made.lengths == wanted.lengths
+        assert (made.documents is None) == (limit is None)
+        for name, tensor in vars(made).items():
+            assert not isinstance(tensor, Tensor) or tensor.equal(vars(wanted)[name])
     with pytest.raises(IndexError):
         ahead[99]
     assert ahead.token_counts(300).equal(store.token_counts(300))
     assert (len(ahead), ahead.num_tokens) == (len(store), store.num_tokens)
     ahead.close()
     assert readers == {"read-ahead_0"}
+
+
+def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path) -> None:
+    read = list[int]()
+
+    class Watched(FeatureStore):
+        def __getitem__(self, index: int) -> Sample:
+            read.append(index)
+            return super().__getitem__(index)
+
+    ahead = ReadAhead(Watched(harvested / "run" / "features", "train"))
+    ahead.expect([[number] for number in range(5)])
+    for number in range(5):
+        ahead.finish_checks()  # the thread has nothing left to do
+        assert read == [*range(min(number + 2, 5))]
+        ahead.batch_of([number])
+    ahead.close()
 
 
 def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harvested: Path) -> None:
@@ -364,7 +389,7 @@ def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harveste
             return super().__getitem__(index)
 
     ahead = ReadAhead(Slow(harvested / "run" / "features", "train"))
-    ahead.expect(range(10))
+    ahead.expect([[number] for number in range(10)])
     begun.wait()
     threading.Timer(0.02, gate.set).start()
     ahead.close()

@@ -202,8 +202,9 @@ def test_memory_is_linear_in_the_length(kernel: CausalKernel, packed: bool, monk
     assert [after / before for before, after in zip(short, long, strict=True)] == [4, 4]
 
 
+@pytest.mark.parametrize("window", [{}, {"window": 5}], ids=["causal", "window"])
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool) -> None:
+def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool, window: dict[str, int]) -> None:
     """Checks shapes and dtypes only, which needs no GPU; the next test checks the numbers."""
     with FakeTensorMode():
 
@@ -214,10 +215,10 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool)
         places = torch.empty(2, 32, dtype=torch.long, device="cuda")
         documents = Documents(((5, 20, 7), (16, 16)), places, starts) if packed else None
         query, key, value = states(4), states(2), states(2)
-        out, logsumexp = CUDA_FUSED.forward(query, key, value, documents)
+        out, logsumexp = CUDA_FUSED.forward(query, key, value, documents, **window)
         assert (out.shape, out.dtype) == (query.shape, query.dtype)
         assert (logsumexp.shape, logsumexp.dtype) == (query.shape[:3], torch.float32)
-        gradients = CUDA_FUSED.backward(states(4), query, key, value, out, logsumexp, documents=documents)
+        gradients = CUDA_FUSED.backward(states(4), query, key, value, out, logsumexp, documents=documents, **window)
         assert [each.shape for each in gradients] == [each.shape for each in (query, key, value)]
 
 

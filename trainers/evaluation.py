@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from headstart.common.files import read_jsonl
-from headstart.data_pipelines.features.batches import Batch, SampleStore
+from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
@@ -79,9 +79,8 @@ def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int
     outside, divergences = 0, []
     for start in range(0, len(store), batch_size):
         numbers = range(start, min(start + batch_size, len(store)))
-        store.expect(numbers)
-        samples = [store[number] for number in numbers]
-        batch = Batch.collate(samples, embedding.dtype, embedding.device)
+        store.expect([numbers])
+        batch = store.batch_of(numbers).to(embedding.device, embedding.dtype)
         supervision = unrolled.supervise(batch, HELD_OUT)
         scores = unrolled(batch, supervision, supervision.counts(unroll))
         total += scores.sums().cpu()

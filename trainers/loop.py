@@ -16,8 +16,8 @@ from headstart.trainers.step import (
     StepResult,
     Training,
     TrainingInputs,
+    expect_step,
     refuse_nothing_to_learn,
-    samples_of_rank,
     tf32_allowed,
     train_step,
 )
@@ -51,13 +51,13 @@ def train(
         if not measured:  # the process was stopped between saving and measuring
             measure(training, tracker, done)
         seconds, num_tokens = 0.0, 0  # spent in steps since the last logged one
-        inputs.train.expect(samples_of_rank(accelerator, order.of_step(done, section.batch_size)))
+        expect_step(training, order.of_step(done, section.batch_size))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)
             started = time.perf_counter()
             numbers = order.of_step(step, section.batch_size)
             if step + 1 < section.steps:  # read while this step is computed
-                inputs.train.expect(samples_of_rank(accelerator, order.of_step(step + 1, section.batch_size)))
+                expect_step(training, order.of_step(step + 1, section.batch_size))
             with tf32_allowed(accelerator.device):
                 result = train_step(training, step, numbers, interrupts.received is not None)
             seconds += time.perf_counter() - started

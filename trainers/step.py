@@ -172,7 +172,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     accelerator, head = training.accelerator, training.head
     unroll = head.unrolled.objective.unroll
     with training.autocast():
-        micro_batches = count_micro_batches(training, step, samples_of_rank(accelerator, numbers))
+        micro_batches = count_micro_batches(training, step, numbers)
         counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
     num_tokens = sum(sum(each.lengths) for each in micro_batches)
@@ -196,9 +196,17 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
     return StepResult(torch.tensor(flat).view(sums.shape), int(num_tokens), gradient_norm, stops > 0, divergence)
 
 
-def samples_of_rank(accelerator: Accelerator, numbers: list[int]) -> list[int]:
-    """This rank's samples of a global batch, by number."""
-    return numbers[accelerator.process_index :: accelerator.num_processes]
+def expect_step(training: Training, numbers: list[int]) -> None:
+    """Announce what `train_step` will read: each micro-batch to count, then again all but the last, backwards."""
+    own = numbers_of_micro_batches(training, numbers)
+    training.inputs.train.expect([*own, *own[-2::-1]], training.recipe.train.pack_tokens)
+
+
+def numbers_of_micro_batches(training: Training, numbers: list[int]) -> list[list[int]]:
+    """The samples of each micro-batch of this rank, given those of a global batch."""
+    accelerator, accumulate = training.accelerator, training.recipe.train.accumulate
+    own = numbers[accelerator.process_index :: accelerator.num_processes]
+    return [own[first::accumulate] for first in range(accumulate)]
 
 
 @dataclass(frozen=True)
@@ -206,21 +214,19 @@ class MicroBatch:
     """The samples of a rank that are in memory together; the gradients of a step's micro-batches add up."""
 
     numbers: list[int]  # numbers of its samples in the store
-    lengths: list[int]  # tokens of each sample
+    lengths: tuple[int, ...]  # tokens of each sample
     supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None
 
 
 def count_micro_batches(training: Training, step: int, numbers: list[int]) -> list[MicroBatch]:
     """Read a rank's samples once to find the supervised positions; only the last micro-batch keeps its features."""
-    section = training.recipe.train
     found: list[MicroBatch] = []
-    for first in range(section.accumulate):
+    for own in numbers_of_micro_batches(training, numbers):
         found = [without_features(each) for each in found]
-        own = numbers[first :: section.accumulate]
-        features, lengths = read_features(training, own)
+        features = read_features(training, own)
         supervision = training.head.unrolled.supervise(features, f"{training.recipe.seed} {step}")
-        found.append(MicroBatch(own, lengths, supervision, features))
+        found.append(MicroBatch(own, features.lengths, supervision, features))
     return found
 
 
@@ -234,19 +240,16 @@ def with_features(training: Training, micro_batch: MicroBatch) -> MicroBatch:
     """The micro-batch with its features in memory, read again unless they still are."""
     if micro_batch.features is not None:
         return micro_batch
-    features, _ = read_features(training, micro_batch.numbers)
+    features = read_features(training, micro_batch.numbers)
     places = micro_batch.supervision
     supervision = replace(places, last_hidden=features.last_hidden[places.rows, places.columns])
     return replace(micro_batch, supervision=supervision, features=features)
 
 
-def read_features(training: Training, numbers: list[int]) -> tuple[Batch, list[int]]:
-    """A batch of these samples on the rank's device, and the tokens of each sample."""
-    samples = [training.inputs.train[number] for number in numbers]
-    lengths = [len(sample.tokens) for sample in samples]
-    packing = pack(lengths, training.recipe.train.pack_tokens)
-    dtype = training.inputs.frozen.embedding.dtype
-    return Batch.collate(samples, dtype, training.accelerator.device, packing), lengths
+def read_features(training: Training, numbers: list[int]) -> Batch:
+    """A batch of these samples on the rank's device."""
+    batch = training.inputs.train.batch_of(numbers, training.recipe.train.pack_tokens)
+    return batch.to(training.accelerator.device, training.inputs.frozen.embedding.dtype)
 
 
 def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> Tensor | None:
@@ -254,7 +257,7 @@ def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> 
     head = training.head.unrolled
     if not head.objective.input_noise:
         return None
-    recipe, lengths = training.recipe, micro_batch.lengths
+    recipe, lengths = training.recipe, [*micro_batch.lengths]
     keys = [f"{recipe.seed} {step} {number}" for number in micro_batch.numbers]
     packing, size = pack(lengths, recipe.train.pack_tokens), head.head.feature_size
     return input_noise(head.objective.input_noise, lengths, keys, size, training.accelerator.device, packing)

@@ -1,8 +1,8 @@
 """Samples with the target's hidden states, and training batches of them: one sample per row, or several packed."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -51,8 +51,13 @@ class SampleStore(ABC):
         """The median size of each tap over the samples of the first shard."""
         return median_tap_sizes((self[number] for number in range(self.shard_sizes[0])), taps, num_layers)
 
-    def expect(self, numbers: Sequence[int]) -> None:  # noqa: B027
-        """Announce the samples that will be requested next."""
+    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> "Batch":
+        """These samples as they are stored, on the CPU; with `limit` packed in rows of at most so many tokens."""
+        samples = [self[number] for number in numbers]
+        return Batch.collate(samples, packing=pack([len(sample.tokens) for sample in samples], limit))
+
+    def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:  # noqa: B027
+        """Announce the batches of a step, in the order in which they will be requested."""
 
     def finish_checks(self) -> None:  # noqa: B027
         """Wait until all that was read is known to be sound; raises ValueError if it is damaged."""
@@ -79,31 +84,48 @@ class Batch:
     taps: Float[Tensor, "batch seq tapped"]
     last_hidden: Float[Tensor, "batch seq hidden"]
     documents: Documents | None = None  # where each sample lies in packed rows; None without packing
+    lengths: tuple[int, ...] = ()  # tokens of each sample, in the order given
 
     @classmethod
     def collate(
         cls,
         samples: list[Sample],
-        dtype: torch.dtype,
+        dtype: torch.dtype | None = None,
         device: torch.device | str = "cpu",
         packing: list[list[int]] | None = None,
     ) -> "Batch":
         """Build a batch. `packing` comes from `pack`; None gives each sample its own row."""
 
         def arrange(tensors: list[Tensor]) -> Tensor:
-            return in_rows(tensors, packing).to(device)
+            return in_rows(tensors, packing)
 
-        documents = None
+        lengths, documents = tuple(len(sample.tokens) for sample in samples), None
         if packing is not None:
-            lengths = [[len(samples[number].tokens) for number in row] for row in packing]
-            documents = Documents.in_rows(lengths, device)
-        return cls(
+            documents = Documents.in_rows([[lengths[number] for number in row] for row in packing])
+        batch = cls(
             tokens=arrange([sample.tokens for sample in samples]),
             loss_mask=arrange([sample.loss_mask for sample in samples]),
-            taps=arrange([sample.taps for sample in samples]).to(dtype),
-            last_hidden=arrange([sample.last_hidden for sample in samples]).to(dtype),
+            taps=arrange([sample.taps for sample in samples]),
+            last_hidden=arrange([sample.last_hidden for sample in samples]),
             documents=documents,
+            lengths=lengths,
         )
+        return batch.to(device, dtype)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "Batch":
+        """The batch on this device, its states in this dtype; pinned tensors are copied while the caller goes on."""
+        batch = self.mapped(lambda tensor: tensor.to(device, non_blocking=True))  # as stored, which is half the size
+        documents = None if batch.documents is None else batch.documents.to(device)
+        taps, last_hidden = batch.taps.to(dtype=dtype), batch.last_hidden.to(dtype=dtype)
+        return replace(batch, taps=taps, last_hidden=last_hidden, documents=documents)
+
+    def pinned(self) -> "Batch":
+        """The batch in memory that a GPU copies from at full speed."""
+        return self.mapped(Tensor.pin_memory)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        changed = {name: change(each) for name, each in vars(self).items() if isinstance(each, Tensor)}
+        return replace(self, **changed)
 
 
 def length_buckets(lengths: list[int], size: int) -> list[list[int]]:

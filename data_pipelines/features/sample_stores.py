@@ -15,7 +15,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from headstart.common.launcher import end_with_parent
-from headstart.data_pipelines.features.batches import Sample, SampleStore, length_buckets, median_tap_sizes
+from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, length_buckets, median_tap_sizes
 from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.prompts.responses import count_written, read_texts
@@ -26,6 +26,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection
 
 IN_THIS_PROCESS = ("auto",)  # data.online
+BATCHES_AHEAD = 2  # batches that are made before they are requested
 STEPS = 2  # training steps whose samples an online store holds: the current one, and the next, which may be read ahead
 
 
@@ -76,8 +77,8 @@ class OnlineStore(SampleStore):
         self._made.append(dict(self._make(together)))
         return self._made[-1][index]
 
-    def expect(self, numbers: Sequence[int]) -> None:
-        self._expected.append(numbers)
+    def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
+        self._expected.append([*dict.fromkeys(number for numbers in batches for number in numbers)])
 
     def place_of(self, index: int) -> str:
         return f"response {index} of its split"
@@ -148,23 +149,42 @@ def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> No
 
 
 class ReadAhead(SampleStore):
-    """Reads announced samples of a store in a background thread; errors are raised where the sample is requested."""
+    """Makes announced batches of a store in a background thread; errors are raised where the batch is requested.
+
+    Only the next BATCHES_AHEAD are made, which bounds memory. Where there is a GPU they are pinned.
+    """
 
     def __init__(self, store: SampleStore) -> None:
         self.store, self.num_tokens, self.shard_sizes = store, store.num_tokens, store.shard_sizes
+        # A store is read from one thread only, so what was not announced also goes through it.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
-        self._coming: dict[int, Future[Sample]] = {}
+        self._announced: deque[tuple[Sequence[int], int | None]] = deque()
+        self._coming: deque[tuple[tuple[Sequence[int], int | None], Future[Batch]]] = deque()
 
-    def expect(self, numbers: Sequence[int]) -> None:
-        self._thread.submit(self.store.expect, numbers)
-        for number in numbers:
-            if number not in self._coming:
-                self._coming[number] = self._thread.submit(self.store.__getitem__, number)
+    def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
+        self._thread.submit(self.store.expect, batches, limit)
+        self._announced.extend((numbers, limit) for numbers in batches)
+        self._make_ahead()
+
+    def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> Batch:
+        if self._coming and self._coming[0][0] == (numbers, limit):
+            _, coming = self._coming.popleft()
+        else:
+            coming = self._thread.submit(self._make, numbers, limit)
+        self._make_ahead()
+        return coming.result()
+
+    def _make_ahead(self) -> None:
+        while self._announced and len(self._coming) < BATCHES_AHEAD:
+            announced = self._announced.popleft()
+            self._coming.append((announced, self._thread.submit(self._make, *announced)))
+
+    def _make(self, numbers: Sequence[int], limit: int | None) -> Batch:
+        batch = self.store.batch_of(numbers, limit)
+        return batch.pinned() if torch.cuda.is_available() else batch
 
     def __getitem__(self, index: int) -> Sample:
-        # An unannounced sample also goes through the thread, because a store is read from one thread only.
-        coming = self._coming.pop(index, None) or self._thread.submit(self.store.__getitem__, index)
-        return coming.result()
+        return self._thread.submit(self.store.__getitem__, index).result()
 
     def place_of(self, index: int) -> str:
         return self.store.place_of(index)
@@ -179,7 +199,7 @@ class ReadAhead(SampleStore):
         self._thread.submit(self.store.finish_checks).result()
 
     def close(self) -> None:
-        """Stop the thread after its current read, drop the other announced samples, and close the store."""
+        """Stop the thread after its current batch, drop the other announced ones, and close the store."""
         self._thread.shutdown(cancel_futures=True)
         self._coming.clear()
         self.store.close()

@@ -19,6 +19,7 @@ from headstart.trainers.objectives.chunked_loss import score_in_chunks
 from headstart.trainers.objectives.objective import Objective
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
+GPU_CHUNK_LOGITS = 2**27  # the limit on a GPU, where every chunk adds to the gradient of the whole lm_head
 CACHED_LOGITS = 2**19  # the limit on a CPU, where a chunk that fits the cache takes two thirds of the time
 CACHED_POSITIONS = 64  # the fewest that a CPU scores at once, since smaller matrix products are inefficient
 CHOOSING_POSITIONS = 256  # the most whose logits over the target's whole vocabulary are computed at once
@@ -190,10 +191,9 @@ def weighted(weights: Tensor, losses: Tensor, log_q: Tensor, log_p: Tensor, pred
 
 def positions_at_once(logits: int, device: torch.device) -> int:
     """The number of positions to score at once, given the number of logits of one position."""
-    limit = CHUNK_LOGITS // logits
     if device.type == "cpu":
-        limit = min(limit, max(CACHED_LOGITS // logits, CACHED_POSITIONS))
-    return max(limit, 1)
+        return max(min(CHUNK_LOGITS // logits, max(CACHED_LOGITS // logits, CACHED_POSITIONS)), 1)
+    return max(GPU_CHUNK_LOGITS // logits, 1)
 
 
 def input_noise(
