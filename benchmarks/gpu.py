@@ -124,6 +124,13 @@ EXPECTATIONS = (
         None,
         "2500",
     ),
+    Expectation(
+        "all graphs of 64 rows x 60 nodes, GiB",
+        ("graphs", "graphs of 64 rows x 60 nodes together, GiB"),
+        None,
+        "20",
+        at_most=2.0,
+    ),
     Expectation("tapping, tokens/s", ("harvesting", "tapping 4 x 2048, tokens/s"), None, "35000"),
 )
 

@@ -37,15 +37,17 @@ from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.cache import PAGE
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.tree import Tree
+from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
 from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.targets.fused_layers import join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
@@ -167,7 +169,7 @@ class Setting:
     prompt: int
 
     @classmethod
-    def random(cls) -> "Setting":
+    def random(cls, fused: bool = True) -> "Setting":
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         with DEVICE:
@@ -179,6 +181,9 @@ class Setting:
         vocab = DraftVocab(torch.arange(min(32000, LLAMA3_8B.vocab_size)), LLAMA3_8B.vocab_size)
         section = load_recipe(ROOT / "recipes/llama3_8b.yaml").head.model_copy(update={"taps": None})
         head = new_head(section, target.frozen, vocab, seed=0).to(DEVICE, DTYPE)
+        if CUDA and fused:
+            target.pack_weights(lambda: target)
+            join_linears(head)
         return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
 
     @property
@@ -220,9 +225,14 @@ def generate_rate(setting: Setting, new_tokens: int) -> float:
     return round(new_tokens / (times[2] - times[1]), 1)
 
 
+def pages(capacity: int) -> int:
+    """The capacity that decoding would choose."""
+    return -(-capacity // PAGE) * PAGE
+
+
 def target_step(setting: Setting, nodes: int, rows: int = 1, sampling: Sampling | None = None) -> Callable[[], object]:
     """A captured target step that verifies a binary tree of this many nodes after the prompt, as a call."""
-    cache = setting.target.new_cache(setting.prompt + nodes, batch=rows, static=True)
+    cache = setting.target.new_cache(pages(setting.prompt + size_bucket(nodes)), batch=rows, static=True)
     cache.set_lengths([setting.prompt] * rows)
     step = StaticStep(setting.target, PLAIN, cache)
     samplings = BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE)
@@ -236,7 +246,7 @@ def decode_step(
 ) -> Callable[[], Any]:
     """A whole captured step, draft and verify, without the host's share, as a call."""
     target, drafter = setting.target, head_drafter(setting.head, growth)
-    cache = target.new_cache(setting.prompt + drafter.max_nodes + 1, drafter.cache_shape, rows, static=True)
+    cache = target.new_cache(pages(setting.prompt + drafter.max_nodes + 1), drafter.cache_shape, rows, static=True)
     cache.target.set_lengths([setting.prompt] * rows)
     verified = VerifiedOnHost(
         taps=torch.zeros(rows, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
@@ -294,7 +304,7 @@ def decoding(results: Results) -> None:
     )
     results.measure("kernels of a target step of 1 node", lambda: kernels(target_step(setting, 1)))
     results.measure("kernels of a target step of 64 nodes", lambda: kernels(target_step(setting, 64)))
-    results.measure("kernels of an EAGLE-3 tree", lambda: kernels(decode_step(setting, TREE), 24))
+    results.measure("kernels of an EAGLE-3 tree", lambda: kernels(decode_step(setting, TREE), 60))
 
     def capture() -> float:
         started = time.perf_counter()
@@ -314,29 +324,25 @@ def decoding(results: Results) -> None:
 
 @torch.inference_mode()
 def graphs(results: Results) -> None:
-    """The memory and time of captured steps of many rows."""
+    """The memory that captured steps of many rows take up together, and their times."""
     setting = Setting.random()
-    for rows, temperature in product((16, 64) if CUDA else (2,), (0.0, 1.0)):
-        sampling = Sampling(temperature)
-        for name, make in {
-            "draft and verify": partial(decode_step, setting, TREE),
-            "verify": verify_60(setting),
-        }.items():
-
-            def memory() -> dict[str, float]:
-                setting.forget()
-                step = make(rows, sampling)
-                before = torch.cuda.memory_reserved() if CUDA else 0
-                step()
-                synchronise()
-                held = (torch.cuda.memory_reserved() - before if CUDA else 0) / 2**30
-                return {"graph_gib": round(held, 2), "ms": milliseconds(step, 5)}
-
-            results.measure(f"{name}, {rows} rows x 60 nodes", memory, temperature=temperature)
-
-
-def verify_60(setting: Setting) -> Callable[[int, Sampling], Callable[[], object]]:
-    return lambda rows, sampling: target_step(setting, 60, rows, sampling)
+    for rows in (16, 64) if CUDA else (2,):
+        setting.forget()
+        steps = {
+            f"{name}, {rows} rows x 60 nodes, {sampled}, ms": make(rows, sampling)
+            for sampled, sampling in {"greedy": Sampling(), "T=1": Sampling(1.0)}.items()
+            for name, make in {
+                "draft and verify": partial(decode_step, setting, TREE),
+                "verify": partial(target_step, setting, 60),
+            }.items()
+        }
+        before = torch.cuda.memory_reserved() if CUDA else 0
+        for name, step in steps.items():
+            results.measure(name, partial(milliseconds, step, 5))
+        if CUDA:
+            torch.cuda.empty_cache()
+        held = torch.cuda.memory_reserved() - before if CUDA else 0
+        results.add(f"graphs of {rows} rows x 60 nodes together, GiB", value=round(held / 2**30, 2))
 
 
 @torch.inference_mode()
@@ -525,10 +531,11 @@ def harvesting(results: Results) -> None:
         def reading() -> int:
             loop = DecodeLoop(setting.target, None, 16, prefill_chunk=chunk, prompts_first=True)
             for row in range(16):
-                loop.submit(Request([1 + row] * (1024 if CUDA else 16), 2))
+                loop.submit(Request([1 + row] * (1024 if CUDA else 16), 4))
             synchronise()
             started = time.perf_counter()
-            loop.step()
+            while len(loop.rows) < 16:
+                loop.step()
             synchronise()
             taken = time.perf_counter() - started
             for _ in loop.run():
@@ -548,7 +555,7 @@ def harvesting(results: Results) -> None:
 @torch.inference_mode()
 def compiled(results: Results) -> None:
     """Target steps with compiled layers (target.compile), and what compiling costs."""
-    setting = Setting.random()
+    setting = Setting.random(fused=False)
     setting.target.compiles = True
     for nodes in (1, 64):
         started = time.perf_counter()

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -146,8 +146,8 @@ class AttentionCache(Protocol):
 
 
 def fold_heads(
-    query: Float[Tensor, "batch heads queries head_dim"], kv_heads: int, mask: Float[Tensor, "any 1 queries keys"]
-) -> tuple[Float[Tensor, "batch kv_heads folded head_dim"], Float[Tensor, "any 1 folded keys"]]:
+    query: Float[Tensor, "batch heads queries head_dim"], kv_heads: int, mask: Shaped[Tensor, "any 1 queries keys"]
+) -> tuple[Float[Tensor, "batch kv_heads folded head_dim"], Shaped[Tensor, "any 1 folded keys"]]:
     """Queries that share a key head as further queries of that head, with their mask: the same attention, without
     copies of the keys."""
     group = query.shape[1] // kv_heads

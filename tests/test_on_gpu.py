@@ -3,7 +3,6 @@
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import pytest
@@ -20,7 +19,7 @@ from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.attention import attention_by_equal_parts, parts_of_keys
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
-from headstart.inference.targets.fused_norms import own_norms_of
+from headstart.inference.targets.fused_layers import Fused, own_layers_of
 from headstart.inference.targets.model import TargetModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
@@ -50,7 +49,12 @@ def on_cpu(make_model: MakeModel) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def on_gpu(make_model: MakeModel) -> TargetModel:
-    return TargetModel(make_model().cuda(), (2, 3, 4, 7))
+    return fused(TargetModel(make_model().cuda(), (2, 3, 4, 7)))
+
+
+def fused(target: TargetModel) -> TargetModel:
+    target.pack_weights(lambda: target)
+    return target
 
 
 @pytest.fixture(autouse=True)
@@ -108,15 +112,16 @@ def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
-def test_fused_norms_round_as_those_of_transformers(make_model: MakeModel) -> None:
+def test_fused_layers_compute_what_those_of_transformers_do(make_model: MakeModel) -> None:
     model = make_model(hidden_size=512, num_hidden_layers=2).cuda().bfloat16()
-    target = TargetModel(model, ())
-    assert isinstance(vars(model.model.norm).get("forward"), partial)
+    target = fused(TargetModel(model, ()))
+    layer = model.model.layers[0]
+    assert all(isinstance(vars(each).get("forward"), Fused) for each in (model.model.norm, layer.self_attn.k_proj))
     tokens = torch.arange(90, device="cuda").unsqueeze(0)
-    fused = target.forward(tokens).logits.float()
-    with own_norms_of(model):
+    found = target.forward(tokens).logits.float()
+    with own_layers_of(model):
         own = target.forward(tokens).logits.float()
-    assert (fused - own).norm() < 0.01 * own.norm()
+    assert (found - own).norm() < 0.01 * own.norm()
 
 
 def test_a_step_that_needs_the_host_goes_on_without_a_graph_and_leaves_no_trace() -> None:

@@ -19,6 +19,7 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.targets.fused_layers import join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.packed_weights import pack_weights
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
@@ -62,6 +63,8 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
         if isinstance(head, BlockHead):
             head.hold_lm_head()
         pack_weights(head, exact=False)
+    elif target.device.type == "cuda" and not target.compiles:
+        join_linears(head)
     return head
 
 

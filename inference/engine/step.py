@@ -96,7 +96,7 @@ class DecodeStep:
         """
         batch = self.batch
         wanting = [row for row in batch.rows if row.request.speculative]
-        if not wanting:
+        if not wanting or not self.drafter.depth:
             return False
         if not may_draft or (self.speculation is not None and not self.speculation.pays(self._situation())):
             batch.catching_up = True

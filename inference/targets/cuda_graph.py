@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
@@ -40,7 +41,12 @@ class GraphMemory:
     before the next begins."""
 
     def __init__(self) -> None:
-        self.pool = torch.cuda.graph_pool_handle()
+        self.users: WeakSet[Graphed] = WeakSet()
+
+    @property
+    def pool(self) -> Any:
+        """The pool of a graph that is alive; None if there is none, as its memory went with the last one."""
+        return next((user.graph.pool() for user in self.users if user.graph is not None), None)
 
 
 @dataclass(frozen=True)
@@ -317,4 +323,6 @@ class Graphed:
             here.wait_stream(side)
             return False
         self.graph = graph
+        if self.memory is not None:
+            self.memory.users.add(self)
         return True

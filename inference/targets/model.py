@@ -29,7 +29,7 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.fused_norms import fuse_norms, own_norms_of
+from headstart.inference.targets.fused_layers import fuse_norms, join_linears, own_layers_of
 from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
 from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
@@ -61,7 +61,6 @@ class TargetModel:
             use_grouped_attention(model)
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # except in captured steps: see `cudnn_attention`
-            fuse_norms(model)
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
         self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
@@ -149,11 +148,14 @@ class TargetModel:
         return cls(model, ())
 
     def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
-        """Decode from packed weights, if this machine gains by it and that changes none of them.
+        """Decode from packed weights on a CPU, if it gains by them and that changes none; on a GPU, with fused layers.
 
         `load_unpacked` loads the same target as transformers does.
         """
-        if gains_by_packing(self.model):
+        if self.device.type == "cuda":
+            fuse_norms(self.model)
+            join_linears(self.model)
+        elif gains_by_packing(self.model):
             assert self.frozen is not None  # made before the lm_head's own weights are gone
             self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
 
@@ -349,7 +351,7 @@ class TargetModel:
             extra["assistant_model"] = model
         with (
             own_attention_of(self.model),
-            own_norms_of(self.model),
+            own_layers_of(self.model),
             with_fallbacks(fallbacks),
             torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []),
         ):

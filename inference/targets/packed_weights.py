@@ -6,7 +6,7 @@ sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv 2101.05615). Layers that
 projections to queries, keys and values, are computed together. None of this changes a weight, so the text stays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +53,9 @@ class BlockedLinear(nn.Module):
 class JointProduct:
     """One product for several layers that read the same input: the layer that is called first computes it for all."""
 
-    def __init__(self, layers: Sequence[nn.Linear]) -> None:
-        self.packed, self.sizes = packed_linear(joined(layers)), [layer.out_features for layer in layers]
+    def __init__(self, product: Callable[[Tensor], Tensor], sizes: list[int]) -> None:
+        """`sizes` are the layers' numbers of outputs, in their order."""
+        self.product, self.sizes = product, sizes
         self.inputs: Tensor | None = None
         self.outputs: dict[int, Tensor] = {}  # by place, for layers that have not asked for theirs yet
 
@@ -62,7 +63,7 @@ class JointProduct:
     def of(self, place: int, inputs: Tensor) -> Tensor:
         """The output of the layer at this place. [..., out_features]"""
         if self.inputs is not inputs or place not in self.outputs:
-            self.inputs, self.outputs = inputs, dict(enumerate(self.packed(inputs).split(self.sizes, dim=-1)))
+            self.inputs, self.outputs = inputs, dict(enumerate(self.product(inputs).split(self.sizes, dim=-1)))
         found = self.outputs.pop(place)
         if not self.outputs:
             self.inputs = None
@@ -127,7 +128,8 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
             ((parent, name, linear),) = layers
             setattr(parent, name, packed_linear(linear))
             continue
-        product = JointProduct([linear for *_, linear in layers])
+        linears = [linear for *_, linear in layers]
+        product = JointProduct(packed_linear(joined(linears)), [linear.out_features for linear in linears])
         for place, (parent, name, linear) in enumerate(layers):
             setattr(parent, name, JointLinear(product, place, linear))
     return bool(found)
