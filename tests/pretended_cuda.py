@@ -2,7 +2,7 @@
 
 Within `pretended_cuda()`, every storage remembers the device that its tensors claim. As on a GPU, an operation on
 tensors of different devices raises. Whatever a GPU would let the host wait for is counted, and so are copies from the
-host, each under the line of headstart or transformers that asks for it. Instead of a CUDA graph, its function runs again.
+host, each under the line of headstart or transformers that asks for it. A function that CUDA would replay runs again.
 """
 
 import functools
@@ -173,13 +173,14 @@ class Operations(TorchDispatchMode):
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if can_decompose(func):  # in inference mode, operations come whole that read a tensor inside
-            with self:
-                return func.decompose(*args, **(kwargs or {}))
-        device = self.device(func.name().partition("::")[2].partition(".")[0], args, kwargs)
-        found = func(*args, **(kwargs or {}))
-        claim_unclaimed(tensors_of(found), device)
-        return found
+        with torch._C.DisableTorchFunction():  # else `Devices` would take the operation for a call of the program's
+            if can_decompose(func):  # in inference mode, operations come whole that read a tensor inside
+                with self:
+                    return func.decompose(*args, **(kwargs or {}))
+            device = self.device(func.name().partition("::")[2].partition(".")[0], args, kwargs)
+            found = func(*args, **(kwargs or {}))
+            claim_unclaimed(tensors_of(found), device)
+            return found
 
     def device(self, name: str, args: Any, kwargs: Any) -> torch.device | None:
         """Where an operation runs, None if no tensor says it; counts what the host has to do for it.
@@ -240,8 +241,14 @@ class GeneratorOnHost(torch.Generator):
 @contextmanager
 def pretended_cuda() -> Iterator[Seen]:
     """Within this context there are CUDA devices, as many as anyone names."""
-    seen = Seen()
-    with pytest.MonkeyPatch.context() as patch, Operations(seen), Devices(seen):
+    seen, run_backward = Seen(), torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    def run_backward_on_devices(*args: Any, **kwargs: Any) -> Any:
+        with devices:  # torch takes a mode off while a function like `backward` runs
+            return run_backward(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch, Operations(seen), Devices(seen) as devices:
+        patch.setattr(torch.autograd, "_engine_run_backward", run_backward_on_devices)
         patch.setattr(cuda_graph, "Graphed", functools.partial(Replayed, seen))
         patch.setattr(attention_kernels, "flash_attention_takes", lambda query: False)
         patch.setattr(budget, "free_memory", lambda device: 2**40)

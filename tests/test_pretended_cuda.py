@@ -20,6 +20,7 @@ from transformers import LlamaForCausalLM
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.features import tap
 from headstart.heads.base import DraftHead
+from headstart.heads.block_attention import Reach
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
@@ -32,12 +33,11 @@ from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate_batch
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
-from headstart.trainers.ranks.launch import start_accelerator
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -352,3 +352,96 @@ def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: M
     wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
     assert found.taps.device == found.last_hidden.device == CUDA
     assert_close((found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden))
+
+
+class Samples(SampleStore):
+    """Random samples of unlike lengths, in memory."""
+
+    def __init__(self, taps: tuple[int, ...], hidden_size: int, num_layers: int) -> None:
+        torch.manual_seed(1)
+        stored = len([each for each in taps if each < num_layers])
+        lengths = [9, 30, 17, 24, 12]
+        self.shard_sizes, self.num_tokens = [len(lengths)], sum(lengths)
+        self.samples = [
+            Sample(
+                torch.randint(97, (length,)),
+                torch.arange(length) > 4,
+                torch.randn(length, stored * hidden_size),
+                torch.randn(length, hidden_size),
+            )
+            for length in lengths
+        ]
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def place_of(self, index: int) -> str:
+        return f"sample {index}"
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        raise NotImplementedError
+
+
+WINDOW = Reach(6, causal=True), Reach(causal=True)
+EAGLE3, BLOCK = "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
+TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what its recipe says
+    "eagle1": (HEADS["eagle1"], ["head={kind: eagle1}", "train.unroll=2"]),
+    "eagle3": (HEADS["eagle3"], [EAGLE3, "train.optimizer=adamw"]),
+    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.pack_tokens=40"]),
+    "eagle3, checkpointed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.activation_checkpointing=true"]),
+    "eagle3, micro-batches": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.accumulate=2"]),
+    "medusa": (HEADS["medusa"], ["head={kind: medusa, medusa_heads: 3}", "train.unroll=3"]),
+    "dspark": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4"]),
+    "dspark, packed": (
+        HEADS["dspark"],
+        [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", "train.pack_tokens=40"],
+    ),
+    "dflash": ({**HEADS["dflash"], "block_size": 5}, [f"head={{kind: {BLOCK}}}", "train.unroll=4"]),
+    "window": ({"kind": "block", "reaches": WINDOW}, [f"head={{kind: {BLOCK}, causal: true}}", "train.unroll=4"]),
+}
+
+
+def trained(
+    make_head: MakeHead, frozen: FrozenTarget, name: str, device: torch.device
+) -> tuple[StepResult, dict[str, float]]:
+    """Two training steps, the second of which shows what the first one changed, and the held-out metrics after them."""
+    kind, overrides = TRAINED[name]
+    recipe = load_recipe(TINY, overrides)
+    head = copy.deepcopy(make_head(**kind)).to(device).train()
+    for parameter in head.parameters():
+        parameter.requires_grad_()
+    tensors = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    there = replace(frozen, **tensors)
+    store = Samples(head.taps, frozen.config.hidden_size, frozen.config.num_layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "device", device)
+        training = Training.start(recipe, head, TrainingInputs(there, store, store, None), Accelerator(cpu=True), None)
+        training.head.set_learning_rates(recipe.train, 0)
+        train_step(training, 0, [0, 1, 2, 3])
+        result = train_step(training, 1, [4, 0, 2])
+        whole = training.head.whole()
+        assert whole is not None
+        return result, held_out_metrics(whole, store, 2)
+
+
+def assert_trains_as_the_cpu(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
+    with pretended_cuda() as cuda:
+        found, measured = trained(make_head, frozen, name, CUDA)
+    print(cuda.reads)
+    assert_close(found.sums, wanted.sums, rtol=1e-4, atol=1e-4)
+    assert found.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-3)
+    assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["eagle3, packed", "dspark"])
+def test_a_pretended_card_trains_as_the_cpu_does(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    assert_trains_as_the_cpu(make_head, frozen, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
+    make_head: MakeHead, frozen: FrozenTarget, name: str
+) -> None:
+    assert_trains_as_the_cpu(make_head, frozen, name)
