@@ -44,7 +44,7 @@ def benchmark(recipe: Recipe) -> None:
         if context > targets[0].max_positions - NODES or rows * context > MOST_KEYS:
             continue
         cache = targets[0].new_cache(context + NODES, batch=rows)
-        cache.target.storage.normal_()
+        cache.target.storages[0].normal_()
         whole, attention, ours = alternate([partial(step, target, cache, context) for target in targets])
         times = (f"{taken:.1f}" for taken in (whole, attention, ours))
         table.add_row(f"{context:,}", str(rows), *times, f"{ours / whole:.2f}", f"{ours / attention:.2f}")
@@ -53,7 +53,7 @@ def benchmark(recipe: Recipe) -> None:
 
 def step(target: TargetModel, cache: KVCache, context: int) -> None:
     """One pass over a tree of pairs of siblings."""
-    rows = cache.target.storage.shape[2]
+    rows = cache.target.batch
     cache.set_lengths([context] * rows)
     parents = torch.tensor([[-1, *(max(node - 2, 0) // 2 * 2 for node in range(1, NODES))]])
     tree = Tree(torch.arange(NODES).repeat(rows, 1).to(target.device), parents.repeat(rows, 1).to(target.device))

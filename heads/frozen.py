@@ -56,9 +56,12 @@ class FrozenTarget:
         return cls._from_names(found.files, folder, config, tied, lambda name: found.read(name).to(device, dtype))
 
     @classmethod
-    def from_tensors(cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool) -> "FrozenTarget":
-        """Take it from a state dict without copying; raises ValueError that names a missing or quantised tensor."""
-        frozen = cls._from_names(tensors, config.model_type, config, tied, tensors.__getitem__)
+    def from_tensors(
+        cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool, device: torch.device | str
+    ) -> "FrozenTarget":
+        """Take it from a state dict, copying only what is on another device; raises ValueError that names a missing or
+        quantised tensor."""
+        frozen = cls._from_names(tensors, config.model_type, config, tied, lambda name: tensors[name].to(device))
         if not frozen.lm_head.is_floating_point():
             stored = f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}"
             raise ValueError(f"{stored}, but a head needs floating point")

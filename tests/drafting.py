@@ -141,7 +141,7 @@ def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static:
     """A cache with random numbers in every slot, so reading a slot that should be hidden changes the tree."""
     cache = target.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
     for slots in cache.slots:
-        slots.storage.normal_()
+        slots.storages[0].normal_()
     return cache
 
 

@@ -217,7 +217,7 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
         assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
         assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
         held = (..., slice(len(prompt)), slice(None))
-        stored = cache.row(row).target.storage[held], alone.row(row).target.storage[held]
+        stored = cache.row(row).target.storages[0][held], alone.row(row).target.storages[0][held]
         assert_close(*stored, rtol=1e-4, atol=1e-4)
 
 

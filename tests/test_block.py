@@ -52,7 +52,7 @@ def empty_slots(head: BlockHead, rows: int = 1) -> Slots:
     """Slots full of NaN, so reading one that was never written shows up in the result."""
     layers, kv_heads, head_dim = head.shape.cache_shape
     shape = layers, 2, rows, kv_heads, SEQ + 10, head_dim
-    return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows)
+    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows)
 
 
 def layer_masks(head: BlockHead, held: int) -> list[Tensor]:

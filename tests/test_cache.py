@@ -49,7 +49,7 @@ def cache_with_prompts(
 ) -> KVCache:
     """A cache with one prompt in each row, each read by itself. Unwritten slots hold `filler`."""
     cache = target.new_cache(capacity, batch=len(prompts), static=static)
-    cache.target.storage.fill_(filler)
+    cache.target.storages[0].fill_(filler)
     for row, prompt in enumerate(prompts):
         target.forward(torch.tensor([prompt]), cache=cache.row(row))
     cache.target.set_lengths([len(prompt) for prompt in prompts])
@@ -58,7 +58,7 @@ def cache_with_prompts(
 
 def held(slots: Slots, row: int = 0) -> Tensor:
     """Keys and values of the tokens that a row holds. [layers, kv, kv_heads, length, head_dim]"""
-    return slots.storage[:, :, row, :, : slots.lengths[row]]
+    return slots.storages[0][:, :, row, :, : slots.lengths[row]]
 
 
 def test_a_kept_path_equals_a_forward_from_scratch_in_every_layer(target: TargetModel) -> None:
@@ -132,7 +132,7 @@ def test_a_text_read_in_blocks_equals_the_text_read_at_once(target: TargetModel)
 def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
     """Slots in which every entry is a different number. The second to last axis is the slot."""
     shape = layers, 2, batch, 2, capacity, 4
-    slots = Slots(torch.arange(torch.Size(shape).numel()).float().reshape(shape), batch)
+    slots = Slots([torch.arange(torch.Size(shape).numel()).float().reshape(shape)], batch)
     slots.set_lengths([*lengths])
     return slots
 
@@ -144,7 +144,7 @@ PATHS = [[0], [0, 1, 2], [1], [0, 2], [0, 1, 4, 6], [2, 3, 7], [7]]
 def test_keep_moves_a_path_side_by_side_in_every_layer_and_leaves_earlier_slots_alone(path: list[int]) -> None:
     """slots  v v 0 1 2 3 4 5 6 7     keep 0 1 4 6 ->   v v 0 1 4 6"""
     slots = numbered_slots(2, 2)
-    before = slots.storage.clone()
+    before = slots.storages[0].clone()
     slots.keep([path, path])
     assert slots.lengths == slots.starts.tolist() == [2 + len(path)] * 2
     for row in (0, 1):
@@ -157,23 +157,23 @@ def test_keep_writes_only_the_slots_of_the_kept_paths(static: bool) -> None:
     for paths in ([[0, 3, 4], [0], [0, 1]], [[0, 1], [0, 2, 3, 6], [5]], [[0], [7], [0, 1, 2]], [[2, 3], [1], [0]]):
         slots = numbered_slots(3, 0, 4, batch=4)
         slots.static = static
-        wanted = slots.storage.clone()
+        wanted = slots.storages[0].clone()
         for row, path in enumerate(paths):
             start = slots.lengths[row]
-            wanted[:, :, row, :, start : start + len(path)] = slots.storage[:, :, row][
+            wanted[:, :, row, :, start : start + len(path)] = slots.storages[0][:, :, row][
                 :, :, :, [start + node for node in path]
             ]
         slots.keep(paths)
-        assert torch.equal(slots.storage, wanted)
+        assert torch.equal(slots.storages[0], wanted)
         assert slots.lengths == [3 + len(paths[0]), len(paths[1]), 4 + len(paths[2])]
 
 
 @pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]], ids=str)
 def test_a_path_that_is_already_in_place_is_not_moved(path: list[int]) -> None:
     slots = numbered_slots(2, 4)
-    writes = slots.storage._version  # torch counts every write to a tensor
+    writes = slots.storages[0]._version  # torch counts every write to a tensor
     slots.keep([path, [0]])
-    assert slots.storage._version == writes
+    assert slots.storages[0]._version == writes
     assert slots.bytes_moved == 0
     assert slots.lengths == [2 + len(path), 5]
 
@@ -210,7 +210,7 @@ def test_the_bytes_moved_in_a_generation_do_not_grow_with_the_prompt(target: Tar
 
 
 def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
-    slots = Slots(torch.zeros(1, 2, 1, 1, 8, 1))
+    slots = Slots([torch.zeros(1, 2, 1, 1, 8, 1)])
     first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
     slots.append(0, first, first)
     slots.advance([1])
@@ -224,15 +224,15 @@ def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
     """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""
-    slots = Slots(torch.zeros(1, 2, 3, 1, 7, 1), 3, static)
+    slots = Slots([torch.zeros(1, 2, 3, 1, 7, 1)], 3, static)
     slots.set_lengths([3, 1])
     for value, count in ((1.0, 2), (2.0, 1)):
         block = torch.full((2, 1, count, 1), value)
         keys, values = slots.append(0, block, -block)
         slots.hold(count)
     wanted = torch.tensor([[0, 0, 0, 1, 1, 2, 0], [0, 1, 1, 2, 0, 0, 0], [0] * 7]).float()
-    assert torch.equal(slots.storage[0, 0, :, 0, :, 0], wanted)
-    assert torch.equal(slots.storage[0, 1, :, 0, :, 0], -wanted)
+    assert torch.equal(slots.storages[0][0, 0, :, 0, :, 0], wanted)
+    assert torch.equal(slots.storages[0][0, 1, :, 0, :, 0], -wanted)
     width = 7 if static else 6
     assert torch.equal(keys[:, 0, :, 0], wanted[:2, :width])
     assert torch.equal(values[:, 0, :, 0], -wanted[:2, :width])
@@ -241,13 +241,13 @@ def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static
 
 
 def test_overflow_raises_an_error_that_gives_both_sizes() -> None:
-    slots = Slots(torch.zeros(1, 2, 2, 1, 8, 1), 2)
+    slots = Slots([torch.zeros(1, 2, 2, 1, 8, 1)], 2)
     slots.set_lengths([1, 6])
-    before = slots.storage.clone()
+    before = slots.storages[0].clone()
     block = torch.ones(2, 1, 3, 1)
     with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
         slots.append(0, block, block)
-    assert torch.equal(slots.storage, before)
+    assert torch.equal(slots.storages[0], before)
     assert slots.lengths == [1, 6]
 
 
@@ -263,7 +263,7 @@ def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: Target
     assert cache.head is not None
     for slots in cache.slots:
         slots.set_lengths([4, 2])
-    before = [slots.storage.clone() for slots in cache.slots]
+    before = [slots.storages[0].clone() for slots in cache.slots]
     row = cache.row(2)
     assert row.head is not None
     assert [slots.lengths for slots in row.slots] == [[0], [0]]
@@ -272,9 +272,9 @@ def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: Target
     row.head.append(0, block, block)
     for slots, old, count in zip(cache.slots, before, (len(PROMPT), 3), strict=True):
         assert slots.lengths == [4, 2]
-        assert torch.equal(slots.storage[:, :, :2], old[:, :, :2])
-        assert torch.equal(slots.storage[:, :, 2, :, count:], old[:, :, 2, :, count:])
-        assert (slots.storage[:, :, 2, :, :count] != old[:, :, 2, :, :count]).any(-1).all()
+        assert torch.equal(slots.storages[0][:, :, :2], old[:, :, :2])
+        assert torch.equal(slots.storages[0][:, :, 2, :, count:], old[:, :, 2, :, count:])
+        assert (slots.storages[0][:, :, 2, :, :count] != old[:, :, 2, :, :count]).any(-1).all()
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
@@ -311,16 +311,16 @@ def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
 def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:
     cache = target.new_cache(16, head.cache_shape, batch=3)
     for slots in cache.slots:
-        slots.storage.normal_()
+        slots.storages[0].normal_()
         slots.set_lengths([7, 3])
     cache.target.keep([[0, 2], [0]])
     before = [[held(slots, row).clone() for row in (0, 1)] for slots in cache.slots]
     cache.make_room(17, 1000)
     for slots, old in zip(cache.slots, before, strict=True):
         assert slots.capacity >= 17
-        assert slots.storage.shape[2] == 3
+        assert slots.storages[0].shape[2] == 3
         assert [torch.equal(held(slots, row), old[row]) for row in (0, 1)] == [True, True]
-        assert torch.isfinite(slots.storage).all()
+        assert torch.isfinite(slots.storages[0]).all()
     assert cache.target.lengths == cache.target.starts.tolist() == [9, 4]
     assert cache.target.bytes_moved > 0  # bytes moved before the growth still count
 
@@ -350,10 +350,10 @@ def test_growing_copies_each_token_about_once() -> None:
     """A text of 20 000 tokens is copied less than twice in total, though every step needs one more slot."""
     cache, copied, num_tokens = KVCache.allocate((1, 1, 4), None, 256), 0, 20_000
     for length in range(1, num_tokens):
-        before = cache.target.storage
+        before = cache.target.storages[0]
         cache.target.set_lengths([length])
         cache.make_room(length + 1, 10 * num_tokens)
-        copied += length if cache.target.storage is not before else 0
+        copied += length if cache.target.storages[0] is not before else 0
     assert copied < 2 * num_tokens
 
 
@@ -418,7 +418,7 @@ def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
     text = generate(target, PROMPT, 30).tokens
     loop, addresses = loop_of(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
     for _ in loop.run():
-        addresses.add(loop.cache.target.storage.data_ptr())
+        addresses.add(loop.cache.target.storages[0].data_ptr())
     assert len(addresses) == 1
 
 
@@ -426,14 +426,14 @@ def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, h
     for batch in (1, 3):
         cache = target.new_cache(16, head.cache_shape, batch)
         assert cache.head is not None
-        storage = cache.target.storage.untyped_storage()
-        assert cache.head.storage.untyped_storage().data_ptr() == storage.data_ptr()
+        storage = cache.target.storages[0].untyped_storage()
+        assert cache.head.storages[0].untyped_storage().data_ptr() == storage.data_ptr()
         assert cache.num_bytes == storage.nbytes() == batch * 16 * (896 + math.prod(head.shape.cache_shape) * 2 * 4)
-        cache.head.storage.fill_(0)
-        cache.target.storage.fill_(3)
-        assert (cache.head.storage == 0).all()
-        cache.head.storage.fill_(4)
-        assert (cache.target.storage == 3).all()
+        cache.head.storages[0].fill_(0)
+        cache.target.storages[0].fill_(3)
+        assert (cache.head.storages[0] == 0).all()
+        cache.head.storages[0].fill_(4)
+        assert (cache.target.storages[0] == 3).all()
 
 
 @pytest.mark.parametrize(("batch", "static"), [(2, False), (1, True), (2, True)])
@@ -441,7 +441,7 @@ def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bo
     """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
     cache = target.new_cache(1000, (1, 2, 8), batch, static)
     cache.make_room(3000, 3000)
-    assert all((slots.storage == 0).all() for slots in cache.slots)
+    assert all((slots.storages[0] == 0).all() for slots in cache.slots)
 
 
 def test_a_prompt_far_longer_than_the_others_decodes_in_a_batch_as_alone(
@@ -499,10 +499,10 @@ def test_a_long_row_makes_no_other_row_take_up_memory() -> None:
     assert resident_bytes() - before < 4 * mebibyte
     for row, length in enumerate(lengths):
         for slots in cache.slots:
-            slots.storage[:, :, row, :, :length] = 1.0
+            slots.storages[0][:, :, row, :, :length] = 1.0
     del slots  # it holds the memory that the cache leaves when it grows
     assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
     cache.set_lengths(lengths)
     cache.make_room(6_000, 8_192)
     assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
-    assert bool((cache.target.storage[:, :, 1:, :, :50] == 1).all())
+    assert bool((cache.target.storages[0][:, :, 1:, :, :50] == 1).all())

@@ -286,7 +286,7 @@ def test_captured_steps_are_measured_and_observed_too(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the functions that CUDA would capture run as they are."""
-    monkeypatch.setattr(cost_measurement, "is_captured", lambda target: True)
+    monkeypatch.setattr(TargetModel, "may_capture", True)
     target, head = fresh(), make_head()
     for growth in growths(target, head):
         assert growth.watch.costs.captured

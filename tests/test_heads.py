@@ -63,7 +63,7 @@ def empty_slots(head: DraftHead, capacity: int) -> Slots:
     """Slots full of NaN, so reading one that was never written shows up in the result."""
     layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # a head without a cache ignores it
     shape = layers, 2, BATCH, kv_heads, capacity, head_dim
-    return Slots(torch.full(shape, float("nan"), dtype=head.embedding.dtype), rows=BATCH)
+    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows=BATCH)
 
 
 def causal_mask(start: int, count: int) -> Tensor:

@@ -19,7 +19,7 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slots:
-    slots = Slots(torch.zeros(1, 2, len(lengths), 1, CAPACITY, 1), len(lengths), static)
+    slots = Slots([torch.zeros(1, 2, len(lengths), 1, CAPACITY, 1)], len(lengths), static)
     slots.set_lengths(lengths)
     slots.hold(pending)
     return slots

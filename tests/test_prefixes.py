@@ -244,7 +244,7 @@ def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_h
 
 
 def block_of(value: float) -> Callable[[int], Cached]:
-    return lambda first: Cached(torch.full((1, 2, 1, BLOCK, 4), value), None, torch.full((1, 3), value))
+    return lambda first: Cached((torch.full((1, 2, 1, BLOCK, 4), value),), None, torch.full((1, 3), value))
 
 
 def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_followers() -> None:

@@ -56,7 +56,7 @@ def frozen_of(case: Case, inputs: Inputs) -> FrozenTarget:
         "model.norm.weight": inputs.norm,
         "lm_head.weight": inputs.lm_head,
     }
-    return FrozenTarget.from_tensors(tensors, config, tied=False)
+    return FrozenTarget.from_tensors(tensors, config, False, case.device)
 
 
 def batch_of(case: Case, inputs: Inputs) -> Batch:

@@ -1,8 +1,9 @@
-"""One KV cache for a target and its head: a single allocation. Unpatched models see it as a transformers Cache."""
+"""One KV cache for a target and its head: an allocation per device. Unpatched models see it as a transformers Cache."""
 
 import mmap
 import sys
 from collections.abc import Sequence
+from itertools import chain, groupby
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
 MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
 WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
 Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
+RowStates = tuple[Float[Tensor, "_layers kv _kv_heads _count _head_dim"], ...]  # of some slots of a row, by storage
 
 
 class RowGroup(NamedTuple):
@@ -43,22 +45,35 @@ class Slots:
 
     def __init__(
         self,
-        storage: Float[Tensor, "layers kv batch kv_heads capacity head_dim"],
+        storages: Sequence[Float[Tensor, "_layers kv batch kv_heads capacity head_dim"]],
         rows: int = 1,
         static: bool = False,
+        device: torch.device | None = None,
     ) -> None:
-        self.storage, self.static = storage, static
-        self.lengths = [0] * rows  # tokens held by each row in use; these are the first rows of the storage
+        """One storage holds all layers, unless they lie on several devices: then each run of layers on one has its own.
+
+        `starts` are on `device`; by default, where the first layer is.
+        """
+        self.storages, self.static = tuple(storages), static
+        self.layers = [layer for storage in storages for layer in storage.unbind()]
+        self.device = device or storages[0].device
+        self.lengths = [0] * rows  # tokens held by each row in use; these are the first rows of the storages
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
-        self._starts = torch.zeros(storage.shape[2], dtype=torch.long, device=storage.device)
+        self._starts = torch.zeros(self.batch, dtype=torch.long, device=self.device)
         self.starts = self._starts[:rows]  # the lengths, on the device
         self.pending = 0
         self.bytes_moved = 0  # by `keep`, in total
-        self._index: tuple[Tensor, Tensor] | None = None  # where the pending block goes, the same for all layers
+        # Where the pending block goes, the same for all layers on a device.
+        self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def batch(self) -> int:
+        """The rows that there is room for."""
+        return self.storages[0].shape[2]
 
     @property
     def capacity(self) -> int:
-        return self.storage.shape[4]
+        return self.storages[0].shape[4]
 
     @property
     def even(self) -> bool:
@@ -68,7 +83,7 @@ class Slots:
     @property
     def reads_in_groups(self) -> bool:
         """Whether attention may read each group of rows up to the end of its longest: on a CPU."""
-        return not self.static and self.storage.device.type == "cpu"
+        return not self.static and self.device.type == "cpu"
 
     def num_keys(self, block: int) -> int:
         """The number of keys that a block of this many tokens attends to."""
@@ -80,31 +95,30 @@ class Slots:
         end = max(self.lengths) + self.pending + block
         if end > self.capacity:
             raise ValueError(f"{end} tokens do not fit the cache's {self.capacity} slots; make the cache larger")
-        slots = self.storage[layer, :, : len(self.lengths)]
+        slots = self.layers[layer][:, : len(self.lengths)]
         if self.even:
             start = end - block
             slots[0, :, :, start:end] = key
             slots[1, :, :, start:end] = value
         else:
-            rows, columns = self._places(block)
+            rows, columns = self._places(block, slots.device)
             slots[0][rows, :, columns] = key.transpose(1, 2).to(slots.dtype)
             slots[1][rows, :, columns] = value.transpose(1, 2).to(slots.dtype)
         if self.static:
             return slots[0], slots[1]
         return slots[0, :, :, :end], slots[1, :, :, :end]
 
-    def _places(self, block: int) -> tuple[Tensor, Tensor]:
-        """Row and slot of each token in the pending block. [batch, 1] and [batch, block]"""
-        if self._index is None or self._index[1].shape[1] != block:
-            device = self.storage.device
-            columns = self.starts[:, None] + self.pending + torch.arange(block, device=device)
-            self._index = torch.arange(len(self.lengths), device=device)[:, None], columns
-        return self._index
+    def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""
+        if device not in self._index or self._index[device][1].shape[1] != block:
+            columns = self.starts[:, None] + self.pending + torch.arange(block, device=self.device)
+            self._index[device] = torch.arange(len(self.lengths), device=device)[:, None], columns.to(device)
+        return self._index[device]
 
     def hold(self, count: int) -> None:
         """Keep the block just written pending, so that the next one goes after it."""
         self.pending += count
-        self._index = None
+        self._index = {}
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set which rows are in use and how many tokens each holds. Later slots count as empty."""
@@ -120,7 +134,7 @@ class Slots:
         """Forget what is pending."""
         if self.static or len(self.starts) != len(self.lengths):
             self.starts = self._starts[: len(self.lengths)]
-        self.pending, self._index = 0, None
+        self.pending, self._index = 0, {}
 
     def advance(self, counts: list[int]) -> None:
         """Take in the first `counts[b]` pending tokens of row b."""
@@ -130,37 +144,43 @@ class Slots:
         """`advance` by counts that only the device knows. `lengths` is out of date until `set_lengths` is called."""
         assert self.static
         self.starts = self.starts + counts
-        self.pending, self._index = 0, None
+        self.pending, self._index = 0, {}
 
     def keep(self, paths: list[list[int]]) -> int:
         """Take in the nodes of each row's path (ascending indices into the pending block), moved side by side.
 
-        Returns the bytes moved. All layers move in one copy, whose size depends on the paths and not on the context.
+        Returns the bytes moved. All layers of a device move in one copy, whose size depends on the paths and not on the
+        context.
         """
         longest = max(map(len, paths))
         # Nodes that are already in place stay.
         before = self.bytes_moved
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
-            start, row = self.lengths[0], self.storage[:, :, 0]
-            source = torch.tensor([start + node for node in paths[0][first:]]).to(row.device, non_blocking=True)
-            moved = row.index_select(3, source)  # [layers, 2, kv_heads, moved, head_dim]
-            row[..., start + first : start + longest, :] = moved
-            self.bytes_moved += moved.nbytes
+            start = self.lengths[0]
+            source = torch.tensor([start + node for node in paths[0][first:]])
+            for storage in self.storages:
+                row = storage[:, :, 0]
+                # [layers, 2, kv_heads, moved, head_dim]
+                moved = row.index_select(3, source.to(row.device, non_blocking=True))
+                row[..., start + first : start + longest, :] = moved
+                self.bytes_moved += moved.nbytes
         elif first < longest:
             padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
-            source = self.starts[:, None] + padded.to(self.starts.device, non_blocking=True)
-            goal = self.starts[:, None] + torch.arange(first, longest, device=self.starts.device)
-            rows = torch.arange(len(paths), device=self.starts.device)[:, None]
-            moved = self.storage[:, :, rows, :, source]  # [batch, moved, layers, 2, kv_heads, head_dim]
-            self.storage[:, :, rows, :, goal] = moved
-            self.bytes_moved += moved.nbytes
+            source = self.starts[:, None] + padded.to(self.device, non_blocking=True)
+            goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
+            rows = torch.arange(len(paths), device=self.device)[:, None]
+            for storage in self.storages:
+                of, to, places = (index.to(storage.device) for index in (source, goal, rows))
+                moved = storage[:, :, places, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
+                storage[:, :, places, :, to] = moved
+                self.bytes_moved += moved.nbytes
         self.advance([len(path) for path in paths])
         return self.bytes_moved - before
 
     def row(self, number: int, count: int = 1) -> "Slots":
         """One row by itself, or several, empty, in the same storage, in use or not. Its shapes are never static."""
-        return Slots(self.storage[:, :, number : number + count], count)
+        return Slots([storage[:, :, number : number + count] for storage in self.storages], count, device=self.device)
 
     def end_row(self, moves: list[Move]) -> None:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
@@ -170,17 +190,22 @@ class Slots:
             lengths[goal] = lengths[source]
         self.set_lengths(lengths[:-1])
 
-    def copied(self, number: int, first: int, end: int) -> Float[Tensor, "layers kv kv_heads count head_dim"]:
-        """A copy of some slots of a row's place, in use or not."""
-        return self.storage[:, :, number, :, first:end].clone()
+    def states(self, number: int, first: int, end: int) -> RowStates:
+        """Some slots of a row's place, in use or not, as views of the storages."""
+        return tuple(storage[:, :, number, :, first:end] for storage in self.storages)
 
-    def write(self, number: int, first: int, states: Float[Tensor, "layers kv kv_heads count head_dim"]) -> None:
+    def copied(self, number: int, first: int, end: int) -> RowStates:
+        """A copy of some slots of a row's place, in use or not."""
+        return tuple(states.clone() for states in self.states(number, first, end))
+
+    def write(self, number: int, first: int, states: RowStates) -> None:
         """Fill the slots of a row's place from the first of these on."""
-        self.storage[:, :, number, :, first : first + states.shape[3]] = states
+        for storage, given in zip(self.storages, states, strict=True):
+            storage[:, :, number, :, first : first + given.shape[3]] = given
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy the first slots of a row to another place; neither has to be in use."""
-        self.storage[:, :, goal, :, :held] = self.storage[:, :, source, :, :held]
+        self.write(goal, 0, self.states(source, 0, held))
 
     def row_groups(self, block: int) -> tuple[RowGroup, ...]:
         """Neighbouring rows of like length, each group with the keys that a block of this many tokens attends to."""
@@ -197,9 +222,9 @@ class Slots:
             start += len(group)
         return tuple(found)
 
-    def grown(self, storage: Tensor) -> "Slots":
-        """The same content in a larger storage."""
-        slots = Slots(storage, len(self.lengths), self.static)
+    def grown(self, storages: Sequence[Tensor]) -> "Slots":
+        """The same content in larger storages."""
+        slots = Slots(storages, len(self.lengths), self.static, self.device)
         slots.take_over(self)
         slots.bytes_moved = self.bytes_moved
         return slots
@@ -207,8 +232,7 @@ class Slots:
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
         for row, length in enumerate(other.lengths):
-            held = min(length + 1, other.capacity)
-            self.storage[:, :, row, :, :held] = other.storage[:, :, row, :, :held]
+            self.write(row, 0, other.states(row, 0, min(length + 1, other.capacity)))
         self.set_lengths(other.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -274,7 +298,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """The slots of the target's layers and of the head's layers, side by side in one preallocated tensor.
+    """The slots of the target's layers and of the head's, side by side in one preallocated tensor on each device.
 
     The target's slot of position t belongs with the head's slot of index t: both hold every verified token, unless the
     drafter has yet to read some. The head's lengths are those of its last draft, and it may have read more since.
@@ -282,7 +306,7 @@ class KVCache(Cache):
 
     def __init__(self, target: Slots, head: Slots | None) -> None:
         self.target, self.head = target, head
-        super().__init__(layers=[SlotLayer(self, layer) for layer in range(target.storage.shape[0])])
+        super().__init__(layers=[SlotLayer(self, layer) for layer in range(len(target.layers))])
 
     @classmethod
     def allocate(
@@ -294,11 +318,21 @@ class KVCache(Cache):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         static: bool = False,
+        layer_devices: Sequence[torch.device] | None = None,
     ) -> "KVCache":
-        """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use."""
-        shapes = [target_shape] if head_shape is None else [target_shape, head_shape]
-        sizes = [(layers, 2, batch, heads, capacity, dim) for layers, heads, dim in shapes]
-        slots = [OpaqueSlots(part, batch, static) for part in allocate(sizes, dtype, device, static)]
+        """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use.
+
+        `layer_devices` are those of the target's layers, by default `device`, where everything else is.
+        """
+        device = torch.device(device)
+        stacks = [(target_shape, layer_devices or [device] * target_shape[0])]
+        if head_shape is not None:
+            stacks.append((head_shape, [device] * head_shape[0]))
+        places = [
+            [Place((len([*run]), 2, batch, heads, capacity, dim), where) for where, run in groupby(devices)]
+            for (_, heads, dim), devices in stacks
+        ]
+        slots = [OpaqueSlots(storages, batch, static, device) for storages in allocate(places, dtype, static)]
         return cls(slots[0], slots[1] if head_shape else None)
 
     @property
@@ -312,7 +346,7 @@ class KVCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        return sum(slots.storage.nbytes for slots in self.slots)
+        return sum(storage.nbytes for slots in self.slots for storage in slots.storages)
 
     def row(self, number: int, count: int = 1) -> "KVCache":
         """One row by itself, or several, empty. Prompts are read there while the other rows wait."""
@@ -352,26 +386,40 @@ class KVCache(Cache):
             return
         wanted = max(capacity, min(2 * self.target.capacity, limit))
         wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
-        shapes = [(*s.storage.shape[:4], wanted, s.storage.shape[5]) for s in self.slots]
-        parts = allocate(shapes, self.target.storage.dtype, self.target.storage.device, self.target.static)
-        grown = [slots.grown(part) for slots, part in zip(self.slots, parts, strict=True)]
+        places = [
+            [Place((*old.shape[:4], wanted, old.shape[5]), old.device) for old in slots.storages]
+            for slots in self.slots
+        ]
+        storages = allocate(places, self.target.storages[0].dtype, self.target.static)
+        grown = [slots.grown(larger) for slots, larger in zip(self.slots, storages, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
 
 
-def allocate(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device | str, static: bool
-) -> list[Tensor]:
-    """Tensors side by side in one allocation.
+class Place(NamedTuple):
+    """Where a tensor goes, and its shape."""
+
+    shape: tuple[int, ...]
+    device: torch.device
+
+
+def allocate(stacks: Sequence[Sequence[Place]], dtype: torch.dtype, static: bool) -> list[list[Tensor]]:
+    """Tensors side by side in one allocation on each device.
 
     A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
     may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
     """
-    sizes, rows = [torch.Size(shape).numel() for shape in shapes], shapes[0][2]
-    if takes_memory_lazily(device, static, rows):
-        storage = untouched_zeros(sum(sizes) * dtype.itemsize).view(dtype)
-    else:
-        storage = (torch.empty if rows == 1 and not static else torch.zeros)((sum(sizes),), dtype=dtype, device=device)
-    return [part.view(shape) for part, shape in zip(storage.split(sizes), shapes, strict=True)]
+    sizes: dict[torch.device, list[int]] = {}
+    for shape, device in chain(*stacks):
+        sizes.setdefault(device, []).append(torch.Size(shape).numel())
+    rows, parts = stacks[0][0].shape[2], {}
+    for device, own in sizes.items():
+        if takes_memory_lazily(device, static, rows):
+            storage = untouched_zeros(sum(own) * dtype.itemsize).view(dtype)
+        else:
+            made = torch.empty if rows == 1 and not static else torch.zeros
+            storage = made((sum(own),), dtype=dtype, device=device)
+        parts[device] = iter(storage.split(own))
+    return [[next(parts[device]).view(shape) for shape, device in stack] for stack in stacks]
 
 
 def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:

@@ -84,7 +84,7 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
 
         target.ranks.carry_out(find, lambda run: run())  # some ranks may find a file that others lack
         stored, learns = target.ranks.agreed(found[0]), not target.ranks.in_step
-        table = CostTable(stored.surface, width, is_captured(target), target.device.type == "cpu", learns)
+        table = CostTable(stored.surface, width, target.may_capture, target.device.type == "cpu", learns)
         table.observed = Observed(stored.observed)
         weakref.finalize(table, write_observed, digest, stored, table.observed)
         tables[digest] = table
@@ -169,7 +169,7 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
         ("sampled", most): partial(near.verify, most, SAMPLED),
         ("first", long): far.drafting(1),
         ("levels", long): far.drafting(levels),
-        **{("target", size): partial(near.verify, size, GREEDY) for size in sizes_between(most, is_captured(target))},
+        **{("target", size): partial(near.verify, size, GREEDY) for size in sizes_between(most, target.may_capture)},
     }
     if batch > 1:
         many = Bench(target, head, width, short, batch, spare)
@@ -191,10 +191,9 @@ class Bench:
     def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
         self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
         self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
-        captured = is_captured(target)
-        self.cache = target.new_cache(context + spare, head.cache_shape, batch, captured)
+        self.cache = target.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
         self.cache.set_lengths([context] * batch)
-        self.step = StaticStep(target, PLAIN, self.cache) if captured else None
+        self.step = StaticStep(target, PLAIN, self.cache) if target.may_capture else None
 
     def verify(self, nodes: int, sampling: Sampling) -> None:
         """A target step as decoding runs it."""
@@ -235,11 +234,6 @@ class Bench:
             keys=[*range(self.batch)],
         )
         return partial(drafter.draft, verified, self.cache)
-
-
-def is_captured(target: TargetModel) -> bool:
-    """Whether decoding captures its steps, by default."""
-    return target.device.type == "cuda" and target.ranks.may_capture
 
 
 def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:

@@ -177,7 +177,7 @@ class EarlyExit(ModelDrafter):
         logits: Tensor = self.exit(
             input_ids=tokens, attention_mask=masks, position_ids=positions, past_key_values=cache, use_cache=True
         ).logits
-        return logits
+        return logits.to(tokens.device)  # from the last of several devices
 
 
 @runtime_checkable  # the shape checks in tests use isinstance

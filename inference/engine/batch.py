@@ -5,9 +5,8 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from headstart.inference.core.cache import PAGE, KVCache, takes_memory_lazily
+from headstart.inference.core.cache import PAGE, KVCache, RowStates, takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Unread
@@ -44,7 +43,7 @@ class Batch:
         """The last three are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
-        self.is_static = target.device.type == "cuda" and target.ranks.may_capture if static is None else static
+        self.is_static = target.may_capture if static is None else static
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
@@ -146,7 +145,7 @@ class Batch:
         read = row.unread.start if row.request.speculative else 0
         taps = torch.cat(row.kept)
 
-        def head(first: int) -> Tensor | None:
+        def head(first: int) -> RowStates | None:
             end, slots = first + BLOCK - 1, self.cache.head
             return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
 

@@ -1,6 +1,7 @@
 """Prompts on their way into the cache: whole ones in one pass, or a long one chunk by chunk while other rows decode."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from jaxtyping import Float
@@ -178,8 +179,9 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     The prompts lie one after another without padding, and a mask hides them from each other.
     """
     device = target.device
-    lengths = torch.tensor([len(prompt) for prompt in prompts])
-    owner = torch.repeat_interleave(torch.arange(len(prompts)), lengths)  # [tokens]: the prompt of each
+    lengths = [len(prompt) for prompt in prompts]
+    ends = [*accumulate(lengths)]
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))  # [tokens]: the prompt of each
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     visible = (owner[:, None] == owner) & (positions <= positions[:, None])
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
@@ -187,10 +189,10 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     together.set_lengths([0])
     positions = positions.unsqueeze(0).to(device)
     mask = target.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
-    output = target.forward(tokens, positions, mask, together, logits_at=(lengths.cumsum(0) - 1).to(device))
-    for row, read in zip(rows, together.target.storage.split(lengths.tolist(), dim=4), strict=True):
-        row.target.storage[..., : read.shape[4], :] = read
-    taps, hidden = output.taps.split(lengths.tolist(), dim=1), output.last_hidden.split(lengths.tolist(), dim=1)
+    output = target.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
+    for row, end, length in zip(rows, ends, lengths, strict=True):
+        row.target.write(0, 0, together.target.states(0, end - length, end))
+    taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
     return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
 

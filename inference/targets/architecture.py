@@ -44,8 +44,8 @@ def refuse_unknown_state(model: PreTrainedModel) -> None:
 
 
 @torch.inference_mode()
-def cached_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    """(layers, kv_heads, head_dim) of one token's entry in the KV cache.
+def cached_shape(model: PreTrainedModel) -> tuple[tuple[int, int, int], list[torch.device]]:
+    """(layers, kv_heads, head_dim) of one token's entry in the KV cache, and the device of each layer.
 
     Raises ValueError if keys and values, or layers, differ in shape, as with multi-head latent attention.
     """
@@ -60,7 +60,7 @@ def cached_shape(model: PreTrainedModel) -> tuple[int, int, int]:
             f"choose another target"
         )
     _, kv_heads, _, head_dim = shapes.pop()
-    return num_layers, kv_heads, head_dim
+    return (num_layers, kv_heads, head_dim), [layer.keys.device for layer in layers]
 
 
 def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
@@ -129,6 +129,7 @@ def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
 def shallow_copy(module: Any) -> Any:
     """A copy that shares parameters and children with a module, but whose children can be replaced independently."""
     copied = copy.copy(module)
+    copied.__dict__.pop("forward", None)  # accelerate's, of a target over several devices, runs the original
     # Copy the dictionaries of children and hooks, but share their contents.
     copied.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
     return copied

@@ -54,7 +54,7 @@ def grouped_attention(
         cache, masks = attention_mask.cache, attention_mask.masks
         parts = zip(cache.split(query), cache.take_held(), masks, strict=True)
         attended = [
-            grouped_attention(module, own, keys, values, mask, scaling, **options)[0].flatten(0, 1)
+            grouped_attention(module, own, keys, values, mask.to(own.device), scaling, **options)[0].flatten(0, 1)
             for own, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None

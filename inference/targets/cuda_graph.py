@@ -87,7 +87,7 @@ class StaticStep:
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
-        self.batch = cache.target.storage.shape[2]
+        self.batch = cache.target.batch
         self.captured: dict[object, Capture] = {}
         layers = [*target.layers, *drafter.compilable_layers]
         self.compiled = CompiledLayers(layers if target.compiles else [])

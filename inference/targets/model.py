@@ -69,7 +69,8 @@ class TargetModel:
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
         self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
-        self.cached_shape = cached_shape(model)
+        self.cached_shape, self.layer_devices = cached_shape(model)
+        self.devices = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
         self._refuse_unknown_taps()
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
@@ -170,6 +171,11 @@ class TargetModel:
         return self if self.load_unpacked is None else self.load_unpacked()
 
     @property
+    def may_capture(self) -> bool:
+        """Whether decoding captures its steps as CUDA graphs, by default: a graph is of one device and one process."""
+        return self.device.type == "cuda" and self.ranks.may_capture and len(self.devices) == 1
+
+    @property
     def max_positions(self) -> int:
         """The longest text, in tokens, that the model knows and that RoPE reaches without changing earlier keys."""
         known = self.config.max_positions
@@ -181,15 +187,17 @@ class TargetModel:
 
     @cached_property
     def frozen(self) -> FrozenTarget:
-        """The embedding, final norm and lm_head, shared with the heads."""
+        """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
         tied = bool(self.model.config.get_text_config().tie_word_embeddings)
-        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied)
+        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied, self.device)
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
     ) -> KVCache:
         """Slots for `capacity` tokens per row, a pending tree included."""
-        return KVCache.allocate(self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static)
+        return KVCache.allocate(
+            self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static, self.layer_devices
+        )
 
     @torch.inference_mode()
     def forward(
@@ -199,12 +207,16 @@ class TargetModel:
         mask: Masks | None = None,
         cache: Cache | None = None,
         last_only: bool = False,
-        logits_at: Int[Tensor, " kept"] | None = None,
+        logits_at: list[int] | None = None,
     ) -> TargetOutput:
         """One pass; causal if there is no mask. `last_only` computes logits for the last position alone, `logits_at`
-        for these places in the sequence."""
+        for these places in the sequence.
+
+        With target.split layers, what it returns is on the first device, as its arguments are.
+        """
         if last_only:  # as a place: for a slice, a CPU's matmul copies the whole lm_head first
-            logits_at = torch.tensor([tokens.shape[1] - 1], device=tokens.device)
+            logits_at = [tokens.shape[1] - 1]
+        # A list: accelerate would move a tensor to the first device, but the final norm is on the last.
         extra: dict[str, Any] = {} if logits_at is None else {"logits_to_keep": logits_at}
         output = self.model(
             input_ids=tokens,
@@ -216,7 +228,7 @@ class TargetModel:
         )
         taps, last_hidden = self._take_seen()
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
-        return TargetOutput(output.logits, tapped, last_hidden)
+        return TargetOutput(output.logits.to(self.device), tapped, last_hidden)
 
     def states(
         self, tokens: Int[Tensor, "batch seq"]
@@ -227,10 +239,10 @@ class TargetModel:
         return self._take_seen()
 
     def _take_seen(self) -> tuple[list[Tensor], Tensor]:
-        last_hidden = self._seen[self.config.num_layers]
-        taps = [self._seen[tap].to(last_hidden.device) for tap in self.taps]  # target.split layers: on several devices
+        # With target.split layers they are on several devices.
+        seen = {tap: self._seen[tap].to(self.device) for tap in (*self.taps, self.config.num_layers)}
         self._seen.clear()
-        return taps, last_hidden
+        return [seen[tap] for tap in self.taps], seen[self.config.num_layers]
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
         """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
@@ -261,9 +273,9 @@ class TargetModel:
     def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
         """One pass over parts that lie side by side; returns what it computed for each. See `packs`."""
         cache, shapes = PackedCache(parts), [(part.tokens.shape[0], part.tokens.shape[1]) for part in parts]
-        kept, first = [], 0
+        kept, first = list[int](), 0
         for part in parts:
-            kept.append(first + part.kept)
+            kept += [first + place for place in part.kept]
             first += part.tokens.numel()
         own = [self._masks_by_kind(part.slots, part.block) for part in parts]
         packed: dict[str, Tensor] = {
@@ -274,7 +286,7 @@ class TargetModel:
             torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
             one_or_all(packed),
             cache,
-            logits_at=torch.cat(kept),
+            logits_at=kept,
         )
         cache.check()
         counts = [(rows, 1 if part.last_only else count) for part, (rows, count) in zip(parts, shapes, strict=True)]

@@ -31,10 +31,10 @@ class Part(NamedTuple):
         return self.slots.starts.unsqueeze(1) + self.block.depths
 
     @property
-    def kept(self) -> Int[Tensor, " kept"]:
+    def kept(self) -> range:
         """The tokens after which logits are wanted, counted from the part's first one."""
         rows, count = self.tokens.shape
-        places = torch.arange(rows * count, device=self.tokens.device)
+        places = range(rows * count)
         return places[count - 1 :: count] if self.last_only else places
 
 
@@ -62,7 +62,7 @@ class PackedCache(Cache):
         self.parts = parts
         self.target = parts[0].slots
         self.held: list[tuple[Tensor, Tensor]] = []  # keys and values of each part in the layer that runs
-        super().__init__(layers=[PackedLayer(self, layer) for layer in range(self.target.storage.shape[0])])
+        super().__init__(layers=[PackedLayer(self, layer) for layer in range(len(self.target.layers))])
 
     def split(self, states: Float[Tensor, "1 heads tokens size"]) -> list[Float[Tensor, "rows heads count size"]]:
         """The states of each part, with its rows as a batch."""
@@ -90,6 +90,10 @@ class PackedMask(Tensor):
         made = torch.zeros(1, 1, 1, 1, device=masks[0].device).as_subclass(cls)
         made.cache, made.masks = cache, masks
         return made
+
+    def to(self, *args: Any, **kwargs: Any) -> "PackedMask":
+        """Itself: attention moves the masks to its layer's device, where accelerate would move their stand-in."""
+        return self
 
 
 def unpacked(states: Shaped[Tensor, "1 tokens size"], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
