@@ -216,7 +216,7 @@ class Operations(TorchDispatchMode):
 class Replayed:
     """In place of a captured function: it runs at every call, on copies of its first inputs."""
 
-    def __init__(self, seen: Seen, function: Callable[..., tuple[Tensor, ...]]) -> None:
+    def __init__(self, seen: Seen, function: Callable[..., tuple[Tensor, ...]], memory: object) -> None:
         self.seen, self.function = seen, function
         self.inputs: tuple[Tensor, ...] = ()
 

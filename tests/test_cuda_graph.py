@@ -1,8 +1,10 @@
 """Laws of static steps: they draft and accept exactly what dynamic steps do."""
 
+import random
 from collections.abc import Callable
 
 import pytest
+from scripted import SetCosts
 from transformers import LlamaForCausalLM
 
 from headstart.heads.calibration import Calibration
@@ -11,8 +13,10 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Accepted, accept, verify
+from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Repeats
 from headstart.inference.engine import step
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.targets.cuda_graph import SpareSteps
@@ -104,9 +108,34 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
         each.tokens for each in generate_batch(target, requests, drafter, 8, False)
     ]
     (step,) = target.kept(SpareSteps)
-    keys = {(shapes[0][0], form.sampled) for _, shapes, form in step.captured}
+    keys = {(shapes[0][0], form.sampled) for _, shapes, form, _ in step.captured}
     assert keys <= {(rows, sampled) for rows in (1, 2, 4, 8) for sampled in (False, True)}
     assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_server_captures_next_to_nothing_while_requests_wait(
+    make_model: MakeModel, make_head: MakeHead, temperature: float
+) -> None:
+    """40 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
+    target = TargetModel(make_model(), (2, 3, 4))
+    drafter = HeadDrafter(make_head(), CostAware(3, 4, 12, SetCosts()), Repeats(4))
+    loop, draw = DecodeLoop(target, drafter, 16, True), random.Random(0)
+    loop.capture_ahead()
+    step = loop.batch.static
+    assert step is not None
+    before, steps, waiting = set(step.captured), 0, 40
+    while waiting or not loop.idle:
+        if waiting and draw.random() < 0.3:
+            prompt, count = [draw.randrange(90) for _ in range(6)], draw.randrange(4, 24)
+            loop.submit(Request(prompt, count, Sampling(temperature, seed=waiting)))
+            waiting -= 1
+        if not loop.idle:
+            loop.step()
+            steps += 1
+    assert step is loop.batch.static
+    assert steps > 60
+    assert len(set(step.captured) - before) <= 0.03 * steps
 
 
 def test_a_calibrated_head_drafts_alike_in_static_and_dynamic_steps(target: TargetModel, make_head: MakeHead) -> None:

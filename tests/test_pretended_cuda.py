@@ -2,7 +2,6 @@
 and the numbers are those of the CPU."""
 
 import copy
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
@@ -37,7 +36,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
-from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
+from headstart.trainers.evaluation import held_out_metrics
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -65,7 +64,7 @@ MIXES = {  # the sampling of neighbouring rows, in turn
     "penalties": [Sampling(0.8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.1)],
     "rejection": [Sampling(1.0, rule="rejection")],
 }
-CAPTURED = ["greedy", "T=1", "top-p", "bias"]  # those that a captured step serves, whatever the rows
+CAPTURED = ["greedy", "T=1", "top-p", "bias", "mixed"]  # those that a captured step serves, whatever the rows
 TINY = Path(__file__).parents[1] / "recipes/tiny.yaml"
 
 

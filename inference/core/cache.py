@@ -39,8 +39,8 @@ class Slots:
     """Key and value slots of a stack of equal layers. Row b of the batch holds `lengths[b]` tokens.
 
     A block is written after the held tokens and after earlier pending blocks. It stays pending until `advance` or
-    `keep` takes it in; otherwise the next block overwrites it. With `static`, every shape is that of the capacity and
-    every offset is read on the device, so that a CUDA graph can replay a step.
+    `keep` takes it in; otherwise the next block overwrites it. With `static`, attention goes over the first `reach`
+    slots and every offset is read on the device, so that a CUDA graph can replay a step.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Slots:
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(self.batch, dtype=torch.long, device=self.device)
         self.starts = self._starts[:rows]  # the lengths, on the device
+        self.reach = self.capacity
         self.pending = 0
         self.bytes_moved = 0  # by `keep`, in total
         # Where the pending block goes, the same for all layers on a device.
@@ -87,14 +88,14 @@ class Slots:
 
     def num_keys(self, block: int) -> int:
         """The number of keys that a block of this many tokens attends to."""
-        return self.capacity if self.static else max(self.lengths) + self.pending + block
+        return self.reach if self.static else max(self.lengths) + self.pending + block
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a block [batch, kv_heads, nodes, head_dim] and return all keys and values up to its end."""
         block = key.shape[2]
         end = max(self.lengths) + self.pending + block
-        if end > self.capacity:
-            raise ValueError(f"{end} tokens do not fit the cache's {self.capacity} slots; make the cache larger")
+        if end > self.reach:
+            raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
         slots = self.layers[layer][:, : len(self.lengths)]
         if self.even:
             start = end - block
@@ -105,7 +106,7 @@ class Slots:
             slots[0][rows, :, columns] = key.transpose(1, 2).to(slots.dtype)
             slots[1][rows, :, columns] = value.transpose(1, 2).to(slots.dtype)
         if self.static:
-            return slots[0], slots[1]
+            return slots[0, :, :, : self.reach], slots[1, :, :, : self.reach]
         return slots[0, :, :, :end], slots[1, :, :, :end]
 
     def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import ConstraintState, Path, follow, only_token
+from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth
@@ -202,9 +203,10 @@ class GumbelRow:
         if sampling.gumbel_table is not None:  # drawn once per step, from the position after the root on
             prepared: list[float] = sampling.gumbel_table.values[row, depth, tokens].tolist()
             return prepared
-        position = len(self.verified.texts[row]) + depth
-        positions = torch.full((len(sampling.samplings), 1), position, device=sampling.seeds.device)
-        drawn: list[float] = sampling.gumbel(positions, torch.tensor(tokens, device=positions.device))[row, 0].tolist()
+        # The host draws it faster than it would wait for a device.
+        position = torch.tensor([[len(self.verified.texts[row]) + depth]])
+        seed = torch.tensor([sampling.samplings[row].seed])
+        drawn: list[float] = gumbel_noise(seed, position, torch.tensor(tokens))[0, 0].tolist()
         return drawn
 
 

@@ -11,7 +11,7 @@ from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Unread
 from headstart.inference.core.tree import size_bucket
-from headstart.inference.engine.budget import CacheBudget
+from headstart.inference.engine.budget import CacheBudget, free_memory
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
@@ -196,6 +196,13 @@ class Batch:
             self.cache.set_lengths([*running, *unused, *([] if reading is None else [reading.count])])
             self._grow(capacity)
             self.cache.set_lengths(running)
+
+    def open_for_any(self) -> None:
+        """Open the cache with room for the longest texts, as far as half of the memory that is left has it."""
+        memory = self.budget.memory or free_memory(self.target.device) // 2
+        longest = min(self.target.max_positions + self.nodes, memory // (self.budget.rows * self.budget.slot))
+        self.limit = max(self.limit, longest)
+        self.make_room(self.limit)
 
     def _open(self, capacity: int) -> None:
         """Allocate the cache, or borrow that of an earlier run with its captured step."""

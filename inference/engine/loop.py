@@ -4,7 +4,9 @@ Rows of a batch advance at their own pace. When one ends, the next waiting reque
 batching), and requests may be submitted and cancelled at any time between steps.
 """
 
+import sys
 import time
+from collections import deque
 from collections.abc import Collection, Generator, Iterator
 
 import torch
@@ -21,6 +23,7 @@ from headstart.inference.engine.pace import Pace
 from headstart.inference.engine.reading import PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.engine.waiting import Queue
+from headstart.inference.targets.cuda_graph import LEAST_REACH
 from headstart.inference.targets.model import TargetModel, TargetOutput
 
 # Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU gains up to more.
@@ -137,6 +140,15 @@ class DecodeLoop:
         self.waiting = Queue()
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
         self.submitted = 0
+
+    def capture_ahead(self) -> None:
+        """Capture the steps of most texts, before any of them waits for it; nothing where steps are not captured."""
+        if self.batch.is_static:
+            self.batch.open_for_any()
+            assert self.batch.static is not None
+            left = self.batch.static.capture_ahead(LEAST_REACH)
+            print(f"capturing {next(left, 0) + 1} decode steps as CUDA graphs", file=sys.stderr, flush=True)
+            deque(left, 0)
 
     @property
     def rows(self) -> list[Sequence]:

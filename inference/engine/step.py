@@ -52,6 +52,8 @@ class DecodeStep:
         batch = self.batch
         self._follow_rows()
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
+        if batch.static is not None:
+            batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
         self.drafts = self._prepare_drafts(may_draft)
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # requests that share its prefix need not wait until this text ends

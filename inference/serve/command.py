@@ -74,7 +74,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         target=model.target,
         template=template,
         make_loop=partial(
-            DecodeLoop,
+            ready_loop,
             model.target,
             model.drafter,
             options.settings.max_batch,
@@ -95,6 +95,13 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         promised=promised_length(options.model.head),
         thread=thread,
     )
+
+
+def ready_loop(*options: Any, **more: Any) -> DecodeLoop:
+    """A decode loop whose first requests wait for no capture."""
+    loop = DecodeLoop(*options, **more)
+    loop.capture_ahead()
+    return loop
 
 
 def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:

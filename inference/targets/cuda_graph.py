@@ -27,7 +27,8 @@ from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
-CAPTURES = 96  # graphs of one step, by shapes and form of sampling; the least recently used make room
+CAPTURES = 128  # graphs of one step, by shapes and form of sampling; the least recently used make room
+LEAST_REACH = 512  # slots that a captured step attends to at least
 SHAPES = 16  # trees, batches and capacities that a layer may be compiled for; beyond these it runs uncompiled
 Result = TypeVar("Result")
 
@@ -98,8 +99,7 @@ class StaticStep:
         wanted = -(-capacity // PAGE) * PAGE
         spares = target.kept(SpareSteps)
         own = [spare for spare in spares if (spare.drafter, spare.batch) == (drafter, batch)]
-        # Not one that is far too large: a captured step attends over its whole capacity.
-        fits = [spare for spare in own if capacity <= spare.cache.target.capacity <= 2 * wanted]
+        fits = [spare for spare in own if capacity <= spare.cache.target.capacity]
         if fits:
             found = min(fits, key=lambda spare: spare.cache.target.capacity)
             spares.remove(found)
@@ -111,6 +111,48 @@ class StaticStep:
         own, spares = (self.drafter, self.batch), self.target.kept(SpareSteps)
         others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
         spares[:] = [self, *others][:SPARE_STEPS]
+
+    def attend_to(self, slots: int) -> None:
+        """Let the next steps attend to this many slots of each row, or somewhat more, so that graphs are few.
+
+        Compiled layers attend to all: they would be compiled for every number of slots.
+        """
+        for held in self.cache.slots:
+            held.reach = held.capacity if self.compiled.layers else min(reach_bucket(slots), held.capacity)
+
+    @torch.inference_mode()
+    def capture_ahead(self, slots: int) -> Iterator[int]:
+        """Capture the steps of texts that need up to this many slots, however they sample; yields how many are left."""
+        self.attend_to(slots)
+        rows = sorted({min(1 << place, self.batch) for place in range(self.batch.bit_length() + 1)})
+        shapes_vary = self.drafter.depth and not self.drafter.static_shapes
+        nodes = size_bucket(self.drafter.max_nodes).bit_length() if shapes_vary else 1
+        works: list[tuple[int, Callable[[], object]]] = []
+        for count in rows:
+            for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)):
+                own = BatchSampling([sampling] * count, self.target.device)
+                if self.drafter.depth and self.drafter.static_shapes:
+                    works.append((count, partial(self.draft, count, own, *self.nothing_verified(count))))
+                for place in range(nodes):
+                    tokens = torch.zeros(count, 1 << place, dtype=torch.long, device=self.target.device)
+                    works.append((count, partial(self.verify, Tree(tokens, tokens - 1), own)))
+        for number, (count, work) in enumerate(works):
+            self.cache.set_lengths([0] * count)
+            work()
+            yield len(works) - number - 1
+        self.cache.set_lengths([])
+
+    def nothing_verified(self, rows: int) -> tuple[Tensor, ...]:
+        """Inputs of `draft_and_choose` of the right shapes."""
+        count, device = self.drafter.depth + 1, self.target.device
+        tapped = len(self.drafter.taps) * self.target.config.hidden_size
+        return (
+            torch.zeros(rows, count, tapped, dtype=self.target.dtype, device=device),
+            torch.zeros(rows, count, dtype=torch.long, device=device),
+            torch.zeros(rows, 1, dtype=torch.long, device=device),
+            torch.ones(rows, dtype=torch.long, device=device),
+            torch.zeros(rows, dtype=torch.long, device=device),
+        )
 
     @staticmethod
     def serves(sampling: BatchSampling) -> bool:
@@ -127,20 +169,24 @@ class StaticStep:
         device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
         rows, more = len(verified.counts), self.more_rows(len(verified.counts))
         with self.filled_up(more, held):
-            outputs = self.replay(
-                partial(self.draft_and_choose, with_logits),
-                ("draft", with_logits),
+            output = self.draft(
+                rows,
                 verified.sampling,
                 padded(verified.taps, 0, 0, 0, short, 0, more),
                 padded(verified.next_tokens, 0, short, 0, more),
                 padded(verified.roots, 0, 0, 0, more),
                 torch.tensor([*verified.counts, *[1] * more]).to(device, non_blocking=True),
                 torch.tensor([*verified.remaining, *[0] * more]).to(device, non_blocking=True),
+                with_logits=with_logits,
             )
         if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
             ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
             self.cache.head.set_lengths(ends)
-        return StepOutput.from_tensors(outputs, rows)
+        return output
+
+    def draft(self, rows: int, sampling: BatchSampling, *inputs: Tensor, with_logits: bool = False) -> StepOutput:
+        function = partial(self.draft_and_choose, with_logits)
+        return StepOutput.from_tensors(self.replay(function, ("draft", with_logits), sampling, *inputs), rows)
 
     @torch.inference_mode()
     def verify(
@@ -185,7 +231,7 @@ class StaticStep:
         *inputs: Tensor,
     ) -> tuple[Tensor, ...]:
         """`function(sampling, *inputs)`, captured once for each name, each set of shapes and each form of sampling."""
-        key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form
+        key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form, self.cache.target.reach
         capture = self.captured.pop(key, None)
         if capture is None:
             while len(self.captured) >= CAPTURES:
@@ -232,6 +278,12 @@ class StaticStep:
 
     def with_gumbel(self, sampling: BatchSampling, count: int) -> BatchSampling:
         return sampling.with_gumbel(self.cache.target.starts + 1, count, self.target.config.vocab_size)
+
+
+def reach_bucket(slots: int) -> int:
+    """The next power of two, or one and a half times one: few numbers of slots, so few graphs."""
+    power = max(size_bucket(slots), LEAST_REACH)
+    return power * 3 // 4 if slots <= power * 3 // 4 and power > LEAST_REACH else power
 
 
 def padded(tensor: Tensor, *counts: int, value: int = 0) -> Tensor:
