@@ -6,10 +6,10 @@
 Each part is a process of its own with a time limit. Numbers go to FOLDER/results.jsonl at the moment they are measured
 and each part's output to FOLDER/PART.log, so a part that fails or is cut off costs only itself. *tests* are those that
 need a GPU: the fused kernels equal the portable ones, and captured decode steps write the texts of changing shapes and
-of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; both run beside each other. Then
-come, one after another, *decoding*, *training*, *harvesting*, *attention*, *graphs* and *compiled*, on random weights of
-Llama-3-8B's shape (benchmarks/gpu_parts.py). The end is a table of the results beside the predictions and bars. Needs
-no network. Without CUDA it runs at a toy size, to try the script.
+of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; both run beside each other.
+*decoding*, *training*, *harvesting*, *attention*, *graphs* and *compiled* follow one after another, on random weights
+of Llama-3-8B's shape (benchmarks/gpu_parts.py). The end is a table of the results beside the predictions and bars.
+Needs no network. Without CUDA it runs at a toy size, to try the script.
 """
 
 import argparse

@@ -14,11 +14,10 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,10 +45,11 @@ from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
+from headstart.inference.targets.attention import attention_by_equal_parts, cudnn_attention
+from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
 from headstart.inference.targets.fused_layers import join_linears
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes import load_recipe
+from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.optimizers import build_optimizers
 from headstart.trainers.step import autocast, head_in_training, tf32_allowed
@@ -78,6 +78,8 @@ TOY: dict[str, Any] = {
     "max_position_embeddings": 1024,
 }
 LLAMA3_8B = LlamaConfig(**(SIZES if CUDA else TOY), bos_token_id=None, eos_token_id=None)
+PACKAGES = ("torch", "transformers", "accelerate", "triton", "safetensors", "numpy", "pydantic", "peft", "datasets")
+KERNELS = {"cuDNN": [SDPBackend.CUDNN_ATTENTION], "efficient": [SDPBackend.EFFICIENT_ATTENTION]}
 TREE = Dynamic(7, 10, 59) if CUDA else Dynamic(3, 3, 7)  # EAGLE-3's tree of 60 nodes, the root counted
 
 
@@ -129,16 +131,6 @@ def seconds(work: Callable[[], object], repeats: int = 20, warmup: int = 3) -> f
 
 def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     return round(1000 * seconds(work, repeats), 3)
-
-
-@contextmanager
-def cudnn_attention(allowed: bool) -> Iterator[None]:
-    before = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(allowed)
-    try:
-        yield
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
 
 
 def kernels(work: Callable[[], object], most: int = 14) -> dict[str, Any]:
@@ -266,15 +258,10 @@ def decode_step(
 
 def environment(results: Results) -> None:
     """Versions, the device, and what is not installed."""
-    found: dict[str, str | None] = {}
-    for name in (
-        "torch transformers accelerate triton safetensors numpy pydantic rensa wandb gguf peft deepspeed datasets "
-        "fastapi llguidance"
-    ).split():
-        try:
+    found: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
     results.add("versions", python=platform.python_version(), cuda=torch.version.cuda, cpus=os.cpu_count(), **found)
     if CUDA:
         query = "--query-gpu=name,driver_version,memory.total,memory.used"
@@ -288,38 +275,40 @@ def decoding(results: Results) -> None:
     setting = Setting.random()
     weights = sum(each.numel() * each.element_size() for each in setting.target.model.parameters())
     weights -= setting.target.frozen.embedding.nbytes  # a step reads one row of the input embedding
-    source = torch.empty(2**30 if CUDA else 2**24, dtype=torch.uint8, device=DEVICE)
-    goal = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / seconds(lambda: goal.copy_(source))
-    del source, goal
+    bandwidth = copy_bandwidth()
     results.add("limit", value=round(bandwidth / weights, 1), copy_gb_per_s=round(bandwidth / 1e9), weights=weights)
     new_tokens = 64 if CUDA else 8
     results.measure("plain, captured, tokens/s", lambda: decode_rate(setting, None, True, new_tokens))
     for nodes in (1, 8, 64):
-        results.measure(f"target step of {nodes} nodes, ms", lambda: milliseconds(target_step(setting, nodes)))
-    results.measure("EAGLE-3 chain of 6, ms", lambda: milliseconds(decode_step(setting, Dynamic.chain(6))))
-    results.measure("EAGLE-3 tree, ms", lambda: milliseconds(decode_step(setting, TREE)))
-    results.measure(
-        "EAGLE-3 tree at temperature 1, ms", lambda: milliseconds(decode_step(setting, TREE, 1, Sampling(1.0)))
-    )
-    results.measure("kernels of a target step of 1 node", lambda: kernels(target_step(setting, 1)))
-    results.measure("kernels of a target step of 64 nodes", lambda: kernels(target_step(setting, 64)))
-    results.measure("kernels of an EAGLE-3 tree", lambda: kernels(decode_step(setting, TREE), 60))
-
-    def capture() -> float:
-        started = time.perf_counter()
-        target_step(setting, 32)()
-        synchronise()
-        return round(time.perf_counter() - started, 3)
-
-    results.measure("capture of a target step, s", capture)
+        results.measure(f"target step of {nodes} nodes, ms", partial(milliseconds, target_step(setting, nodes)))
+    for name, growth in {"chain of 6": Dynamic.chain(6), "tree": TREE}.items():
+        results.measure(f"EAGLE-3 {name}, ms", partial(milliseconds, decode_step(setting, growth)))
+    sampled = decode_step(setting, TREE, 1, Sampling(1.0))
+    results.measure("EAGLE-3 tree at temperature 1, ms", partial(milliseconds, sampled))
+    for nodes in (1, 64):
+        results.measure(f"kernels of a target step of {nodes} nodes", partial(kernels, target_step(setting, nodes)))
+    results.measure("kernels of an EAGLE-3 tree", partial(kernels, decode_step(setting, TREE), 40))
+    results.measure("capture of a target step, s", partial(first_call, target_step(setting, 32)))
     setting.forget()
     for allowed in (True, False):
         with cudnn_attention(allowed):
-            results.measure(
-                "plain, changing shapes, tokens/s", lambda: decode_rate(setting, None, False, 16), cudnn=allowed
-            )
-            results.measure("transformers' generate, tokens/s", lambda: generate_rate(setting, 12), cudnn=allowed)
+            ours = partial(decode_rate, setting, None, False, 16)
+            results.measure("plain, changing shapes, tokens/s", ours, cudnn=allowed)
+            results.measure("transformers' generate, tokens/s", partial(generate_rate, setting, 12), cudnn=allowed)
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a large copy."""
+    source = torch.empty(2**30 if CUDA else 2**24, dtype=torch.uint8, device=DEVICE)
+    goal = torch.empty_like(source)
+    return 2 * source.nbytes / seconds(partial(goal.copy_, source))
+
+
+def first_call(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    synchronise()
+    return round(time.perf_counter() - started, 3)
 
 
 @torch.inference_mode()
@@ -348,68 +337,39 @@ def graphs(results: Results) -> None:
 @torch.inference_mode()
 def attention(results: Results) -> None:
     """Which attention kernel serves a step best: 32 layers' attention in one graph, so that no cache holds the keys."""
-    for rows, nodes, keys in (
-        ((1, 1, 2304), (1, 64, 2304), (1, 64, 8192), (8, 64, 2304), (64, 1, 2304)) if CUDA else ((1, 4, 64),)
-    ):
-        layers = [
-            tuple(torch.randn(rows, 8, keys, 128, device=DEVICE, dtype=DTYPE) for _ in range(2)) for _ in range(32)
-        ]
+    shapes = ((1, 1, 2304), (1, 64, 2304), (1, 64, 8192), (8, 64, 2304), (64, 1, 2304)) if CUDA else ((1, 4, 64),)
+    for rows, nodes, keys in shapes:
+        made = [torch.randn(2, rows, 8, keys, 128, device=DEVICE, dtype=DTYPE) for _ in range(32)]
         query = torch.randn(rows, 8, 4 * nodes, 128, device=DEVICE, dtype=DTYPE)
         mask = torch.zeros(rows, 1, 4 * nodes, keys, device=DEVICE, dtype=DTYPE)
-        mask[..., keys - 64 :] = torch.finfo(DTYPE).min
-        mask[..., keys - 64] = 0
-        facts = {"rows": rows, "nodes": nodes, "keys": keys}
-        for name, backends in {
-            "torch's choice": None,
-            "cudnn": [SDPBackend.CUDNN_ATTENTION],
-            "efficient": [SDPBackend.EFFICIENT_ATTENTION],
-            "math": [SDPBackend.MATH],
-        }.items():
-
-            def attend(key: Tensor, value: Tensor, kinds: Any = backends) -> Tensor:
-                if kinds is None or not CUDA:
-                    return scaled_dot_product_attention(query, key, value, mask)
-                with sdpa_kernel(kinds):
-                    return scaled_dot_product_attention(query, key, value, mask)
-
-            results.measure(f"attention of 32 layers, {name}, ms", lambda: replayed(attend, layers), **facts)
-        for parts in (4, 8, 16) if CUDA else ():
-            split = partial(attention_in_parts, query, mask, parts)
-            results.measure(f"attention of 32 layers, {parts} parts, ms", lambda: replayed(split, layers), **facts)
+        mask[..., keys - 63 :] = torch.finfo(DTYPE).min
+        ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+            name: partial(attend_by, kinds, query, mask) for name, kinds in KERNELS.items()
+        }
+        if CUDA and rows == 1:
+            ways["8 parts of the keys"] = partial(attend_in_parts, query, mask)
+        for name, attend in ways.items():
+            facts = {"rows": rows, "nodes": nodes, "keys": keys}
+            results.measure(f"attention of 32 layers, {name}, ms", partial(replayed, attend, made), **facts)
     for allowed in (True, False):
         with cudnn_attention(allowed):
             results.measure("a call of each of five new lengths, ms", new_lengths, cudnn=allowed)
 
 
-def attention_in_parts(query: Tensor, mask: Tensor, parts: int, key: Tensor, value: Tensor) -> Tensor:
-    """Parts of the keys as further rows of a batch, merged by their log-sum-exps (Flash-Decoding)."""
-    rows, heads, queries, size = query.shape
-    split = (each.unflatten(2, (parts, -1)).transpose(1, 2).flatten(0, 1) for each in (key, value))
-    own_mask = mask.unflatten(3, (parts, -1)).permute(0, 3, 1, 2, 4).flatten(0, 1)
-    queries_of_parts = query.unsqueeze(1).expand(-1, parts, -1, -1, -1).flatten(0, 1)
-    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries_of_parts, *split, own_mask.expand(-1, heads, -1, -1), True
-    )
-    weights = logsumexp[..., :queries].view(rows, parts, heads, queries).softmax(1).unsqueeze(-1)
-    return (out.view(rows, parts, heads, queries, size) * weights).sum(1).to(query.dtype)
+def attend_by(kinds: list[SDPBackend], query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(kinds) if CUDA else nullcontext():
+        return scaled_dot_product_attention(query, key, value, mask)
 
 
-def replayed(attend: Callable[..., Tensor], layers: list[Any]) -> float:
-    def every_layer() -> None:
-        for key, value in layers:
-            attend(key, value)
+def attend_in_parts(query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return attention_by_equal_parts(query, key, value, mask, None, 8)
 
-    if not CUDA:
-        return milliseconds(every_layer)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        every_layer()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        every_layer()
-    return milliseconds(graph.replay)
+
+def replayed(attend: Callable[[Tensor, Tensor], Tensor], layers: list[Tensor]) -> float:
+    def every_layer() -> tuple[Tensor, ...]:
+        return tuple(attend(key, value) for key, value in layers)
+
+    return milliseconds(partial(Graphed(lambda _: every_layer()), layers[0][0, 0, 0, 0]))
 
 
 def new_lengths() -> dict[str, Any]:
@@ -417,139 +377,151 @@ def new_lengths() -> dict[str, Any]:
     times = []
     for length in (700, 701, 815, 977, 1203):
         query, key, value = (torch.randn(4, heads, length, 128, device=DEVICE, dtype=DTYPE) for heads in (32, 8, 8))
-        synchronise()
-        started = time.perf_counter()
-        scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        synchronise()
-        times.append(round(1000 * (time.perf_counter() - started), 2))
+        call = partial(scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True)
+        times.append(round(1000 * first_call(call), 2))
     return {"value": max(times[1:]), "all": times}
 
 
-def training(results: Results) -> None:
-    """An optimizer step at the 8B recipe's batch, and at the block recipe's, as trainers/step.py computes it."""
-    config = TargetConfig.from_dict(LLAMA3_8B.to_dict())
-    length, rows = (2048, 8) if CUDA else (48, 2)
-    size, states = config.vocab_size, config.hidden_size
-    with DEVICE:
-        embedding, lm_head = (0.02 * torch.randn(size, states) for _ in range(2))
-        frozen = FrozenTarget(config, embedding, torch.ones(states), None, lm_head)
-    for name, script, kinds in (
-        ("llama3_8b", "EAGLE-3", (("bfloat16", False), ("float32", True), ("float32", False))),
-        ("qwen3_8b_block", "block", (("bfloat16", False),)),
-    ):
-        recipe = load_recipe(ROOT / f"recipes/{name}.yaml")
-        wide = 3 if script == "EAGLE-3" else 5
-        section = recipe.head.model_copy(update={"taps": None, "mask_token_id": None} if wide == 5 else {"taps": None})
-        vocab = DraftVocab(torch.arange(min(32000, size) if wide == 3 else size), size)
-        head = new_head(section, frozen, vocab, seed=0).to(DEVICE)
+@dataclass(frozen=True)
+class Lesson:
+    """A micro-batch of a recipe on random features, and the head that learns from it."""
+
+    recipe: Recipe
+    frozen: FrozenTarget
+    head: DraftHead
+    samples: list[Sample]
+
+    @classmethod
+    def of(cls, name: str, frozen: FrozenTarget, rows: int, length: int) -> "Lesson":
+        recipe, size = load_recipe(ROOT / f"recipes/{name}.yaml"), frozen.config.vocab_size
+        own = {"taps": None, **({"mask_token_id": None} if recipe.head.kind == "block" else {})}
+        most = min(32000, size)
+        vocab = DraftVocab(torch.arange(size if recipe.head.kind == "block" else most), size)
+        head = new_head(recipe.head.model_copy(update=own), frozen, vocab, seed=0).to(DEVICE)
+        states = frozen.config.hidden_size
         samples = [
             Sample(
-                torch.randint(0, min(32000, size), (length,)),
+                torch.randint(0, most, (length,)),
                 torch.arange(length) > length // 4,
-                torch.randn(length, wide * states).bfloat16(),
+                torch.randn(length, len(head.taps) * states).bfloat16(),
                 torch.randn(length, states).bfloat16(),
             )
-            for _ in range(rows if wide == 3 else max(rows // 4, 1))
+            for _ in range(rows)
         ]
-        collate = partial(Batch.collate, samples, torch.float32, DEVICE)
-        results.measure(f"{script}: collating {len(samples)} x {length}, ms", lambda: milliseconds(collate, 3))
-        for precision, tf32 in kinds:
+        return cls(recipe, frozen, head, samples)
 
-            def step_of_micro_batch() -> Callable[[], float]:
-                own = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": precision})})
-                teacher = Teacher(frozen, vocab, getattr(torch, precision))
-                unrolled, batch = head_in_training(own, head, teacher), collate()
-                optimizers = build_optimizers(head, own.train)
+    def collate(self) -> Batch:
+        return Batch.collate(self.samples, torch.float32, DEVICE)
 
-                def step() -> float:
-                    with autocast(own.train, DEVICE):
-                        supervision = unrolled.supervise(batch, "0 1")
-                        scores = unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
-                    scores.loss.backward()
-                    torch.nn.utils.clip_grad_norm_(head.parameters(), own.train.clip_norm)
-                    for optimizer in optimizers:
-                        optimizer.step()
-                        optimizer.zero_grad()
-                    return float(scores.loss)
+    def stepping(self, precision: str) -> Callable[[], float]:
+        """An optimizer step as trainers/step.py computes it, as a call that returns the loss."""
+        train = self.recipe.train.model_copy(update={"precision": precision})
+        teacher = Teacher(self.frozen, self.head.vocab, getattr(torch, precision))
+        unrolled = head_in_training(self.recipe.model_copy(update={"train": train}), self.head, teacher)
+        batch, optimizers = self.collate(), build_optimizers(self.head, train)
 
-                return step
+        def step() -> float:
+            with autocast(train, DEVICE):
+                supervision = unrolled.supervise(batch, "0 1")
+                scores = unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
+            scores.loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.head.parameters(), train.clip_norm)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            return float(scores.loss)
 
-            def cost() -> dict[str, Any]:
-                if CUDA:
-                    torch.cuda.empty_cache()
-                    torch.cuda.reset_peak_memory_stats()
-                with tf32_allowed(DEVICE if tf32 else torch.device("cpu")):
-                    step = step_of_micro_batch()
-                    losses = [step()]
-                    taken = seconds(lambda: losses.append(step()), 2 if precision == "float32" else 4, 1)
-                allocated = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0
-                tokens = len(samples) * length
-                return {
-                    "value": round(taken, 3),
-                    "tokens_per_s": round(tokens / taken),
-                    "losses": [round(losses[0], 3), round(losses[-1], 3)],
-                    "allocated_gib": round(allocated, 2),
-                }
+        return step
 
-            what = f"{script}: step of {len(samples)} x {length}, {precision}{', TF32' if tf32 else ''}, s"
-            results.measure(what, cost)
-            if precision == "bfloat16":
-                results.measure(f"{script}: kernels of a step", lambda: kernels(step_of_micro_batch(), 24))
+    def cost(self, precision: str, tf32: bool) -> dict[str, Any]:
+        if CUDA:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        losses: list[float] = []
+        with tf32_allowed(DEVICE if tf32 else torch.device("cpu")):
+            step = self.stepping(precision)
+            taken = seconds(lambda: losses.append(step()), 2 if precision == "float32" else 4, 2)
+        allocated = torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0
+        tokens = sum(len(sample.tokens) for sample in self.samples)
+        return {
+            "value": round(taken, 3),
+            "tokens_per_s": round(tokens / taken),
+            "losses": [round(losses[0], 3), round(losses[-1], 3)],
+            "allocated_gib": round(allocated, 2),
+        }
+
+
+def training(results: Results) -> None:
+    """An optimizer step at the 8B recipe's micro-batch, and a quarter of the block recipe's."""
+    config = TargetConfig.from_dict(LLAMA3_8B.to_dict())
+    length, rows = (2048, 8) if CUDA else (48, 4)
+    with DEVICE:
+        embedding, lm_head = (0.02 * torch.randn(config.vocab_size, config.hidden_size) for _ in range(2))
+        frozen = FrozenTarget(config, embedding, torch.ones(config.hidden_size), None, lm_head)
+    for kind, name, count in (("EAGLE-3", "llama3_8b", rows), ("block", "qwen3_8b_block", rows // 4)):
+        lesson = Lesson.of(name, frozen, count, length)
+        batch = f"{count} x {length}"
+        results.measure(f"{kind}: collating {batch}, ms", partial(milliseconds, lesson.collate, 3))
+        results.measure(f"{kind}: step of {batch}, bfloat16, s", partial(lesson.cost, "bfloat16", False))
+        results.measure(f"{kind}: kernels of a step", partial(kernels, lesson.stepping("bfloat16"), 24))
+        if kind == "EAGLE-3":
+            results.measure(f"{kind}: step of {batch}, float32, TF32, s", partial(lesson.cost, "float32", True))
+            results.measure(f"{kind}: step of {batch}, float32, s", partial(lesson.cost, "float32", False))
 
 
 @torch.inference_mode()
 def harvesting(results: Results) -> None:
     """A full batch of responses, with rows of one temperature and of three, and the pass that taps hidden states."""
     setting = Setting.random()
-    rows, prompt, new_tokens = (64, 256, 1024) if CUDA else (4, 16, 32)
+    rows = 64 if CUDA else 4
     for name, temperatures in {"greedy": (0.0,), "T=1": (1.0,), "three temperatures": (0.0, 0.7, 1.0)}.items():
-
-        def rate() -> dict[str, float]:
-            loop = DecodeLoop(setting.target, None, rows, prompts_first=True)
-            for row in range(rows):
-                sampling = Sampling(temperatures[row % len(temperatures)], seed=row)
-                loop.submit(Request([1 + row] * prompt, new_tokens, sampling))
-            started = time.perf_counter()
-            while len(loop.batch.rows) < rows:
-                loop.step()
-            synchronise()
-            prefill = time.perf_counter() - started
-            for _ in range(3):
-                loop.step()
-            step = seconds(loop.step, 20, 0)
-            loop.close()
-            setting.forget()
-            return {
-                "value": round(rows / step),
-                "ms": round(1000 * step, 2),
-                "prefill_tokens_per_s": round(rows * prompt / prefill),
-            }
-
-        results.measure(f"responses of {rows} rows, {name}, tokens/s", rate)
-    for chunk in (512, 2048, 8192):
-
-        def reading() -> int:
-            loop = DecodeLoop(setting.target, None, 16, prefill_chunk=chunk, prompts_first=True)
-            for row in range(16):
-                loop.submit(Request([1 + row] * (1024 if CUDA else 16), 4))
-            synchronise()
-            started = time.perf_counter()
-            while len(loop.rows) < 16:
-                loop.step()
-            synchronise()
-            taken = time.perf_counter() - started
-            for _ in loop.run():
-                pass
-            setting.forget()
-            return round(16 * (1024 if CUDA else 16) / taken)
-
-        reading()
-        results.measure(f"reading 16 prompts of 1024, {chunk} at a time, tokens/s", reading)
+        responses = partial(response_rate, setting, rows, temperatures)
+        results.measure(f"responses of {rows} rows, {name}, tokens/s", responses)
+    for chunk in (512, 2048):
+        reading_rate(setting, chunk)  # kernels are chosen at their first call
+        results.measure(f"reading 16 prompts, {chunk} at a time, tokens/s", partial(reading_rate, setting, chunk))
     texts = [[1 + row] * (2048 if CUDA else 64) for row in range(4)]
-    results.measure(
-        "tapping 4 x 2048, tokens/s",
-        lambda: round(sum(map(len, texts)) / seconds(partial(tap, setting.target, texts), 5, 1)),
-    )
+    results.measure("tapping 4 x 2048, tokens/s", partial(tapping_rate, setting, texts))
+
+
+def response_rate(setting: Setting, rows: int, temperatures: tuple[float, ...]) -> dict[str, float]:
+    prompt, new_tokens = (256, 1024) if CUDA else (16, 32)
+    loop = DecodeLoop(setting.target, None, rows, prompts_first=True)
+    for row in range(rows):
+        sampling = Sampling(temperatures[row % len(temperatures)], seed=row)
+        loop.submit(Request([1 + row] * prompt, new_tokens, sampling))
+    started = time.perf_counter()
+    while len(loop.rows) < rows:
+        loop.step()
+    synchronise()
+    prefill = time.perf_counter() - started
+    for _ in range(3):
+        loop.step()
+    step = seconds(loop.step, 20, 0)
+    loop.close()
+    setting.forget()
+    rates = {"value": round(rows / step), "prefill_tokens_per_s": round(rows * prompt / prefill)}
+    return {**rates, "ms": round(1000 * step, 2)}
+
+
+def reading_rate(setting: Setting, chunk: int) -> int:
+    length = 1024 if CUDA else 16
+    loop = DecodeLoop(setting.target, None, 16, prefill_chunk=chunk, prompts_first=True)
+    for row in range(16):
+        loop.submit(Request([1 + row] * length, 4))
+    synchronise()
+    started = time.perf_counter()
+    while len(loop.rows) < 16:
+        loop.step()
+    synchronise()
+    taken = time.perf_counter() - started
+    loop.close()
+    setting.forget()
+    return round(16 * length / taken)
+
+
+def tapping_rate(setting: Setting, texts: list[list[int]]) -> int:
+    return round(sum(map(len, texts)) / seconds(partial(tap, setting.target, texts), 5, 1))
 
 
 @torch.inference_mode()
@@ -558,9 +530,9 @@ def compiled(results: Results) -> None:
     setting = Setting.random(fused=False)
     setting.target.compiles = True
     for nodes in (1, 64):
-        started = time.perf_counter()
-        results.measure(f"compiled target step of {nodes} nodes, ms", lambda: milliseconds(target_step(setting, nodes)))
-        results.add(f"compiling for {nodes} nodes, s", value=round(time.perf_counter() - started, 1))
+        step = target_step(setting, nodes)
+        results.measure(f"compiling for {nodes} nodes, s", partial(first_call, step))
+        results.measure(f"compiled target step of {nodes} nodes, ms", partial(milliseconds, step))
 
 
 PARTS = {each.__name__: each for each in (environment, decoding, training, harvesting, attention, graphs, compiled)}

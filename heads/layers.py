@@ -146,13 +146,15 @@ class AttentionCache(Protocol):
 
 
 def fold_heads(
-    query: Float[Tensor, "batch heads queries head_dim"], kv_heads: int, mask: Shaped[Tensor, "any 1 queries keys"]
-) -> tuple[Float[Tensor, "batch kv_heads folded head_dim"], Shaped[Tensor, "any 1 folded keys"]]:
-    """Queries that share a key head as further queries of that head, with their mask: the same attention, without
-    copies of the keys."""
-    group = query.shape[1] // kv_heads
-    mask = mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
-    return query.reshape(len(query), kv_heads, group * query.shape[2], -1), mask
+    query: Float[Tensor, "batch heads queries head_dim"], kv_heads: int
+) -> Float[Tensor, "batch kv_heads folded head_dim"]:
+    """Queries that share a key head as further queries of that head: the same attention, without copies of the keys."""
+    return query.reshape(len(query), kv_heads, query.shape[1] // kv_heads * query.shape[2], -1)
+
+
+def fold_mask(mask: Shaped[Tensor, "any 1 queries keys"], group: int) -> Shaped[Tensor, "any 1 folded keys"]:
+    """The mask of `fold_heads`, where `group` heads share a key head."""
+    return mask.unsqueeze(2).expand(-1, -1, group, -1, -1).flatten(2, 3)
 
 
 def attention(
@@ -166,7 +168,8 @@ def attention(
     Without a mask, attention is causal if there are as many queries as keys; otherwise every query sees every key.
     """
     if mask is not None and query.is_cuda and query.shape[1] != key.shape[1]:
-        folded, own_mask = fold_heads(query, key.shape[1], mask.expand(-1, 1, -1, -1) if mask.ndim == 4 else mask[None])
+        own_mask = fold_mask(mask if mask.ndim == 4 else mask[None], query.shape[1] // key.shape[1])
+        folded = fold_heads(query, key.shape[1])
         return functional.scaled_dot_product_attention(folded, key, value, own_mask).reshape(query.shape)
     return functional.scaled_dot_product_attention(
         query,

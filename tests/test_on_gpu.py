@@ -49,7 +49,8 @@ def on_cpu(make_model: MakeModel) -> TargetModel:
 
 @pytest.fixture(scope="module")
 def on_gpu(make_model: MakeModel) -> TargetModel:
-    return fused(TargetModel(make_model().cuda(), (2, 3, 4, 7)))
+    model: Any = make_model()
+    return fused(TargetModel(model.cuda(), (2, 3, 4, 7)))
 
 
 def fused(target: TargetModel) -> TargetModel:
@@ -113,7 +114,8 @@ def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys
 
 
 def test_fused_layers_compute_what_those_of_transformers_do(make_model: MakeModel) -> None:
-    model = make_model(hidden_size=512, num_hidden_layers=2).cuda().bfloat16()
+    made: Any = make_model(hidden_size=512, num_hidden_layers=2)
+    model = made.cuda().bfloat16()
     target = fused(TargetModel(model, ()))
     layer = model.model.layers[0]
     assert all(isinstance(vars(each).get("forward"), Fused) for each in (model.model.norm, layer.self_attn.k_proj))

@@ -306,7 +306,7 @@ class BatchSampling:
             else:
                 rows = torch.tensor(numbers, device=device)
                 seeds, settings = self.seeds[rows], self.settings[rows]
-            bias = bias_of([samplings[row] for row in numbers], form.biased, device)
+            bias = bias_of([samplings[row] for row in numbers], form.biased, device) if form.biased else None
             self.groups.append(SamplingGroup(form, rows, seeds, settings, bias))
 
     @property
@@ -456,12 +456,8 @@ def add_bias(
     return logits + torch.nn.functional.pad(bias, (0, vocab - biased)).unsqueeze(1)
 
 
-def bias_of(
-    samplings: Sequence[Sampling], biased: int, device: torch.device | str
-) -> Float[Tensor, "rows biased"] | None:
+def bias_of(samplings: Sequence[Sampling], biased: int, device: torch.device | str) -> Float[Tensor, "rows biased"]:
     """The logit bias of each row by token id; a token given twice gets the sum."""
-    if not biased:
-        return None
     bias = torch.zeros(len(samplings), biased)
     for own, sampling in zip(bias, samplings, strict=True):
         for token, value in sampling.logit_bias:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from headstart.heads.layers import fold_heads
+from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.cache import RowGroup, Slots
 from headstart.inference.targets.side_by_side import PackedMask
 
@@ -62,14 +62,14 @@ def grouped_attention(
         attend = AttentionInterface()[SDPA]
         found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
         return found
-    mask = attention_mask.as_subclass(Tensor)[..., : key.shape[2]]
     if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
+        mask = attention_mask.as_subclass(Tensor)
         groups = [
             folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
             for rows, keys in attention_mask.groups
         ]
         return torch.cat(groups).transpose(1, 2), None
-    return folded_attention(query, key, value, mask, scaling).transpose(1, 2), None
+    return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
 
 
 def folded_attention(
@@ -82,14 +82,24 @@ def folded_attention(
     """Attention whose query heads of one key head are further queries; mask [batch or 1, 1, seq, keys]."""
     batch, num_heads, seq, _ = query.shape
     if num_heads == key.shape[1]:
-        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
-    folded, mask = fold_heads(query, key.shape[1], mask)
+        own_mask = mask.as_subclass(Tensor)[..., : key.shape[2]]
+        return scaled_dot_product_attention(query, key, value, own_mask, scale=scaling)
+    mask = fold_once(mask, num_heads // key.shape[1], key.shape[2])
+    folded = fold_heads(query, key.shape[1])
     parts = parts_of_keys(folded, key, value)
     if parts > 1:
         mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
     else:
         mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
     return mixed.reshape(batch, num_heads, seq, -1)  # a view, but for kernels that return another order of memory
+
+
+def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
+    """The mask of folded queries over the first keys; the first layer of a pass makes it for all."""
+    made: dict[tuple[int, int], Tensor] = vars(mask).setdefault("folded", {})
+    if (group, keys) not in made:
+        made[group, keys] = fold_mask(mask.as_subclass(Tensor)[..., :keys], group)
+    return made[group, keys]
 
 
 def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:

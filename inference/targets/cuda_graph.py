@@ -89,7 +89,7 @@ class StaticStep:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
-        self.captured: dict[object, Capture] = {}
+        self.captured: dict[tuple[Any, ...], Capture] = {}
         layers = [*target.layers, *drafter.compilable_layers]
         self.compiled = CompiledLayers(layers if target.compiles else [])
 
