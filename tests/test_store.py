@@ -21,7 +21,15 @@ from torch.testing import assert_close
 from headstart.data_pipelines import harvest as harvesting
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.sample_stores import ReadAhead
-from headstart.data_pipelines.features.shard_files import bytes_per_token, decode, encode, non_finite
+from headstart.data_pipelines.features.shard_files import (
+    ShardFile,
+    bytes_per_token,
+    decode,
+    encode,
+    non_finite,
+    stored_states,
+    stored_tokens,
+)
 from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
 from headstart.data_pipelines.features.store import merge, num_leaked, refuse_damage, stats, verify
 from headstart.data_pipelines.harvest import harvest
@@ -67,6 +75,28 @@ def test_stored_numbers_have_the_precision_of_their_format(tmp_path: Path, stora
     found = decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float()
     smallest = states[10:40].abs().amax(1, keepdim=True) * 2**-12  # float8 has fewer bits for very small numbers
     assert ((found - states[10:40]).abs() <= error * states[10:40].abs() + smallest).all()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(
+    tmp_path: Path, storage: str
+) -> None:
+    """Two batches of samples, [2, 0] and [1], after the half of a shard that a killed run left."""
+    (tmp_path / "shard.partial").write_bytes(b"half a shard" * 1000)
+    samples, taps = [sample_of(length, 16, 2) for length in (5, 3, 9)], (1, 10)
+    file = ShardFile(tmp_path / "shard", [5, 3, 9], "x")
+
+    def stored(numbers: list[int]) -> dict[str, Tensor]:
+        whole = [torch.cat(each) for each in zip(*(vars(samples[n]).values() for n in numbers), strict=True)]
+        return stored_tokens(whole[0], whole[1]) | stored_states(taps, whole[2], whole[3], storage)
+
+    for numbers in ([2, 0], [1]):
+        file.put(numbers, stored(numbers))
+    file.finish()
+    expected = {name: tensor.contiguous() for name, tensor in stored([0, 1, 2]).items()}
+    save_file({**expected, "offsets": torch.tensor([0, 5, 8, 17])}, tmp_path / "expected", {"made_from": "x"})
+    assert (tmp_path / "shard").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert not (tmp_path / "shard.partial").exists()
 
 
 def test_int8_errors_are_at_most_half_a_step_of_each_rows_scale(tmp_path: Path) -> None:
