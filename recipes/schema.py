@@ -162,7 +162,9 @@ class DataSection(Section):
     temperatures: Temperatures = Field(
         default=(0.0, 0.7, 1.0), description="Sampling temperatures, used in turn for the responses; 0 is greedy."
     )
-    generate_batch: int = Field(default=32, gt=0, description="Responses generated in one batch.")
+    generate_batch: int = Field(
+        default=32, gt=0, description="Responses that decode together, or as many as fit in memory."
+    )
     harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
     shard_samples: int = Field(default=256, gt=0, description="Samples per feature shard.")

@@ -52,17 +52,17 @@ harvest: no space for the responses | harvest {recipe} | remove responses featur
     responses/train-00000.jsonl: | No space left on device | make room there
 harvest: responses may not be written | harvest {recipe} | remove responses features | refuse write */responses/* EACCES
     responses/stage.json: | Permission denied | change its permissions
-harvest: no space for a shard | harvest {recipe} | remove features | weights ENOSPC
+harvest: no space for a shard | harvest {recipe} | remove features | full */train-00000.safetensors.partial
     features/train-00000.safetensors: | No space left on device | make room there
-harvest: a shard on a read-only disk | harvest {recipe} | remove features | weights EROFS
+harvest: a shard on a read-only disk | harvest {recipe} | remove features | refuse write *.safetensors.partial EROFS
     features/train-00000.safetensors: | Read-only file system | mount the disk writable
 harvest: no space for a shard's manifest entry | harvest {recipe} | remove features | full *.note.partial
     features/train-00000.safetensors.note: | No space left on device | make room there
 harvest: no space for the manifest | harvest {recipe} | remove features | full */manifest.json.partial
     features/manifest.json: | No space left on device | make room there
-harvest: the disk fails | harvest {recipe} | remove features | weights EIO
+harvest: the disk fails | harvest {recipe} | remove features | refuse write *.safetensors.partial EIO
     features/train-00000.safetensors: | Input/output error | check the disk
-harvest: the quota is exceeded | harvest {recipe} | remove features | weights EDQUOT
+harvest: the quota is exceeded | harvest {recipe} | remove features | refuse write *.safetensors.partial EDQUOT
     features/train-00000.safetensors: | Disk quota exceeded | make room there
 inspect: the list of prompts is missing | inspect {recipe} | remove prompts/train.jsonl responses
     prompts/train.jsonl: | No such file or directory | prompts/stage.json, and

@@ -152,8 +152,10 @@ def plain_kernel() -> CausalKernel:
 
     def with_window(window: int | None) -> CausalKernel:
         return per_document(
-            lambda query, *rest: scored_forward(query, *rest, banded(query, window)),
-            lambda grad_out, query, *rest: scored_backward(grad_out, query, *rest, banded(query, window)),
+            lambda query, key, value: scored_forward(query, key, value, banded(query, window)),
+            lambda grad_out, query, key, value, out, logsumexp: scored_backward(
+                grad_out, query, key, value, out, logsumexp, banded(query, window)
+            ),
         )
 
     return CausalKernel(
@@ -224,7 +226,7 @@ def test_on_a_gpu_the_fused_attention_of_blocks_equals_the_portable_one(reach: R
     for states in (half, exact):
         cache = BlockCache(blocks, (reach,))
         cache.append(0, *states[3:])
-        out = cache.attend(0, *states[:3], None)
+        out = cache.attend(0, states[0], states[1], states[2], None)
         found.append([out, *torch.autograd.grad((out * upstream).sum(), states)])
     for mine, its in zip(*found, strict=True):
         assert mine.dtype == torch.bfloat16
@@ -239,7 +241,7 @@ def test_on_a_gpu_a_block_head_trains_by_the_fused_kernel_under_autocast(
     """Autocast norms queries and keys in float32 there. The states are those of float32 on a CPU."""
     head = make_head("block", head_dim=64)
     taps, tokens = a_text(head)
-    blocks, wanted = Blocks.at_every_position(SEQ), []
+    blocks = Blocks.at_every_position(SEQ)
     wanted = head.text_states(head.project(taps), tokens, blocks)
     calls: list[Tensor] = []
 
@@ -254,7 +256,7 @@ def test_on_a_gpu_a_block_head_trains_by_the_fused_kernel_under_autocast(
     assert len(calls) == 2 * head.shape.block_size
     assert_close(states.float().cpu(), wanted, atol=0.1, rtol=0.1)
     states.square().sum().backward()
-    assert all(each.grad.isfinite().all() for each in head.layers.parameters())
+    assert all(each.grad is not None and each.grad.isfinite().all() for each in head.layers.parameters())
 
 
 def test_checkpointing_changes_no_gradient(make_head: MakeHead) -> None:

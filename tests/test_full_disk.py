@@ -42,7 +42,7 @@ class SmallDisk:
         return not self.full
 
     def _open(self, file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
-        writes = isinstance(file, str | Path) and "/run/" in str(file) and set(mode) & set("wax")
+        writes = isinstance(file, str | Path) and "/run/" in str(file) and set(mode) & set("wax+")
         if writes and not self._take(Path(file)):
             return self.open("/dev/full", mode.replace("x", "w"), *others, **options)  # it exists, so "x" would fail
         return self.open(file, mode, *others, **options)
@@ -125,7 +125,7 @@ def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk
         ("responses/train-00001.jsonl.journal", "responses/train-00001.jsonl.journal: "),
         ("responses/train-00001.jsonl.partial", "responses/train-00001.jsonl: "),
         ("features/manifest.json.partial", "features/manifest.json: "),
-        ("train-00001.safetensors.partial/train-00001.safetensors", "features/train-00001.safetensors: "),
+        ("features/train-00001.safetensors.partial", "features/train-00001.safetensors: "),
         ("features/train-00001.safetensors.note.partial", "features/train-00001.safetensors.note: "),
         ("optimizers.safetensors.partial/optimizers.safetensors", "checkpoints/step-4 cannot be written"),
         ("step-8.partial/state.json.partial", "checkpoints/step-8 cannot be written"),

@@ -95,9 +95,9 @@ def test_every_gpu_recipe_fits_the_gpus_that_it_names(
     [
         ("llama3_8b", "80GB", ["train.accumulate=1"]),
         ("llama3_8b", "80GB", ["train.accumulate=1", "train.precision=float32"]),
-        ("llama3_8b", "24GB", ["data.generate_batch=8"]),
-        ("llama3_8b", "8x32GB", ["data.generate_batch=8"]),
-        ("qwen3_8b_block", "40GB", ["data.generate_batch=8"]),
+        ("llama3_8b", "24GB", []),
+        ("llama3_8b", "8x32GB", []),
+        ("qwen3_8b_block", "40GB", []),
         ("llama3_70b", "8x80GB", ["train.eval_prompts=8", "target.split=layers", "train.batch_size=64"]),
     ],
 )
@@ -112,8 +112,8 @@ def test_the_settings_named_by_a_refusal_make_the_run_fit(
 
 
 def test_what_no_setting_can_make_fit_says_so(gpu_recipe: Callable[..., Recipe]) -> None:
-    with pytest.raises(ValueError, match=r"data\.generate_batch: 64 given, .* on each device, .*; lower it"):
-        check(gpu_recipe("llama3_8b"), "24GB")
+    with pytest.raises(ValueError, match=r"target\.split: null given, .* on each device .*; start 2 ranks or more"):
+        check(gpu_recipe("llama3_8b"), "16GB")
     with pytest.raises(ValueError, match="take larger devices or a smaller head"):
         check(gpu_recipe("llama3_8b", f"data.store={RECIPES}"), "10GB")
 

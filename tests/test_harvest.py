@@ -20,21 +20,27 @@ import torch
 from accelerate import Accelerator, PartialState
 from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl
+from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.prompts import texts_together
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import make_prompts
-from headstart.data_pipelines.prompts.responses import sampling_of
+from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
+from headstart.data_pipelines.prompts.texts_together import ROOM
 from headstart.data_pipelines.stages.shard_work import idle_cores
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.engine.loop import generate
+from headstart.inference.engine.budget import StepMemory
+from headstart.inference.engine.loop import generate, generate_each
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 
@@ -84,6 +90,58 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
     assert f"features will take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])
+def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[int]) -> None:
+    """cuDNN planned its attention anew for the length of nearly every batch, 71 ms each time."""
+    seen = []
+
+    def states(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        seen.append(tokens.shape[1])
+        return [], tokens
+
+    target = SimpleNamespace(device=torch.device(device), max_positions=200, states=states)
+    monkeypatch.setattr("headstart.data_pipelines.features.features.without_padding", lambda *_: None)
+    with FakeTensorMode():  # a device that is not here
+        for length in (1, 64, 65, 130, 200):
+            tap(cast(TargetModel, target), [[5] * length, [3]])
+    assert seen == expected
+
+
+def test_as_many_texts_decode_together_as_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A harvest was refused unless all of data.generate_batch fitted. The texts are the same."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    target, sizes = TargetModel.load(recipe.target, ()), []
+    prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
+
+    def watched(*given: Any) -> Iterator[tuple[int, Any]]:
+        sizes.append(given[-1])
+        return generate_each(*given)
+
+    wanted = dict(target_writer(recipe, target)(prompts, samplings))
+    needed = StepMemory.of(target.config, target.dtype).needed(1, 1, 24 + 12)
+    monkeypatch.setattr(texts_together, "SMALL", 0)
+    monkeypatch.setattr("headstart.data_pipelines.prompts.responses.generate_each", watched)
+    for room, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
+        monkeypatch.setattr(texts_together, "free_memory", lambda _, room=room: int(room / ROOM * needed) + 1)
+        assert dict(target_writer(recipe, target)(prompts, samplings)) == wanted
+        assert said in (printed := capsys.readouterr().out)
+        assert bool(said) == bool(printed)
+    assert sizes == [1, 2, 3]
+
+
+def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    target = TargetModel.load(recipe.target, ())
+    monkeypatch.setattr(target.ranks, "agreed", lambda found: found - 1)
+    assert texts_together.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
 def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> None:

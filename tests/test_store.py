@@ -1,5 +1,6 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
+import gc
 import json
 import math
 import re
@@ -8,23 +9,39 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch import Tensor
 from torch.testing import assert_close
 
+from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest as harvesting
 from headstart.data_pipelines.features.batches import Sample
+from headstart.data_pipelines.features.features import States, write_features
 from headstart.data_pipelines.features.sample_stores import ReadAhead
-from headstart.data_pipelines.features.shard_files import bytes_per_token, decode, encode, non_finite
+from headstart.data_pipelines.features.shard_files import (
+    ShardFile,
+    bytes_per_token,
+    decode,
+    encode,
+    non_finite,
+    open_shard,
+    stored_states,
+    stored_tokens,
+)
 from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
 from headstart.data_pipelines.features.store import merge, num_leaked, refuse_damage, stats, verify
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.prompts.responses import responses_path
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import checksum
 from headstart.recipes import Recipe
 from headstart.trainers import run as train
@@ -67,6 +84,28 @@ def test_stored_numbers_have_the_precision_of_their_format(tmp_path: Path, stora
     found = decode(safe_open(tmp_path / "file", "pt"), "x", 10, 40).float()
     smallest = states[10:40].abs().amax(1, keepdim=True) * 2**-12  # float8 has fewer bits for very small numbers
     assert ((found - states[10:40]).abs() <= error * states[10:40].abs() + smallest).all()
+
+
+@pytest.mark.parametrize("storage", ["float32", "bfloat16", "int8"])
+def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_all(
+    tmp_path: Path, storage: str
+) -> None:
+    """Two batches of samples, [2, 0] and [1], after the half of a shard that a killed run left."""
+    (tmp_path / "shard.partial").write_bytes(b"half a shard" * 1000)
+    samples, taps = [sample_of(length, 16, 2) for length in (5, 3, 9)], (1, 10)
+    file = ShardFile(tmp_path / "shard", [5, 3, 9], "x")
+
+    def stored(numbers: list[int]) -> dict[str, Tensor]:
+        whole = [torch.cat(each) for each in zip(*(vars(samples[n]).values() for n in numbers), strict=True)]
+        return stored_tokens(whole[0], whole[1]) | stored_states(taps, whole[2], whole[3], storage)
+
+    for numbers in ([2, 0], [1]):
+        file.put(numbers, stored(numbers))
+    file.finish()
+    expected = {name: tensor.contiguous() for name, tensor in stored([0, 1, 2]).items()}
+    save_file({**expected, "offsets": torch.tensor([0, 5, 8, 17])}, tmp_path / "expected", {"made_from": "x"})
+    assert (tmp_path / "shard").read_bytes() == (tmp_path / "expected").read_bytes()
+    assert not (tmp_path / "shard.partial").exists()
 
 
 def test_int8_errors_are_at_most_half_a_step_of_each_rows_scale(tmp_path: Path) -> None:
@@ -322,6 +361,90 @@ def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole
         store.finish_checks()
     store.close()
     assert sorted(checked) == sorted(shard["file"] for shard in store.shards)  # once each
+
+
+class Counted:
+    """An open shard that counts the bytes that are read from it."""
+
+    def __init__(self, opened: Any) -> None:
+        self.opened, self.num_bytes = opened, 0
+
+    def get_tensor(self, name: str) -> Tensor:
+        return self.get_slice(name)[:]
+
+    def get_slice(self, name: str) -> Any:
+        whole = self.opened.get_slice(name)
+
+        class Slice:
+            def __getitem__(_, rows: slice) -> Tensor:
+                read = whole[rows]
+                self.num_bytes += read.nbytes
+                return read
+
+        return Slice()
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "int8"])
+def test_the_first_sample_of_a_shard_costs_its_own_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+) -> None:
+    """And eight bytes for each sample of the shard, the offsets; it used to cost the whole shard."""
+    samples = [sample_of(length, 64, 3) for length in (90, 7, 300, 45)]
+    write_shard(tmp_path / "train-00000.safetensors", samples, (1, 5, 9), "x", storage)
+    write_manifest(tmp_path, ["train-00000.safetensors"], {"taps": [1, 5, 9]})
+    opened, may_check = list[Counted](), threading.Event()
+
+    def counted(path: Path) -> Counted:
+        opened.append(Counted(open_shard(path)))
+        return opened[-1]
+
+    def waiting(path: Path) -> str:
+        assert may_check.wait(timeout=60)
+        return checksum(path)
+
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.open_shard", counted)
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.checksum", waiting)
+    store = FeatureStore(tmp_path, "train", checks_later=True)
+    assert store[1].tokens.equal(samples[1].tokens)
+    assert sum(each.num_bytes for each in opened) == 7 * bytes_per_token(64, 3, storage) + 8 * 5
+    may_check.set()
+    store.finish_checks()
+    store.close()
+
+
+def tensor_bytes() -> int:
+    """The bytes of all tensors in the memory of this process."""
+    found = (each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor and each.device.type == "cpu")
+    return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
+
+
+def test_a_harvest_holds_a_few_batches_and_no_shard(harvested: Path, tmp_path: Path) -> None:
+    """At most 8 GB at the sizes of the 8B recipe, where it held up to three shards of 17 GB.
+
+    Here texts are a 64th as long and a 32nd as wide, in two shards of 32 batches, with the threads of a GPU.
+    """
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}/run", "data.harvest_batch=8", "data.dtype=bfloat16")
+    recipe.responses_dir.mkdir(parents=True)
+    rows = [{"id": number, "prompt": [5] * 16, "response": [6] * 16} for number in range(256)]
+    work = [ShardPrompts("train", index, rows) for index in range(2)]
+    for shard in work:
+        write_jsonl(responses_path(recipe, shard), rows)
+    before, calls, held = tensor_bytes(), count(1), []
+
+    def tap_texts(texts: list[list[int]]) -> States:
+        if next(calls) % 32 == 0:  # the last batch of a shard
+            held.append(tensor_bytes() - before)
+        tokens = sum(map(len, texts))
+        return States(*(torch.zeros(tokens, taps * 128, dtype=torch.bfloat16) for taps in (3, 1)))
+
+    identities = {shard.features_file: "x" for shard in work}
+    with ShardProgress(work, PartialState(), "features") as meter:
+        write_features(recipe, (2, 16, 29), tap_texts, torch.device("cuda"), work, identities, meter)
+    shard_bytes = (recipe.features_dir / work[1].features_file).stat().st_size
+    batch_bytes = 8 * 2048 * bytes_per_token(4096, 3, "bfloat16")  # of the 8B recipe, 0.5 GB
+    scale = batch_bytes / (shard_bytes / 32)
+    assert len(held) == 2
+    assert max(held) * scale < 8e9
 
 
 def test_no_checkpoint_holds_what_was_learned_from_a_damaged_shard(make_recipe: Callable[..., Recipe]) -> None:

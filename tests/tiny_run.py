@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.shard_files import ShardBuffer, stored_states, stored_tokens
+from headstart.data_pipelines.features.shard_files import ShardFile, stored_states, stored_tokens
 from headstart.recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
@@ -138,11 +138,11 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
 
 def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
     """Write complete samples as a shard; `storage` is a data.dtype."""
-    buffer = ShardBuffer([len(sample.tokens) for sample in samples])
+    file = ShardFile(path, [len(sample.tokens) for sample in samples], made_from)
     for number, sample in enumerate(samples):
         states = stored_states(taps, sample.taps, sample.last_hidden, storage)
-        buffer.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
-    buffer.write(path, made_from)
+        file.put([number], {**stored_tokens(sample.tokens, sample.loss_mask), **states})
+    file.finish()
 
 
 def assert_same_sample(found: Sample, expected: Sample) -> None:

@@ -1,8 +1,10 @@
 """Hidden states of texts, and the feature shards that store them."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -11,9 +13,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from headstart.common.files import removed_on_failure
 from headstart.data_pipelines.features.batches import length_buckets
 from headstart.data_pipelines.features.shard_files import (
-    ShardBuffer,
+    ShardFile,
     compute_dtype,
     non_finite,
     shard_is_whole,
@@ -24,6 +27,10 @@ from headstart.data_pipelines.prompts.responses import Text, read_texts, respons
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
+
+GPU_LENGTHS = (
+    64  # batches are padded to a multiple of so many tokens, as cuDNN's attention plans 71 ms for a new length
+)
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,10 @@ TapTexts = Callable[[list[list[int]]], States]  # `tap` of a target in this proc
 def tap(target: TargetModel, texts: list[list[int]]) -> States:
     """The hidden states of each text, from one causal forward of the texts padded on the right."""
     lengths = [len(text) for text in texts]
-    tokens = torch.tensor([text + [0] * (max(lengths) - len(text)) for text in texts], device=target.device)
+    padded = max(lengths)
+    if target.device.type == "cuda":
+        padded = max(padded, min(math.ceil(padded / GPU_LENGTHS) * GPU_LENGTHS, target.max_positions))
+    tokens = torch.tensor([text + [0] * (padded - len(text)) for text in texts], device=target.device)
     with torch.inference_mode():
         taps, last_hidden = target.states(tokens)
     return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
@@ -102,13 +112,14 @@ def write_features(
 ) -> None:
     """Write the feature shards of `work` that are missing; `device` is the target's.
 
-    `made_from` identifies the inputs of each shard, by file name. With a GPU, background threads copy the states of
-    each batch and write each full shard while the target continues; on a CPU they would take the target's cores.
+    `made_from` identifies the inputs of each shard, by file name. With a GPU, background threads write the states of
+    each batch, and checksum each whole shard, while the target continues; on a CPU they would take the target's cores.
     """
     on_gpu = device.type != "cpu"
     with (
-        BackgroundThread(max_pending=1 if on_gpu else 0) as writer,
-        BackgroundThread(max_pending=2 if on_gpu else 0) as copier,
+        ExitStack() as unfinished,
+        BackgroundThread(max_pending=1 if on_gpu else 0) as finisher,
+        BackgroundThread(max_pending=2 if on_gpu else 0) as writer,
     ):
         for shard in work:
             path = recipe.features_dir / shard.features_file
@@ -117,13 +128,14 @@ def write_features(
                 continue
             texts = read_texts(responses_path(recipe, shard))
             lengths = [len(text.tokens) for text in texts]
-            buffer = ShardBuffer(lengths)
-            buffer.put(range(len(texts)), token_tensors(texts))
+            file = ShardFile(path, lengths, made_from[path.name])
+            unfinished.enter_context(removed_on_failure(file.partial))
             for numbers in length_buckets(lengths, recipe.data.harvest_batch):
-                states = tap_texts([texts[number].tokens for number in numbers])
-                copier.add(partial(copy_states, recipe, buffer, numbers, states, taps, path.stem))
+                batch = [texts[number] for number in numbers]
+                states = tap_texts([text.tokens for text in batch])
+                writer.add(partial(write_batch, recipe, file, numbers, batch, states, taps))
                 meter.add(len(numbers), sum(lengths[number] for number in numbers))
-            copier.add(partial(writer.add, partial(buffer.write, path, made_from[path.name])))
+            writer.add(partial(finisher.add, file.finish))
 
 
 def token_tensors(texts: list[Text]) -> dict[str, Tensor]:
@@ -132,12 +144,13 @@ def token_tensors(texts: list[Text]) -> dict[str, Tensor]:
     return stored_tokens(tokens, torch.tensor([flag for text in texts for flag in text.loss_mask]))
 
 
-def copy_states(
-    recipe: Recipe, buffer: ShardBuffer, numbers: list[int], states: States, taps: tuple[int, ...], shard: str
+def write_batch(
+    recipe: Recipe, file: ShardFile, numbers: list[int], texts: list[Text], states: States, taps: tuple[int, ...]
 ) -> None:
-    """Copy the states of a batch into the shard buffer; they are encoded before they leave a GPU."""
+    """Write the samples of these numbers to their shard; their states are encoded before they leave a GPU."""
     rows = ", ".join(map(str, numbers))
-    buffer.put(numbers, on_host(finite_states(recipe, states, taps, f"rows {rows} of {shard}")))
+    stored = finite_states(recipe, states, taps, f"rows {rows} of {file.path.stem}")
+    file.put(numbers, token_tensors(texts) | on_host(stored))
 
 
 def finite_states(recipe: Recipe, states: States, taps: tuple[int, ...], of: str) -> dict[str, Tensor]:

@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
-from headstart.common.files import write_text
+from headstart.common.files import PARTIAL, naming, remove, write_text
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
-from headstart.heads.files import write_safetensors
 
 SCALE = torch.bfloat16  # states are divided by the rounded scale, so its rounding adds no error
 LARGEST_VALUE = {"int8": 127.0, "float8": torch.finfo(torch.float8_e4m3fn).max}
+HEADER_SIZE = 8  # bytes at the start of a safetensors file that hold its header's size, a multiple of as many
 STORED_DTYPE = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 
 
@@ -54,29 +55,69 @@ def decode(opened: Any, name: str, start: int, end: int) -> Float[Tensor, "token
     return states.float() * opened.get_slice(f"{name}.scale")[start:end].float()
 
 
-class ShardBuffer:
-    """Collects a shard's samples in any order; each tap is a separate tensor, so a head can read its own taps only."""
+class ShardFile:
+    """The file of a shard whose samples come in any order: each is written at its place, so memory holds no shard.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
-        """`lengths` is the number of tokens of each sample."""
+    Each tap is a separate tensor, so a head can read its own taps only. The file gets its name when it is whole.
+    """
+
+    def __init__(self, path: Path, lengths: Sequence[int], made_from: str) -> None:
+        """`lengths` is the number of tokens of each sample; `made_from` identifies the shard's inputs."""
+        self.path, self.partial, self.made_from = path, path.with_name(path.name + PARTIAL), made_from
         self.offsets = torch.tensor([0, *lengths]).cumsum(0)
-        self.tensors: dict[str, Tensor] = {}
+        self._starts: dict[str, int] = {}  # of each tensor in the file, once its header is written
 
     def put(self, numbers: Sequence[int], tensors: dict[str, Tensor]) -> None:
-        """Add per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
-        for name, tensor in tensors.items():
-            if name not in self.tensors:
-                self.tensors[name] = torch.empty(int(self.offsets[-1]), *tensor.shape[1:], dtype=tensor.dtype)
-            at = 0
-            for number in numbers:
-                start, end = self.offsets[number : number + 2].tolist()
-                self.tensors[name][start:end] = tensor[at : at + end - start]
-                at += end - start
+        """Write the per-token tensors of these samples, concatenated in the order of `numbers`: [tokens, ...] each."""
+        if not self._starts:
+            self._begin(tensors)
+        spans = [self.offsets[number : number + 2].tolist() for number in numbers]
+        sizes = [end - start for start, end in spans]
+        with naming(self.path), self.partial.open("r+b") as file:
+            for name, tensor in tensors.items():
+                for (start, _), rows in zip(spans, token_bytes(tensor).split(sizes), strict=True):
+                    file.seek(self._starts[name] + start * rows.shape[1])
+                    file.write(rows.numpy().data)
 
-    def write(self, path: Path, made_from: str) -> None:
-        """Write the shard whole or not at all, and its manifest entry next to it; `made_from` identifies its inputs."""
-        write_safetensors({**self.tensors, "offsets": self.offsets}, path, {"made_from": made_from})
-        write_text(note_path(path), json.dumps(shard_entry(path)))
+    def finish(self) -> None:
+        """Give the file its name and write its manifest entry next to it."""
+        with naming(self.path):
+            self.partial.replace(self.path)
+        write_text(note_path(self.path), json.dumps(shard_entry(self.path)))
+
+    def _begin(self, tensors: dict[str, Tensor]) -> None:
+        """Write the header and the offsets of all samples; `tensors` are those of some of them."""
+        tokens = int(self.offsets[-1])
+        whole = {name: each.new_empty(tokens, *each.shape[1:], device="meta") for name, each in tensors.items()}
+        header, self._starts = file_header({**whole, "offsets": self.offsets}, {"made_from": self.made_from})
+        remove(self.partial)  # left by a killed run
+        self.partial.parent.mkdir(parents=True, exist_ok=True)
+        with naming(self.path), self.partial.open("wb") as file:
+            file.write(header)
+            file.seek(self._starts["offsets"])
+            file.write(token_bytes(self.offsets).numpy().data)
+
+
+def file_header(tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
+    """The beginning of a safetensors file of these tensors, of any device, and where each of them starts in the file.
+
+    The library writes it for the same tensors without rows, in its own order, which aligns them.
+    """
+    empty = save({name: torch.empty(0, *each.shape[1:], dtype=each.dtype) for name, each in tensors.items()}, metadata)
+    entries = json.loads(empty[HEADER_SIZE:])
+    starts, end = {}, 0
+    for name in (name for name in entries if name in tensors):
+        starts[name], end = end, end + tensors[name].nbytes
+        entries[name] |= {"shape": [*tensors[name].shape], "data_offsets": [starts[name], end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % HEADER_SIZE)
+    header = len(text).to_bytes(HEADER_SIZE, "little") + text
+    return header, {name: len(header) + start for name, start in starts.items()}
+
+
+def token_bytes(tensor: Tensor) -> UInt8[Tensor, "tokens size"]:
+    """The bytes of each token."""
+    return tensor.contiguous().view(len(tensor), -1).view(torch.uint8)
 
 
 def stored_tokens(tokens: Tensor, loss_mask: Tensor) -> dict[str, Tensor]:

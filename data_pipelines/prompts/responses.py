@@ -11,6 +11,7 @@ from torch import Tensor
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
+from headstart.data_pipelines.prompts.texts_together import longest_sample, texts_together
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
@@ -22,6 +23,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.engine.budget import tree_nodes
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.targets.model import TargetModel
@@ -216,18 +218,23 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
     return "; ".join(parts)
 
 
-def target_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None = None) -> Writer:
-    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text.
+def target_writer(recipe: Recipe, target: TargetModel) -> Writer:
+    """Write responses with our own decoding, one seed per sample. All ranks must call this.
 
     Raises ValueError for a target whose generation_config.json asks for what we do not support.
     """
+    return decoding_writer(recipe, target, None, texts_together(recipe, target, longest_sample(recipe)))
+
+
+def decoding_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None, max_batch: int) -> Writer:
+    """Write at most `max_batch` responses at a time; a drafter changes the speed, never the text."""
     own = TargetDefaults.of(target)  # a server applies them, too
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
         most = recipe.data.response_tokens
         requests = [own.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
-        for number, generation in generate_each(target, requests, drafter, recipe.data.generate_batch):
+        for number, generation in generate_each(target, requests, drafter, max_batch):
             yield number, generation.tokens
 
     return write
@@ -238,8 +245,9 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
-    growth = growth_from_recipe(recipe.decode, target, head, batch=recipe.data.generate_batch)
-    return target_writer(recipe, target, head_drafter(head, growth)), target.ranks
+    max_batch = texts_together(recipe, target, longest_sample(recipe), tree_nodes(recipe.decode))
+    growth = growth_from_recipe(recipe.decode, target, head, batch=max_batch)
+    return decoding_writer(recipe, target, head_drafter(head, growth), max_batch), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -12,7 +12,7 @@ from torch import nn
 
 from headstart.common.files import read_json
 from headstart.data_pipelines.features.shards import MANIFEST
-from headstart.data_pipelines.stages.stage import Stage
+from headstart.data_pipelines.prompts.texts_together import longest_sample
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes
@@ -83,10 +83,6 @@ def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int
     return needs + list(decoding_needs(recipe, head, machine, weights))
 
 
-def longest_sample(recipe: Recipe) -> int:
-    return recipe.data.prompt_tokens + recipe.data.response_tokens
-
-
 def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Raise ValueError, naming the settings that fit, if the harvest or training needs more memory than a GPU has.
 
@@ -115,25 +111,17 @@ def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machi
 
 
 def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine, weights: int) -> None:
-    """Raise ValueError if the target and the cache of its responses do not fit, unless the features are there."""
+    """Raise ValueError if the target and the cache of one response do not fit, unless the features are there."""
     data, split = recipe.data, recipe.target.split
     if data.store or data.online or (recipe.features_dir / MANIFEST).exists() or not shares_device(recipe, machine):
         return
     shares = {"layers": machine.devices, "tensor": machine.ranks}.get(split or "", 1)
-    are_written = Stage("responses", recipe.responses_dir, {}).was_complete()
-    texts = 0 if are_written or data.responses == "given" or data.server else data.generate_batch
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
-    needed = (weights + step.needed(texts, 1, longest_sample(recipe))) // shares
-    allowed = decimal(machine.memory)
-    if needed > machine.memory and weights // shares < machine.memory:
-        raise ValueError(
-            f"data.generate_batch: {texts} given, with which the harvest needs about {decimal(needed)} on each device, "
-            f"and up to {allowed} is allowed there; lower it"
-        )
+    needed = (weights + step.needed(1, 1, longest_sample(recipe))) // shares
     if needed > machine.memory:
         raise ValueError(
             f"target.split: {split or 'null'} given, with which the harvest needs about {decimal(needed)} on each "
-            f"device ({shares} together), and up to {allowed} is allowed there; start "
+            f"device ({shares} together), and up to {decimal(machine.memory)} is allowed there; start "
             f"{math.ceil(needed * shares / machine.memory)} ranks or more with target.split=tensor, or give data.store"
         )
 

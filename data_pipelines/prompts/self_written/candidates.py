@@ -25,6 +25,7 @@ from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
+from headstart.data_pipelines.prompts.texts_together import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
@@ -222,7 +223,8 @@ def write_candidates(
                     append_jsonl(own, rows)
                     progress.advance(len(rows))
 
-        target.ranks.carry_out(partial(generate_batch, target, max_batch=recipe.data.generate_batch), work)
+        max_batch = texts_together(recipe, target, recipe.data.prompt_tokens)
+        target.ranks.carry_out(partial(generate_batch, target, max_batch=max_batch), work)
         state.wait_for_everyone()
     if state.is_main_process:
         merge(folder)
