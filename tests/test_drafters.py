@@ -340,7 +340,8 @@ def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
     row = drafter.rows[0]
     columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
     text.append(choices[0])
-    drafter.draft(replace(verified_text(text, 99), choices=[choices]), NO_CACHE)
+    given = replace(verified_text(text, 99), choices=[choices], drafted=[len(choices) - 1])
+    drafter.draft(given, NO_CACHE)
     # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
     assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
     for start, second in columns:
