@@ -85,7 +85,7 @@ READ: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),
     "tolist": Tensor.tolist,
     "branch": lambda x: 1 if (x > 0).any() else 2,
-    "number": lambda x: range(x[0]),  # type: ignore[call-overload]
+    "number": lambda x: range(x[0]),
     "position": lambda x: x[x[0]],
     "slice": lambda x: x[: x[0]],
     "copy": Tensor.cpu,
@@ -227,6 +227,11 @@ def with_head(growth: Growth, repeats: int = 0, **kind: Any) -> Build:
     return build
 
 
+def with_draft_model(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+    device: Any = target.device  # transformers' own `to` is mistyped
+    return ModelDrafter(TargetModel(make_model(num_hidden_layers=2).to(device), ()), TREE, target)
+
+
 TREE = Dynamic(3, 3, 8)
 DRAFTERS: dict[str, Build] = {
     "plain": lambda *_: PLAIN,
@@ -236,9 +241,7 @@ DRAFTERS: dict[str, Build] = {
     "head and repeats": with_head(TREE, 6, kind="eagle3"),
     "prompt lookup": lambda *_: Lookup(TreeLimits(4, 2, 8)),
     "lookahead": lambda *_: Lookahead(4, 4),
-    "draft model": lambda target, make_model, _: ModelDrafter(
-        TargetModel(make_model(num_hidden_layers=2).to(target.device), ()), TREE, target
-    ),
+    "draft model": with_draft_model,
     "early exit": lambda target, *_: EarlyExit(target, 3, TREE),
 }
 TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
@@ -422,7 +425,7 @@ def trained(
     head = copy.deepcopy(make_head(**kind)).to(device).train()
     for parameter in head.parameters():
         parameter.requires_grad_()
-    tensors = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    tensors: dict[str, Any] = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
     there = replace(frozen, **tensors)
     store = Samples(head.taps, frozen.config.hidden_size, frozen.config.num_layers)
     with pytest.MonkeyPatch.context() as patch:
