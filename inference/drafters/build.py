@@ -73,7 +73,10 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
     if section.draft_model is None:
         raise ValueError("decode.draft_model: missing; give a model's folder or hub name, or choose another drafter")
     locate_target(section.draft_model, None, field="decode.draft_model")
-    return TargetModel.load(source.model_copy(update={"path": section.draft_model, "revision": None}), ())
+    changes = {"path": section.draft_model, "revision": None}
+    if source.split == "layers":  # the head's part of the cache is on one device, and the model is small enough for it
+        changes["split"] = None
+    return TargetModel.load(source.model_copy(update=changes), ())
 
 
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:

@@ -51,9 +51,12 @@ class LookaheadRow:
         self.nodes: list[list[int | None]] = []  # [level][column] -> node in the last tree, None if it was left out
 
     def advance(self, text: list[int], choices: list[int]) -> None:
-        """Update window and pool from the target's choice at each node of the last tree and the text's new tokens."""
+        """Update window and pool from the target's choice at each node of the last tree and the text's new tokens.
+
+        `choices` are empty after a step without drafts.
+        """
         num_new = len(text) - self.seen
-        if self.nodes:
+        if self.nodes and choices:
             last_choices = [None if node is None else choices[node] for node in self.nodes[-1]]
             for column in range(self.columns):
                 guessed = [level[column] for level in [*self.window, last_choices]]
@@ -108,5 +111,5 @@ class Lookahead(TrieDrafter):
 
     def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
         known, text = self.rows[verified.keys[row]], verified.texts[row]
-        known.advance(text, verified.choices[row])
+        known.advance(text, verified.choices[row] if verified.drafted[row] else [])
         known.draft(text, trie)

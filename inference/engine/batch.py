@@ -47,7 +47,7 @@ class Batch:
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
-        self.budget = CacheBudget(memory, shapes, target.dtype, target.device, max_rows, self.is_lazy)
+        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layer_devices}, max_rows, self.is_lazy)
         self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed

@@ -3,6 +3,7 @@
 import math
 import mmap
 from bisect import bisect_right
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
 
 SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
+Devices = Collection[torch.device]  # those that the layers of a target lie on
 MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # Linux only
 
 
@@ -25,19 +27,19 @@ class CacheBudget:
     """Reserves the cache of each text up to its longest possible end, so that no text ever has to give way."""
 
     def __init__(
-        self, memory: int | None, shapes: list[Shape], dtype: torch.dtype, device: torch.device, rows: int, lazy: bool
+        self, memory: int | None, shapes: list[Shape], dtype: torch.dtype, devices: Devices, rows: int, lazy: bool
     ) -> None:
         """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's.
 
         A `lazy` cache takes up what its rows have written. Any other is one block of memory, in which all `rows` have
-        the room of the longest. Raises ValueError for more memory than the device has left.
+        the room of the longest. Raises ValueError for more memory than the target's devices have left.
         """
         self.memory, self.rows, self.lazy = memory, rows, lazy
         self.slot = sum(2 * layers * heads * dim * dtype.itemsize for layers, heads, dim in shapes)  # bytes of a token
         # Each layer and key head writes pages of its own; the smallest heads fill a page with the most tokens.
         self.grain = math.ceil(mmap.PAGESIZE / min(dim * dtype.itemsize for _, _, dim in shapes)) if lazy else 1
         if memory is not None:
-            refuse_absent_memory(memory, device)
+            refuse_absent_memory(memory, devices)
 
     def needed(self, slots: int) -> int:
         """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
@@ -67,12 +69,13 @@ class CacheBudget:
         return reserved / room if slots else 0.0
 
 
-def refuse_absent_memory(memory: int, device: torch.device) -> None:
-    """Raise ValueError for a budget that the device cannot give."""
-    free = free_memory(device)
+def refuse_absent_memory(memory: int, devices: Devices) -> None:
+    """Raise ValueError for a budget that the devices cannot give."""
+    free = sum(map(free_memory, devices))
     if not 0 < memory <= free:
         raise ValueError(
-            f"memory: {memory} bytes given, 1 to {free} are allowed, as {device} has {decimal(free)} free; lower it"
+            f"memory: {memory} bytes given, 1 to {free} are allowed, as {decimal(free)} is free on "
+            f"{', '.join(map(str, devices))}; lower it"
         )
 
 
@@ -103,8 +106,8 @@ class StepMemory:
 
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
-    """Raise ValueError if the device lacks memory for a step of `rows` texts with trees of `nodes` nodes."""
-    refuse_large_trees(StepMemory.of(target.config, target.dtype), target.device, rows, nodes, length)
+    """Raise ValueError if its devices lack memory for a step of `rows` texts with trees of `nodes` nodes."""
+    refuse_large_trees(StepMemory.of(target.config, target.dtype), {*target.layer_devices}, rows, nodes, length)
 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:
@@ -116,20 +119,21 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     given = (
         "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
     )
-    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
+    refuse_large_trees(step, [device], rows, nodes, recipe.decode.max_new_tokens, given)
 
 
 def refuse_large_trees(
-    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+    step: StepMemory, devices: Devices, rows: int, nodes: int, length: int, given: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
-    if needed < SMALL or needed <= (free := free_memory(device)):
+    if needed < SMALL or needed <= (free := sum(map(free_memory, devices))):
         return
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
         f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
-        f"{decimal(needed)} or more, and {device} has {decimal(free)} free; lower {given.partition(':')[0]}{fewer}"
+        f"{decimal(needed)} or more, and {decimal(free)} is free on {', '.join(map(str, devices))}; lower "
+        f"{given.partition(':')[0]}{fewer}"
     )
 
 

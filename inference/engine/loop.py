@@ -55,7 +55,7 @@ def generate_batch(
     """Continue many prompts, at most `max_batch` at a time. Each gets the text that it would get alone.
 
     `static` gives every tensor the shape of the full capacity, as CUDA graphs need it. None means True on CUDA, unless
-    several ranks hold the target.
+    several ranks or devices hold the target.
     """
     loop = loop_of(target, requests, drafter, max_batch, static)
     for _ in loop.run():

@@ -70,7 +70,7 @@ class TargetModel:
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
         self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
         self.cached_shape, self.layer_devices = cached_shape(model)
-        self.devices = list(dict.fromkeys(parameter.device for parameter in model.parameters()))
+        self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
         self._refuse_unknown_taps()
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
@@ -172,8 +172,8 @@ class TargetModel:
 
     @property
     def may_capture(self) -> bool:
-        """Whether decoding captures its steps as CUDA graphs, by default: a graph is of one device and one process."""
-        return self.device.type == "cuda" and self.ranks.may_capture and len(self.devices) == 1
+        """Whether decoding captures its steps as CUDA graphs, by default."""
+        return self.device.type == "cuda" and self.ranks.may_capture and not self.is_spread
 
     @property
     def max_positions(self) -> int:
