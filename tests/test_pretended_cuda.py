@@ -36,7 +36,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
-from headstart.trainers.evaluation import held_out_metrics
+from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -366,7 +366,8 @@ def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: M
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
     wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
     assert found.taps.device == found.last_hidden.device == CUDA
-    assert_close((found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden))
+    states = (found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden)
+    assert_close(*states, rtol=1e-3, atol=1e-3)  # on a GPU the texts are padded to a multiple of 64 tokens
 
 
 class Samples(SampleStore):
