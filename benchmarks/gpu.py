@@ -6,7 +6,8 @@
 Each part is a process of its own with a time limit. Numbers go to FOLDER/results.jsonl at the moment they are measured
 and each part's output to FOLDER/PART.log, so a part that fails or is cut off costs only itself. *tests* are those that
 need a GPU: the fused kernels equal the portable ones, and captured decode steps write the texts of changing shapes and
-of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; both run beside each other.
+of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; *soak* is half a minute of mixed
+traffic, its texts and memory checked (benchmarks/soak_loop.py); these run beside each other.
 *decoding*, *training*, *harvesting*, *attention*, *graphs* and *compiled* follow one after another, on random weights
 of Llama-3-8B's shape (benchmarks/gpu_parts.py). The end is a table of the results beside the predictions and bars.
 Needs no network. Without CUDA it runs at a toy size, to try the script.
@@ -59,6 +60,7 @@ PARTS = (
     Part("environment", 60, alone=False),
     Part("tests", 150, TESTS, alone=False),
     Part("pipeline", 150, (*PIPELINE, "log.wandb=disabled"), alone=False),
+    Part("soak", 150, ("benchmarks/soak_loop.py", "--minutes", "0.5"), alone=False),
     Part("decoding", 110),
     Part("training", 100),
     Part("harvesting", 80),
@@ -171,7 +173,7 @@ def run(parts: list[Part], folder: Path, console: Console) -> None:
 
 
 def start(part: Part, folder: Path) -> "subprocess.Popen[bytes]":
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / f"{part.name}.log").open("w") as log:
         return subprocess.Popen(part.arguments(folder), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
