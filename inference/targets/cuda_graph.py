@@ -5,6 +5,7 @@ once, and the host waits only once, for what was accepted. On other devices the 
 hold it equal to the step with changing shapes.
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -291,6 +292,16 @@ def padded(tensor: Tensor, *counts: int, value: int = 0) -> Tensor:
     return pad(tensor, counts, value=value) if any(counts) else tensor
 
 
+@contextmanager
+def no_garbage_collected() -> Iterator[None]:
+    """Within this context no unreachable graph is destroyed, which would end the capture of another."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
 class CompiledLayers:
     """Decoder layers, possibly none, that run compiled inside functions from `within` and uncompiled elsewhere.
 
@@ -364,7 +375,8 @@ class Graphed:
                 finally:
                     torch.cuda.set_sync_debug_mode("default")
                 here.wait_stream(side)
-                with torch.cuda.graph(graph, None if self.memory is None else self.memory.pool):
+                pool = None if self.memory is None else self.memory.pool
+                with no_garbage_collected(), torch.cuda.graph(graph, pool):
                     self.outputs = self.function(*self.inputs)
         except torch.OutOfMemoryError:
             raise
@@ -373,6 +385,8 @@ class Graphed:
             self.capturable = False
             torch.cuda.set_stream(here)
             here.wait_stream(side)
+            if self.memory is not None:
+                self.memory.users.clear()  # torch may believe that the capture still fills their pool
             return False
         self.graph = graph
         if self.memory is not None:

@@ -156,6 +156,7 @@ class TargetModel:
         if self.device.type == "cuda":
             fuse_norms(self.model)
             join_linears(self.model)
+            torch.cuda.empty_cache()  # of the weights before they were joined
         elif gains_by_packing(self.model):
             assert self.frozen is not None  # made before the lm_head's own weights are gone
             self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
