@@ -214,7 +214,7 @@ def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_p
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "Traceback" not in failed.stderr
     assert "ile too large" in failed.stderr
-    assert "make room for them" in failed.stderr
+    assert "raise the limit of file sizes" in failed.stderr
     assert not list((tmp_path / "run").rglob("*.partial"))
     again = train(resource.RLIM_INFINITY)
     assert again.returncode == 0, again.stderr
