@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
@@ -88,6 +89,10 @@ class HeadLike(Protocol):
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None: ...
+
+
+# From Python 3.12 on, isinstance with a protocol does not see the buffers of a module.
+HeadLike.register(DraftHead)  # type: ignore[type-abstract]
 
 
 class TreeDrafter(ABC):
