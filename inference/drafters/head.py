@@ -3,14 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
@@ -74,7 +73,6 @@ class LevelMasks:
         return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
     """A head of any kind, or a model that stands in for one."""
 
@@ -89,10 +87,6 @@ class HeadLike(Protocol):
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None: ...
-
-
-# From Python 3.12 on, isinstance with a protocol does not see the buffers of a module.
-HeadLike.register(DraftHead)  # type: ignore[type-abstract]
 
 
 class TreeDrafter(ABC):
