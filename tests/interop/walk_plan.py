@@ -102,6 +102,7 @@ ORDER = (
     r"^make drafters$",
     r"^(PYTHONPATH=tests )?python benchmarks/\w+\.py",
     r"^pip install -e '\.\[\w+\]'$",
+    r"^make (test|\.venv) PYTHON=python3\.12$",
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
     r"^make (lint|test|docs)$",
