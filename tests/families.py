@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from headstart.inference.targets.architecture import attention_code
+
 WINDOW = 16  # tokens that a token in a sliding layer sees, itself included
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -110,7 +112,7 @@ def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**sizes, **config})
         settings.eos_token_id = None  # GLM-4's config replaces None with its own default
-        model = AutoModelForCausalLM.from_config(settings)
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation=attention_code(settings))
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:  # norms, biases and sinks start as constants, which would hide mistakes

@@ -32,11 +32,11 @@ NAME = "tiny"
 def load_served(
     folder: Path, drafter: Drafter | None = None, max_batch: int = 4, prefix_memory: int | None = None
 ) -> Served:
-    """The tiny target, drafting with its own first six layers: often right, and often wrong."""
+    """A tiny target, drafting with all its layers but the last: often right, and often wrong."""
     if not folder.exists():
-        build_target(folder)
+        build_target(folder, num_layers=3)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
-    own = drafter or EarlyExit(target, 6, Dynamic(3, 2, 5))
+    own = drafter or EarlyExit(target, target.config.num_layers - 1, Dynamic(3, 2, 5))
     about: dict[str, str | bool | None] = {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic"}
     return Served(
         target=target,

@@ -1,13 +1,14 @@
 """Checks of tensor shapes in the tests: the first calls of each function in each test, as checking all costs as much
-time as the tests themselves.
+time as the tests themselves. Functions that name no shapes are left to mypy.
 
-conftest.py imports this before any of our modules, whose functions jaxtyping's import hook decorates.
+shared_fixtures.py imports this before any of our modules, whose functions jaxtyping's import hook decorates.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from inspect import isclass
-from typing import Any
+from typing import Any, get_args
 
 import jaxtyping
 
@@ -39,11 +40,22 @@ def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Calla
     return call
 
 
+def has_shapes(annotation: Any) -> bool:
+    """Whether a part of a type is a tensor's dtype and shape."""
+    if isclass(annotation) and issubclass(annotation, jaxtyping.AbstractArray):
+        return True
+    return any(map(has_shapes, get_args(annotation)))
+
+
 def jaxtyped_at_first(*args: Any, **kwargs: Any) -> Callable[[Any], Any]:
     """`jaxtyping.jaxtyped` for functions and for the construction of dataclasses."""
     decorate = jaxtyped(*args, **kwargs)
 
     def decorated(found: Any) -> Any:
+        fields = dataclasses.fields(found) if dataclasses.is_dataclass(found) else ()
+        types = [field.type for field in fields] if isclass(found) else found.__annotations__.values()
+        if not any(map(has_shapes, types)):
+            return found
         if not isclass(found):
             return first_calls(decorate(found), found)
         plain = found.__init__

@@ -1,4 +1,4 @@
-"""What holds between two steps of any decode loop; `conftest.py` asserts it after every step of every test."""
+"""What holds between two steps of any decode loop; `shared_fixtures.py` asserts it after every step of every test."""
 
 import torch
 from torch.testing import assert_close

@@ -41,8 +41,11 @@ SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1)
 
 @growths
 @shapes
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=["greedy", "T=1", "top-p", "penalties"])
-@pytest.mark.parametrize("vocab_size", [97, 20])
+@pytest.mark.parametrize(
+    ("sampling", "vocab_size"),
+    [*zip(SAMPLINGS, (20, 97, 97, 20), strict=True)],
+    ids=["greedy, 20 tokens", "T=1", "top-p", "penalties, 20 tokens"],
+)
 def test_a_drafted_tree_equals_the_naive_one(
     target: TargetModel,
     make_head: MakeHead,
@@ -187,11 +190,11 @@ def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> N
     target = TargetModel(target.model, head.taps)
     prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
     samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
-    requests = [Request(prompt, 12, sampling) for sampling in samplings for prompt in prompts]
+    requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
     plain = generate_batch(target, requests, NoDrafter(), 4)
     drafted = generate_batch(target, requests, head_drafter(head, Dynamic(3, 12, 60)), 4)
     assert [each.tokens for each in drafted] == [each.tokens for each in plain]
-    assert sum(each.stats.acceptance_length > 1 for each in drafted) > 2
+    assert any(each.stats.acceptance_length > 1 for each in drafted)
 
 
 def test_a_head_for_a_rotary_embedding_that_it_cannot_have_is_refused_by_name() -> None:

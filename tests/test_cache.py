@@ -383,7 +383,7 @@ def test_a_cache_that_grows_changes_no_text(
 
     A cache of one row grows with its text, that of several when longer requests come.
     """
-    requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (70, 12, 40), strict=True)]
+    requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (35, 8, 20), strict=True)]
     wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
     whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
     set_page_size(4)
@@ -465,15 +465,15 @@ def test_a_single_row_reads_no_slot_that_it_has_not_written(
     drafter_name: str,
 ) -> None:
     """Its cache is not cleared, so old memory, even NaN, must reach neither the text nor the drafts."""
-    text = PROMPT + generate(target, PROMPT, 40).tokens
+    text = PROMPT + generate(target, PROMPT, 20).tokens
 
     def decode_with(filler: float) -> tuple[list[int], list[int]]:
         with monkeypatch.context() as patched:
             patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
-            found = generate(target, PROMPT, 40, drafter=DRAFTERS[drafter_name](Texts(target, [text], make_head)))
+            found = generate(target, PROMPT, 20, drafter=DRAFTERS[drafter_name](Texts(target, [text], make_head)))
         return found.tokens, found.stats.accepted_at_depth
 
-    set_page_size(8)
+    set_page_size(4)
     clean, dirty = decode_with(0.0), decode_with(math.nan)
     assert clean[0] == text[len(PROMPT) :]
     assert dirty == clean

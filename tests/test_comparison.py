@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy
 import pytest
-from conftest import ModelFactory
 from scripted import Hidden, Oracle
+from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
 
 from headstart.inference.core.request import DecodeStats, DraftTree, EmittedTokens

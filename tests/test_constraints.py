@@ -22,7 +22,7 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import NoWayOnError, follow, masked_tree
 from headstart.inference.core.constraint import Path as Tokens
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Request
+from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.text_rules import TextRules
 from headstart.inference.core.tree import Tree
@@ -99,16 +99,32 @@ def assert_valid(request: Request, tokens: list[int]) -> None:
         assert 0 <= found["age"] <= 99
 
 
+@pytest.fixture(scope="module")
+def ruled(target: TargetModel, requests: list[Request]) -> list[Request]:
+    """`requests`, one that text rules constrain, and one with the same rules and a schema."""
+    rules = TextRules(
+        (9, 8), target.config.vocab_size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0
+    )
+    free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
+    return [*requests, free, replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))]
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
+    return generate_batch(target, ruled, None, 4)
+
+
 @pytest.mark.parametrize(
-    "name", ["head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
+    "name", ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_constrained_texts_are_valid_and_the_same_with_drafts(
-    target: TargetModel, requests: list[Request], name: str, static: bool
+    target: TargetModel, ruled: list[Request], plain: list[Generation], name: str, static: bool
 ) -> None:
     size = target.config.vocab_size
     vocab = DraftVocab(torch.arange(0, size, size // 40), size)
-    drafters: dict[str, Drafter] = {
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
         "head": HeadDrafter(head_of(target), GROWTH),
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
         "early exit": EarlyExit(target, 4, GROWTH),
@@ -116,21 +132,16 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
         "lookahead": Lookahead(3, 3),
     }
-    rules = TextRules((9, 8), size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0)
-    free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
-    formed = replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))
-    requests = [*requests, free, formed]
-    plain = generate_batch(target, requests, None, 4, static)
-    found = generate_batch(target, requests, drafters[name], 4, static)
+    found = generate_batch(target, ruled, drafters[name], 4, static)
     assert [each.tokens for each in found] == [each.tokens for each in plain]
-    for request, each in zip(requests[:3], found, strict=False):
+    for request, each in zip(ruled[:3], found, strict=False):
         assert each.finish == "end"
         assert_valid(request, each.tokens)
-    assert plain[3].tokens == generate_batch(target, [requests[3]])[0].tokens
+    assert plain[3].tokens == generate_batch(target, [ruled[3]])[0].tokens
     written = (9, 8, *plain[4].tokens)
     assert len({*pairwise(written)}) == len(written) - 1 >= 21
     assert written[-1] == 0
-    assert_valid(requests[1], plain[5].tokens)
+    assert_valid(ruled[1], plain[5].tokens)
     # Log-probabilities are the target's own, without the constraint.
     logprobs = plain[1].logprobs
     assert logprobs is not None

@@ -1,5 +1,6 @@
 """Laws of a target's generation_config.json: `generate` reads it as transformers does, and all else reads it alike."""
 
+import copy
 import json
 import warnings
 from functools import partial
@@ -31,7 +32,7 @@ DEMO, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
 # def main(self, path):\n    return
 CODE = [316, 499, 262, 8, 274, 12, 643, 300, 272, 331]
 COMMA, DOT = 12, 14  # of which the greedy text after CODE has several
-NEW = 16
+NEW = 12
 
 
 class Demo:
@@ -47,7 +48,8 @@ class Demo:
     def reading(self, folder: Path) -> tuple[Any, SpeculativeModel]:
         self.theirs.generation_config = GenerationConfig.from_pretrained(folder)
         self.own.generation_config = GenerationConfig.from_pretrained(folder)
-        return self.theirs, SpeculativeModel(TargetModel(self.own, self.drafter.taps), self.drafter)
+        own = copy.deepcopy(self.own)  # a TargetModel adds hooks to its model
+        return self.theirs, SpeculativeModel(TargetModel(own, self.drafter.taps), self.drafter)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,8 @@ def test_scores_are_those_of_transformers_at_every_token_of_a_text(
     for row, generation in enumerate(found.generations):
         for mine, its in ((found.scores, wanted.scores), (found.logits, wanted.logits)):
             for place in range(len(generation.tokens)):
-                torch.testing.assert_close(mine[place][row], its[place][row], atol=1e-4, rtol=1e-4)
+                # Without token 0, the padding of a prompt, which transformers 5.17 penalises.
+                torch.testing.assert_close(mine[place][row, 1:], its[place][row, 1:], atol=1e-4, rtol=1e-4)
             assert all(not late[row].any() for late in mine[len(generation.tokens) :])
 
 
@@ -190,10 +193,11 @@ def test_truncation_that_is_not_supported_is_refused_where_text_may_be_sampled(
     name: str, demo: Demo, tmp_path: Path
 ) -> None:
     _, model = demo.reading(say(tmp_path, {name: 0.5}))
-    model.generate(**prompts(**SHORT))
-    model.generate(**prompts(**SHORT, do_sample=True, **{name: None}))
+    one = {**SHORT, "max_new_tokens": 1}
+    model.generate(**prompts(**one))
+    model.generate(**prompts(**one, do_sample=True, **{name: None}))
     with pytest.raises(ValueError, match=f"generation_config.json: {name}: 0.5 given.*override it"):
-        model.generate(**prompts(**SHORT, do_sample=True))
+        model.generate(**prompts(**one, do_sample=True))
     with pytest.raises(ValueError, match=name):
         TargetDefaults.of(model.target)
 

@@ -9,14 +9,18 @@ from typing import Any, cast
 import gguf
 import pytest
 import torch
+import transformers
 from tiny_run import build_target, build_tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headstart import smollm2
 from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
-from headstart.inference.targets.gguf import unpack
+from headstart.inference.targets.gguf import OLDEST, unpack
 
+needs_reader = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
+)
 # Names of the tensors of a layer: transformers', then GGUF's.
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -94,6 +98,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
 
 
+@needs_reader
 def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
     unpack(file, tmp_path / "folder")
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.bfloat16)
@@ -106,6 +111,7 @@ def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausal
     assert not hasattr(found.config, "quantization_config")
 
 
+@needs_reader
 @pytest.mark.slow
 def test_a_gguf_file_is_a_target_and_is_unpacked_once(file: Path, tmp_path: Path) -> None:
     folder = locate_target(str(file))
@@ -121,6 +127,7 @@ def test_a_missing_file_names_its_field() -> None:
         unpacked_folder(Path("nowhere.gguf"), "target.path")
 
 
+@needs_reader
 @pytest.mark.parametrize(
     ("content", "said"),
     [(b"PK\3\4 a zip file", "this is no GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "no GGUF file")],
@@ -134,6 +141,7 @@ def test_a_broken_file_is_named_and_leaves_nothing(tmp_path: Path, content: byte
     assert [each.name for each in tmp_path.iterdir()] == ["broken.gguf"]
 
 
+@needs_reader
 def test_an_architecture_that_transformers_does_not_read_is_named(model: LlamaForCausalLM, tmp_path: Path) -> None:
     path = write_gguf(model, tmp_path / "strange.gguf", architecture="notallama")
     with pytest.raises(ValueError, match=r"strange\.gguf: transformers cannot read .*notallama"):
@@ -161,6 +169,7 @@ def test_without_hub_and_wheel_both_are_named_and_nothing_is_left(
     assert not list(tmp_path.iterdir())
 
 
+@needs_reader
 def test_the_wheel_is_the_second_choice_and_the_card_says_so(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,3 +192,11 @@ def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(
     monkeypatch.setattr("headstart.heads.target_config.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"target\.path: .* which needs gguf .*pip install -e '\.\[gguf\]'"):
         locate_target(str(file))
+
+
+def test_a_transformers_that_mistakes_the_end_token_is_refused(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(ValueError, match=r"tiny\.gguf: transformers 5\.17\.0 .* 5\.18 or newer is needed: run pip"):
+        unpack(file, tmp_path / "folder")

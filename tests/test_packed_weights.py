@@ -5,7 +5,7 @@ from typing import Literal
 
 import pytest
 import torch
-from conftest import ModelFactory
+from shared_fixtures import ModelFactory
 from torch import nn
 from torch.testing import assert_close
 

@@ -541,10 +541,10 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(
 ) -> None:
     """No text is told as a proper end, and neither the others' texts nor what comes next change."""
     name, replacement, status = FAILURES[place]
-    fields = {"prompt": "a draft", "max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    fields = {"prompt": "a draft", "max_tokens": 30, "ignore_eos": True, "temperature": 0}
     alone = httpx.post(server.url + COMPLETION, json=fields).json()["choices"][0]["text"]
     failures = server.service.engine.failures
-    own: Any = {"structured_outputs": {"regex": "[a-z ]{30}"}, "ignore_eos": False, "logprobs": 0}
+    own: Any = {"structured_outputs": {"regex": "[a-z ]{12}"}, "ignore_eos": False, "logprobs": 0}
     httpx.post(server.url + COMPLETION, json={**fields, **own})  # reads the tokens' texts, which takes a while
     owner, _, attribute = f"headstart.inference.{name}".rpartition(".")
     monkeypatch.setattr(f"{owner}.{attribute}", replacement(resolve(owner, attribute)))
@@ -567,7 +567,7 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_never_fits_in_the_memory_is_refused_with_status_400(served: Served, stream: bool) -> None:
-    make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 896)  # one page
+    make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 384)  # one page
     with running(replace(served, make_loop=make_loop), ServerSettings((NAME,), max_batch=2)) as server:
         body = {"prompt": "a", "max_tokens": 100, "stream": stream}
         assert_refused(httpx.post(server.url + COMPLETION, json=body), 400, "memory:", "max_new_tokens 100 needs")

@@ -47,13 +47,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE) -> Path:
+def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 7) -> Path:
     """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
     config = LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=7,
+        num_hidden_layers=num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,

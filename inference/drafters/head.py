@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -73,7 +73,6 @@ class LevelMasks:
         return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
 class HeadLike(Protocol):
     """A head of any kind, or a model that stands in for one."""
 

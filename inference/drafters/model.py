@@ -5,7 +5,7 @@ another tokenizer drafts chains of text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -180,7 +180,6 @@ class EarlyExit(ModelDrafter):
         return logits.to(tokens.device)  # from the last of several devices
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 

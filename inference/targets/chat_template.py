@@ -139,6 +139,8 @@ class ChatTemplate:
         found = dict(message)
         if found["role"] == "developer" and "developer" not in self.source:
             found["role"] = "system"
+        if found.get("reasoning_content"):
+            found = {"thinking": found["reasoning_content"], **found}  # what gpt-oss reads; transformers 5.17 adds none
         return self._with_calls(found, *self.call_form) if found.get("tool_calls") else found
 
     @staticmethod

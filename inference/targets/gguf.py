@@ -6,7 +6,6 @@
 import argparse
 import struct
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -19,6 +18,7 @@ from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
 MAGIC = b"GGUF"
+OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
 
 
 def main() -> None:
@@ -36,12 +36,14 @@ def unpack(file: Path, folder: Path) -> None:
     Raises ValueError for a file that is no GGUF, is damaged, or holds an architecture that transformers does not read.
     """
     refuse_other_file(file)
+    refuse_old_transformers(file)
     partial = folder.with_name(folder.name + ".partial")
     with removed_on_failure(partial), no_bars_of_transformers():
         partial.mkdir(parents=True, exist_ok=True)
         try:
+            dense = transformers.GgufConfig(dequantize=True)
             model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.bfloat16, **dense_weights()
+                file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=dense
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
@@ -57,17 +59,19 @@ def unpack(file: Path, folder: Path) -> None:
         partial.replace(folder)
 
 
-def dense_weights() -> dict[str, Any]:
-    """The option that unpacks all weights; transformers before 5.20 always did."""
-    found = getattr(transformers, "GgufConfig", None)
-    return {} if found is None else {"quantization_config": found(dequantize=True)}
-
-
 def refuse_other_file(file: Path) -> None:
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
     if start != MAGIC:
         raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: this is no GGUF file; give another one")
+
+
+def refuse_old_transformers(file: Path) -> None:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+        raise ValueError(
+            f"{file}: transformers {transformers.__version__} takes the start token of a GGUF file for its end token, "
+            "5.18 or newer is needed: run pip install -e '.[gguf]', or give the model as a folder of safetensors"
+        )
 
 
 if __name__ == "__main__":

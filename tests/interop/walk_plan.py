@@ -69,6 +69,7 @@ BY_HAND = {
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",
     r"^make walk$": "is this walk",
+    r" PYTHON=python3\.12$": "needs another Python; run when a lower bound changes",
     r"benchmarks/soak\.py": "half an hour of load; run when its figures are renewed",
     r"benchmarks/own_domain\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
