@@ -47,7 +47,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
 from headstart.inference.targets.attention import attention_by_equal_parts, cudnn_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
-from headstart.inference.targets.fused_layers import join_linears
+from headstart.inference.targets.fast_layers import join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher

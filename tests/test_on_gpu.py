@@ -19,7 +19,7 @@ from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.attention import attention_by_equal_parts, parts_of_keys
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
-from headstart.inference.targets.fused_layers import Fused, own_layers_of
+from headstart.inference.targets.fast_layers import Fused, own_layers_of
 from headstart.inference.targets.model import TargetModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

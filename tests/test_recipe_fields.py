@@ -1,6 +1,7 @@
 """Recipe fields that no other test sets reach the code that they are for."""
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -68,8 +69,8 @@ def test_training_announces_each_sample_once_an_epoch_in_its_order(
     """Shards of 5, 5 and 2 samples: an epoch is 4 steps of 3 samples."""
     announced: list[int] = []
 
-    def expect(store: FeatureStore, numbers: Sequence[int]) -> None:
-        announced.extend(numbers if len(store) == 12 else [])  # the held-out store has 4 samples
+    def expect(store: FeatureStore, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
+        announced.extend(chain(*batches) if len(store) == 12 else [])  # the held-out store has 4 samples
 
     monkeypatch.setattr(FeatureStore, "expect", expect)
     recipe = make_recipe("run", "train.steps=4")

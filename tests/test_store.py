@@ -414,7 +414,8 @@ def test_the_first_sample_of_a_shard_costs_its_own_bytes(
 
 def tensor_bytes() -> int:
     """The bytes of all tensors in the memory of this process."""
-    found = (each.untyped_storage() for each in gc.get_objects() if type(each) is Tensor and each.device.type == "cpu")
+    dense = (each for each in gc.get_objects() if type(each) is Tensor and each.layout is torch.strided)
+    found = (each.untyped_storage() for each in dense if each.device.type == "cpu")
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 

@@ -19,9 +19,8 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
-from headstart.inference.targets.fused_layers import join_linears
+from headstart.inference.targets.fast_layers import join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.packed_weights import pack_weights
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
 

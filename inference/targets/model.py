@@ -29,9 +29,14 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.fused_layers import fuse_norms, join_linears, own_layers_of
+from headstart.inference.targets.fast_layers import (
+    fuse_norms,
+    gains_by_packing,
+    join_linears,
+    own_layers_of,
+    pack_weights,
+)
 from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
-from headstart.inference.targets.packed_weights import gains_by_packing, pack_weights
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.targets.tokenizer import load_tokenizer

@@ -1,15 +1,23 @@
-"""Linear layers whose weights lie as a CPU reads them fastest. A decoding step waits for little else.
+"""Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
-bfloat16 weights are put into oneDNN's blocked layout once, where torch's own layer does it again in every call. float32
-weights that are half-precision numbers, as published ones are, are kept in float16, half the bytes; the products and
-sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv 2101.05615). Layers that read the same input, such as the
-projections to queries, keys and values, are computed together. None of this changes a weight, so the text stays.
+On a CPU, for the weights of linear layers to be read: bfloat16 weights are put into oneDNN's blocked layout once, where
+torch's own layer does it again in every call. float32 weights that are half-precision numbers, as published ones are,
+are kept in float16, half the bytes; the products and sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv
+2101.05615). None of this changes a weight, so the text stays.
+
+On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
+rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
+
+On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -163,3 +171,79 @@ def packable_layers(model: nn.Module) -> list[Named]:
 def is_half(weight: Tensor) -> bool:
     """Is every number of this tensor a float16 number?"""
     return torch.equal(weight.half().float(), weight)
+
+
+class Fused:
+    """What a fused layer runs in place of its own code."""
+
+    def __init__(self, module: nn.Module, compute: Callable[[Tensor], Tensor]) -> None:
+        self.module, self.compute = module, compute
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            own: Tensor = type(self.module).forward(self.module, inputs)
+            return own
+        return self.compute(inputs)
+
+
+def fuse_norms(model: nn.Module) -> None:
+    """Fuse the RMS norms that compute the usual formula: each is tried on made-up states."""
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and is_usual(module):
+            vars(module)["forward"] = Fused(module, partial(normed, module, epsilon(module)))
+
+
+def epsilon(module: nn.Module) -> float | None:
+    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return found if isinstance(found, float) else None
+
+
+@torch.no_grad()
+def is_usual(module: nn.Module) -> bool:
+    """Is it weight * states / sqrt(mean(states^2) + eps), the states rounded to their dtype before they are weighed?"""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 1 or epsilon(module) is None:
+        return False
+    states = torch.linspace(-3, 2, 4 * len(weight), dtype=torch.float32, device=weight.device).view(4, -1)
+    wanted: Tensor = module(states)
+    found = normed(module, epsilon(module), states)
+    return wanted.shape == found.shape and torch.allclose(wanted.float(), found.float(), rtol=1e-5, atol=1e-6)
+
+
+def normed(module: nn.Module, eps: float | None, states: Tensor) -> Tensor:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight * functional.rms_norm(states, weight.shape, None, eps)
+
+
+@torch.no_grad()
+def join_linears(model: nn.Module) -> None:
+    """Compute linear layers that read the same input together."""
+    named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    plain = [each for each in named if type(each[-1]) is nn.Linear and "forward" not in vars(each[-1])]
+    for group in siblings([(parent, name, child) for parent, name, child in plain if isinstance(child, nn.Linear)]):
+        layers = [linear for *_, linear in group]
+        if len(layers) == 1 or len({linear.weight.dtype for linear in layers}) > 1:
+            continue
+        weight = torch.cat([linear.weight for linear in layers])
+        bias = None if layers[0].bias is None else torch.cat([linear.bias for linear in layers])
+        sizes = [linear.out_features for linear in layers]
+        product = JointProduct(partial(functional.linear, weight=weight, bias=bias), sizes)
+        for place, (linear, own) in enumerate(zip(layers, weight.split(sizes), strict=True)):
+            linear.weight.data = own
+            if bias is not None:
+                linear.bias.data = bias.split(sizes)[place]
+            vars(linear)["forward"] = Fused(linear, partial(product.of, place))
+
+
+@contextmanager
+def own_layers_of(model: nn.Module) -> Iterator[None]:
+    """Within this context the layers run their own code, as in a baseline."""
+    fused = {module: found for module in model.modules() if isinstance(found := vars(module).get("forward"), Fused)}
+    for module in fused:
+        del vars(module)["forward"]
+    try:
+        yield
+    finally:
+        for module, found in fused.items():
+            vars(module)["forward"] = found

@@ -15,8 +15,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.packed_weights import (
+from headstart.inference.targets.fast_layers import (
     BlockedLinear,
     HalfLinear,
     JointLinear,
@@ -25,6 +24,7 @@ from headstart.inference.targets.packed_weights import (
     pack_weights,
     packed_linear,
 )
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection, TargetSection
 
 Dtype = Literal["float32", "bfloat16"]
@@ -37,7 +37,7 @@ DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", 
 @pytest.fixture
 def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
-    monkeypatch.setattr("headstart.inference.targets.packed_weights.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.targets.fast_layers.SMALL_BYTES", 0)
     make_model().bfloat16().save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 
