@@ -13,8 +13,9 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
-from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape
+from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, CostTable
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
@@ -65,6 +66,14 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     elif target.device.type == "cuda" and not target.compiles:
         join_linears(head)
     return head
+
+
+def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:
+    """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
+    if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
+        return None
+    # A growth that weighs costs shares this table, and its steps correct it.
+    return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
 
 
 def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:

@@ -219,8 +219,10 @@ def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
 def machine() -> dict[str, Any]:
     """The hardware and versions that figures were measured with."""
     device = pick_device("auto")
+    attention = {} if device.type == "cpu" else {"attention": "cuDNN in captured steps, torch's own elsewhere"}
     return {
         "device": f"{device.type} ({processor_name(device)})",
+        **attention,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),

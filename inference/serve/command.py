@@ -30,11 +30,7 @@ from typing import Any
 import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
-from headstart.heads.base import DraftHead
-from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.cost_measurement import cost_table
-from headstart.inference.drafters.costs import CostTable
-from headstart.inference.drafters.head import TreeDrafter
+from headstart.inference.drafters.build import load_costs
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
@@ -42,8 +38,6 @@ from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
 
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
@@ -102,14 +96,6 @@ def ready_loop(*options: Any, **more: Any) -> DecodeLoop:
     loop = DecodeLoop(*options, **more)
     loop.capture_ahead()
     return loop
-
-
-def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:
-    """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
-    if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
-        return None
-    # A growth that weighs costs shares this table, and its steps correct it.
-    return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
 
 
 def listen(host: str, port: int) -> socket.socket:
