@@ -184,8 +184,11 @@ class Form:
         return cls(False, True, sampling.temperature != 1, top_k, sorts, min_p, sampling.needs_history, biased)
 
 
+TEMPERATURE, TOP_K, TAIL, LEAST, REPETITION, FREQUENCY, PRESENCE = range(7)  # the columns of a batch's settings
+
+
 def settings_of(sampling: Sampling) -> tuple[float, ...]:
-    """The settings of a row in the order of `SamplingGroup`'s columns, each off where it has no effect."""
+    """The settings of a row in the order of these columns, each off where it has no effect."""
     cuts = sampling.temperature > 0  # what is cut off is never the likeliest token
     return (
         sampling.temperature,
@@ -217,7 +220,7 @@ class SamplingGroup:
         if not self.form.sampled:
             return shaped
         log_p = torch.log_softmax(shaped.float(), dim=-1)
-        return torch.where(self.column(0) == 0, shaped.float(), log_p) if self.form.greedy else log_p
+        return torch.where(self.column(TEMPERATURE) == 0, shaped.float(), log_p) if self.form.greedy else log_p
 
     def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
         """`warp` up to a constant per node, which no choice depends on: what the normalisation would cost is saved."""
@@ -227,18 +230,18 @@ class SamplingGroup:
         if form.penalised:
             assert history is not None, "penalties need the history"
             history = history if tokens is None else history.in_draft_vocab(tokens)
-            logits = apply_penalties(logits.float(), history, *(self.column(number) for number in (4, 5, 6)))
+            logits = apply_penalties(logits.float(), history, *map(self.column, (REPETITION, FREQUENCY, PRESENCE)))
         if form.tempered:
-            temperatures = self.column(0)
+            temperatures = self.column(TEMPERATURE)
             logits = logits.float() / (temperatures.masked_fill(temperatures == 0, 1) if form.greedy else temperatures)
         if form.sorts:
-            logits = cut_sorted(logits.float(), self.column(1), self.column(2))
+            logits = cut_sorted(logits.float(), self.column(TOP_K), self.column(TAIL))
         elif form.top_k is not None and form.top_k < logits.shape[-1]:
             smallest = logits.float().topk(form.top_k, dim=-1).values[..., -1:]
             logits = logits.float().masked_fill(logits < smallest, -torch.inf)
         if form.min_p:
             logits = logits.float()
-            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + self.column(3), -torch.inf)
+            logits = logits.masked_fill(logits < logits.amax(-1, keepdim=True) + self.column(LEAST), -torch.inf)
         return logits
 
     def scores(
@@ -267,7 +270,7 @@ class SamplingGroup:
         if gumbel_weight != 1:
             noise = noise.mul_(gumbel_weight)
         if self.form.greedy:
-            noise = noise.masked_fill_(self.column(0) == 0, 0)
+            noise = noise.masked_fill_(self.column(TEMPERATURE) == 0, 0)
         return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
 
 
@@ -328,7 +331,7 @@ class BatchSampling:
     @property
     def temperatures(self) -> Float[Tensor, " batch"]:
         """0 for a greedy row."""
-        return self.settings[:, 0]
+        return self.settings[:, TEMPERATURE]
 
     @property
     def greedy(self) -> Bool[Tensor, " batch"]:

@@ -201,7 +201,7 @@ class Batch:
         """Open the cache with room for the longest texts, as far as half of the memory that is left has it."""
         memory = self.budget.memory or free_memory(self.target.device) // 2
         longest = min(self.target.max_positions + self.nodes, memory // (self.budget.rows * self.budget.slot))
-        self.limit = max(self.limit, longest)
+        self.limit = max(self.limit, longest, 2 * self.nodes)
         self.make_room(self.limit)
 
     def _open(self, capacity: int) -> None:

@@ -83,8 +83,8 @@ class Capture:
 
 
 class StaticStep:
-    """Drafts, runs the target and chooses tokens. A graph serves every number of rows up to a power of two: rows of
-    length 0 fill the batch up."""
+    """Drafts, runs the target and chooses tokens. A graph serves every number of rows up to a power of two: others fill
+    the batch up, and what they find is dropped."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
@@ -124,7 +124,7 @@ class StaticStep:
     @torch.inference_mode()
     def capture_ahead(self, slots: int) -> Iterator[int]:
         """Capture the steps of texts that need up to this many slots, however they sample; yields how many are left."""
-        self.attend_to(slots)
+        self.attend_to(max(slots, size_bucket(self.drafter.max_nodes) + self.drafter.depth + 1))
         rows = sorted({min(1 << place, self.batch) for place in range(self.batch.bit_length() + 1)})
         shapes_vary = self.drafter.depth and not self.drafter.static_shapes
         nodes = size_bucket(self.drafter.max_nodes).bit_length() if shapes_vary else 1
@@ -295,11 +295,13 @@ def padded(tensor: Tensor, *counts: int, value: int = 0) -> Tensor:
 @contextmanager
 def no_garbage_collected() -> Iterator[None]:
     """Within this context no unreachable graph is destroyed, which would end the capture of another."""
+    collects = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if collects:
+            gc.enable()
 
 
 class CompiledLayers:
