@@ -67,7 +67,7 @@ lint: $(INSTALLED) ## check style, format and types
 
 bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
-	@set -e; for script in decode drafters gpu gumbel lossless; do echo "== benchmarks/$$script.py"; \
+	@set -e; for script in decode drafters gumbel lossless; do echo "== benchmarks/$$script.py"; \
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml decode.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)

@@ -167,9 +167,9 @@ def attention(
 
     Without a mask, attention is causal if there are as many queries as keys; otherwise every query sees every key.
     """
-    if mask is not None and query.is_cuda and query.shape[1] != key.shape[1]:
-        own_mask = fold_mask(mask if mask.ndim == 4 else mask[None], query.shape[1] // key.shape[1])
-        folded = fold_heads(query, key.shape[1])
+    group = query.shape[1] // key.shape[1]
+    if query.is_cuda and group > 1 and mask is not None and mask.ndim == 4 and mask.shape[1] == 1:
+        folded, own_mask = fold_heads(query, key.shape[1]), fold_mask(mask, group)
         return functional.scaled_dot_product_attention(folded, key, value, own_mask).reshape(query.shape)
     return functional.scaled_dot_product_attention(
         query,
