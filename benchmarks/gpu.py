@@ -60,7 +60,7 @@ PARTS = (
     Part("environment", 60, alone=False),
     Part("tests", 150, TESTS, alone=False),
     Part("pipeline", 150, (*PIPELINE, "log.wandb=disabled"), alone=False),
-    Part("soak", 150, ("benchmarks/soak_loop.py", "--minutes", "0.5"), alone=False),
+    Part("soak", 150, ("benchmarks/soak_loop.py", "--minutes", "0.5", "--kinds", "60"), alone=False),
     Part("decoding", 110),
     Part("training", 100),
     Part("harvesting", 80),
