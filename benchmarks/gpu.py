@@ -34,7 +34,7 @@ class Part:
     name: str
     limit: int  # seconds
     command: tuple[str, ...] = ()  # otherwise that part of gpu_parts.py
-    alone: bool = True  # otherwise beside its neighbours that are not alone, as nothing is timed
+    alone: bool = True  # parts that time nothing run side by side
 
     def arguments(self, folder: Path) -> list[str]:
         own = self.command or ("benchmarks/gpu_parts.py", self.name, str(folder))
@@ -180,7 +180,7 @@ def start(part: Part, folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def verdict(path: Path) -> Table:
-    """The predictions beside what was found."""
+    """A table of predictions, results and bars."""
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     found: dict[tuple[str, str], Any] = {(line["part"], line["name"]): line.get("value") for line in lines}
     table = Table("what", "predicted", "found", "bar", "")

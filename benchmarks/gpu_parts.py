@@ -45,7 +45,7 @@ from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.targets.attention import attention_by_equal_parts, cudnn_attention
+from headstart.inference.targets.attention import attention_by_parts, cudnn_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
 from headstart.inference.targets.fast_layers import join_linears
 from headstart.inference.targets.model import TargetModel
@@ -362,7 +362,7 @@ def attend_by(kinds: list[SDPBackend], query: Tensor, mask: Tensor, key: Tensor,
 
 
 def attend_in_parts(query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attention_by_equal_parts(query, key, value, mask, None, 8)
+    return attention_by_parts(query, key, value, mask, None, 8)
 
 
 def replayed(attend: Callable[[Tensor, Tensor], Tensor], layers: list[Tensor]) -> float:

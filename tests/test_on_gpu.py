@@ -17,7 +17,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.targets.attention import attention_by_equal_parts, parts_of_keys
+from headstart.inference.targets.attention import attention_by_parts, parts_of_keys
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.fast_layers import Fused, own_layers_of
 from headstart.inference.targets.model import TargetModel
@@ -108,7 +108,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys
     mask[..., keys - 700 :] = torch.finfo(torch.bfloat16).min  # the last parts may hold nothing that is seen
     parts = parts_of_keys(query, key, value)
     assert parts > 1
-    found = attention_by_equal_parts(query, key, value, mask, None, parts).float()
+    found = attention_by_parts(query, key, value, mask, None, parts).float()
     wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask.float())
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 

@@ -53,7 +53,7 @@ class SampleStore(ABC):
         return median_tap_sizes((self[number] for number in range(self.shard_sizes[0])), taps, num_layers)
 
     def batch_of(self, numbers: Sequence[int], limit: int | None = None) -> "Batch":
-        """These samples as they are stored, on the CPU; with `limit` packed in rows of at most so many tokens."""
+        """These samples as they are stored, on the CPU; packed in rows of at most `limit` tokens, if given."""
         samples = [self[number] for number in numbers]
         return Batch.collate(samples, packing=pack([len(sample.tokens) for sample in samples], limit))
 

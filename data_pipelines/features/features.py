@@ -28,9 +28,8 @@ from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPromp
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
-GPU_LENGTHS = (
-    64  # batches are padded to a multiple of so many tokens, as cuDNN's attention plans 71 ms for a new length
-)
+# A GPU's batches are padded to a multiple of this many tokens: attention kernels may be planned for each new length.
+GPU_LENGTHS = 64
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from headstart.inference.engine.waiting import Queue
 from headstart.inference.targets.cuda_graph import LEAST_REACH
 from headstart.inference.targets.model import TargetModel, TargetOutput
 
-# Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU gains up to more.
+# Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 512, 2048
 
 

@@ -133,8 +133,6 @@ def attention_by_parts(
     This is Flash-Decoding (Dao et al. 2023). Where the keys cannot be divided evenly, parts overlap, and the keys that
     the next part has too are hidden.
     """
-    if query.device.type == "cuda":
-        return attention_by_equal_parts(query, key, value, mask, scaling, parts)
     keys = key.shape[2]
     step = keys // parts
     size = keys - (parts - 1) * step
@@ -145,28 +143,16 @@ def attention_by_parts(
     if size > step:
         own_mask = own_mask.clone()
         own_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
-    mixed, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query.expand(parts, -1, -1, -1), key.mT, value.mT, attn_mask=own_mask, scale=scaling
-    )
+    given = query.expand(parts, -1, -1, -1), key.mT, value.mT
+    if query.device.type == "cuda":
+        own_mask = own_mask.contiguous().expand(-1, query.shape[1], -1, -1)
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        mixed, logsumexp, *_ = efficient(*given, own_mask, True, scale=scaling)
+        logsumexp = logsumexp[..., : query.shape[2]]  # that kernel fills it up
+    else:
+        for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        mixed, logsumexp = for_cpu(*given, attn_mask=own_mask, scale=scaling)
     weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
-    return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
-
-
-def attention_by_equal_parts(
-    query: Float[Tensor, "1 heads queries size"],
-    key: Float[Tensor, "1 heads keys size"],
-    value: Float[Tensor, "1 heads keys size"],
-    mask: Float[Tensor, "1 1 queries keys"],
-    scaling: float | None,
-    parts: int,
-) -> Float[Tensor, "1 heads queries size"]:
-    """The same on a GPU, for keys that can be divided evenly."""
-    key, value = (each[0].unflatten(1, (parts, -1)).transpose(0, 1) for each in (key, value))
-    own_mask = mask[0].unflatten(2, (parts, -1)).permute(2, 0, 1, 3).contiguous()  # [parts, 1, queries, of a part]
-    mixed, logsumexp, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-        query.expand(parts, -1, -1, -1), key, value, own_mask.expand(-1, key.shape[1], -1, -1), True, scale=scaling
-    )
-    weights = logsumexp[..., : query.shape[2]].softmax(0).unsqueeze(-1)
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
 
