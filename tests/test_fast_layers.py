@@ -17,10 +17,14 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.fast_layers import (
     BlockedLinear,
+    Fused,
     HalfLinear,
     JointLinear,
     JointProduct,
     can_pack,
+    fuse_norms,
+    join_linears,
+    own_layers_of,
     pack_weights,
     packed_linear,
 )
@@ -172,3 +176,18 @@ def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
     hidden = torch.randn(1, 3, target.config.hidden_size, dtype=target.dtype)
     with torch.inference_mode():
         assert_close(packed.slot_logits(hidden), loaded.slot_logits(hidden), rtol=0.02, atol=0.02)
+
+
+def test_fused_layers_compute_what_transformers_own_do_and_give_way_to_them(make_model: ModelFactory) -> None:
+    model, tokens = make_model(num_hidden_layers=2), torch.arange(20).unsqueeze(0)
+    with torch.inference_mode():
+        wanted = model(tokens).logits
+        fuse_norms(model)
+        join_linears(model)
+        fused = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), Fused)]
+        assert len(fused) == 1 + 2 * (2 + 3 + 2)  # norms; projections to queries, keys and values; gate and up
+        assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+        with own_layers_of(model):
+            assert not any("forward" in vars(module) for module in model.modules())
+            assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert "forward" in vars(model.model.norm)

@@ -225,14 +225,12 @@ def join_linears(model: nn.Module) -> None:
         layers = [linear for *_, linear in group]
         if len(layers) == 1 or len({linear.weight.dtype for linear in layers}) > 1:
             continue
-        weight = torch.cat([linear.weight for linear in layers])
-        bias = None if layers[0].bias is None else torch.cat([linear.bias for linear in layers])
-        sizes = [linear.out_features for linear in layers]
-        product = JointProduct(partial(functional.linear, weight=weight, bias=bias), sizes)
-        for place, (linear, own) in enumerate(zip(layers, weight.split(sizes), strict=True)):
-            linear.weight.data = own
-            if bias is not None:
-                linear.bias.data = bias.split(sizes)[place]
+        whole, sizes = joined(layers), [linear.out_features for linear in layers]
+        product = JointProduct(whole, sizes)
+        for place, (linear, weight) in enumerate(zip(layers, whole.weight.split(sizes), strict=True)):
+            linear.weight.data = weight
+            if whole.bias is not None:
+                linear.bias.data = whole.bias.split(sizes)[place]
             vars(linear)["forward"] = Fused(linear, partial(product.of, place))
 
 
