@@ -21,7 +21,8 @@ from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from headstart.inference.drafters.lookup import Trie, TrieDrafter
 from headstart.inference.targets.architecture import first_layers
-from headstart.inference.targets.model import Masks, TargetModel
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import Masks
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 CONTEXT = 8  # last tokens of the text that are encoded together with the drafted text, as tokens may span the border
@@ -40,7 +41,7 @@ class ModelAsHead:
         Only tokens that both have are drafted, and those that a constraint forces.
         """
         self.decoder_layers: Sequence[nn.Module] = model.layers
-        self.cache_shape = model.cached_shape
+        self.cache_shape = model.layout.shapes
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.inference.core.cache import PAGE, KVCache, RowStates, takes_memory_lazily
+from headstart.inference.core.cache import PAGE, KVCache, SlotContents
+from headstart.inference.core.cache_memory import takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Unread
+from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget, free_memory
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
@@ -43,11 +45,13 @@ class Batch:
         """The last three are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
-        self.is_static = target.may_capture if static is None else static
+        self.is_static = target.may_capture if static is None else static and target.drafts == "trees"
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
+        if target.layout.has_states:
+            self.nodes += WINDOW  # a row with a shorter window than another's is filled up
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
-        shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
-        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layer_devices}, max_rows, self.is_lazy)
+        shapes = [shape for shape in (target.layout.shapes, drafter.cache_shape) if shape is not None]
+        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layout.devices}, max_rows, self.is_lazy)
         self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
@@ -145,7 +149,7 @@ class Batch:
         read = row.unread.start if row.request.speculative else 0
         taps = torch.cat(row.kept)
 
-        def head(first: int) -> RowStates | None:
+        def head(first: int) -> SlotContents | None:
             end, slots = first + BLOCK - 1, self.cache.head
             return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
 

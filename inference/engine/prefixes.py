@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.inference.core.cache import RowStates
+from headstart.inference.core.cache import SlotContents
 
 BLOCK = 16  # tokens; a hit ends at a whole block
 Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
@@ -23,8 +23,8 @@ Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none,
 class Cached:
     """The cached states of one block."""
 
-    target: RowStates
-    head: RowStates | None  # None: the drafter has not read the block
+    target: SlotContents
+    head: SlotContents | None  # None: the drafter has not read the block
     taps: Float[Tensor, "count tapped"]  # at the last position, or at all positions if the drafter has yet to read them
 
     @property
@@ -91,7 +91,7 @@ class PrefixIndex:
         return found
 
     def add(
-        self, tokens: list[int], states: Callable[[int], Cached | None], head: Callable[[int], RowStates | None]
+        self, tokens: list[int], states: Callable[[int], Cached | None], head: Callable[[int], SlotContents | None]
     ) -> None:
         """Keep the whole blocks of a text.
 
@@ -113,7 +113,7 @@ class PrefixIndex:
         while self.num_bytes > self.memory:
             self.num_bytes -= self.blocks.popitem(last=False)[1][1].num_bytes
 
-    def _read_meanwhile(self, known: Cached, head: RowStates | None) -> Cached | None:
+    def _read_meanwhile(self, known: Cached, head: SlotContents | None) -> Cached | None:
         """A block that was kept before the drafter had read it, with what the drafter has of it now."""
         if head is None or known.head is not None:
             return None

@@ -15,7 +15,8 @@ from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
-from headstart.inference.targets.model import TargetModel, TargetOutput
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 from headstart.inference.targets.side_by_side import Part
 
 
@@ -72,7 +73,8 @@ class PromptReader:
         finds_prefixes = batch.prefixes is not None and not scores[-1]
         if finds_prefixes and len(last) > end and any(other[:end] == last[:end] for other in others):
             return False
-        if (any(known) or any(scores)) and not self.target.packs:
+        alone = self.target.drafts != "trees" or any(known) or any(scores)
+        if len(requests) > 1 and alone and not self.target.packs:
             return False
         return batch.fits(requests)
 
@@ -201,6 +203,9 @@ def read_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
     """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    if row.states is not None:
+        inputs = torch.tensor([tokens], device=target.device)
+        return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
     part = chunk_part(target, tokens, row, before, last_only)
     if before:
         masks = target.masks(part.slots, part.block)
