@@ -19,6 +19,7 @@ ROOMS = [
     "heads/",
     "heads/formats/",
     "inference/core/",
+    "inference/passes/",
     "inference/targets/",
     "inference/drafters/",
     "inference/engine/",
@@ -43,6 +44,7 @@ MOST_FILES = 12  # at the top level of a folder of inference/ or data_pipelines/
 ONLY_IN = {
     "transformers": (
         "inference/targets/",
+        "inference/passes/",
         "inference/core/cache.py",  # the cache is a transformers Cache
     ),
     "tokenizers": ("data_pipelines/",),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor
-from transformers import Cache
 
 WINDOW = 16  # accepted tokens that a row's next pass reads again, at most
 Snapshot = Any  # a copy of one row's states
@@ -158,11 +157,11 @@ class OwnCaches(RowStates):
 
     def __init__(self, places: int) -> None:
         super().__init__(places)
-        self.kept: list[Cache | None] = [None] * places
-        self.after: dict[int, Cache] = {}  # by row: after the last pass
+        self.kept: list[Any] = [None] * places
+        self.after: dict[int, Any] = {}  # by row: after the last pass
 
-    def load(self, row: int, is_sure: bool) -> Cache | None:
-        """The row's cache for a pass; a copy unless the pass is sure to keep all of its tokens."""
+    def load(self, row: int, is_sure: bool) -> Any:
+        """The row's cache for a pass, None before its first; a copy unless the pass is sure to keep all tokens."""
         kept = self.kept[self.first + row]
         return kept if is_sure else copy.deepcopy(kept)
 
@@ -187,6 +186,10 @@ class OwnCaches(RowStates):
     def num_bytes(self) -> int:
         tensors = {id(tensor): tensor.nbytes for kept in self.kept for tensor in tensors_of(kept)}
         return sum(tensors.values())
+
+
+def snapshot_bytes(snapshot: Snapshot) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(snapshot))
 
 
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:

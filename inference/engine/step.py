@@ -17,11 +17,11 @@ from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, ve
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
-from headstart.inference.targets.chains import first_path
+from headstart.inference.passes.chains import first_path
+from headstart.inference.passes.forward import TargetOutput
+from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.cuda_graph import StepOutput
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.passes import TargetOutput
-from headstart.inference.targets.side_by_side import Part
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
 MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
@@ -59,7 +59,7 @@ class DecodeStep:
         self.drafts = self.target.make_ready(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # requests that share its prefix need not wait until this text ends
-                batch.remember(row, place, batch.cache.target.lengths[place])
+                batch.remember_row(row, place)
                 row.is_remembered = True
 
     def run(self, parts: list[Part]) -> tuple[list[EmittedTokens], list[TargetOutput]]:

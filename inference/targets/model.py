@@ -16,15 +16,16 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
+from headstart.inference.passes.check import choose_way
+from headstart.inference.passes.forward import Passes
 from headstart.inference.targets.architecture import (
     attention_code,
     attention_windows,
     decoder_layers,
     position_limit,
 )
-from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_way
 from headstart.inference.targets.fast_layers import (
     fuse_norms,
     gains_by_packing,
@@ -33,7 +34,6 @@ from headstart.inference.targets.fast_layers import (
     pack_weights,
 )
 from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
-from headstart.inference.targets.passes import Passes
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from headstart.heads.target_config import TargetConfig
@@ -17,10 +16,10 @@ from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.states import WINDOW, LayerStates, OwnCaches
 from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, take
 from headstart.inference.core.verify import count_drafted
-from headstart.inference.targets.attention import GROUPED, with_row_groups
-from headstart.inference.targets.cache_layout import CacheLayout
-from headstart.inference.targets.chains import after_windows
-from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
+from headstart.inference.passes.attention import GROUPED, with_row_groups
+from headstart.inference.passes.cache_layout import CacheLayout
+from headstart.inference.passes.chains import after_windows
+from headstart.inference.passes.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 
 SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Any]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
@@ -34,9 +33,7 @@ class TargetOutput:
 
     def at(self, first: int, places: Int[Tensor, "batch nodes"]) -> "TargetOutput":
         """The output at these places of each row; logits begin at place `first`."""
-        return TargetOutput(
-            take(self.logits, places - first), take(self.taps, places), take(self.last_hidden, places)
-        )
+        return TargetOutput(take(self.logits, places - first), take(self.taps, places), take(self.last_hidden, places))
 
     @classmethod
     def of_rows(cls, rows: "list[TargetOutput]") -> "TargetOutput":
@@ -48,7 +45,7 @@ class TargetOutput:
 class Passes:
     """How a target runs. `TargetModel` sets the attributes when it is made."""
 
-    model: PreTrainedModel
+    model: Any  # a PreTrainedModel
     config: TargetConfig
     device: torch.device
     dtype: torch.dtype
@@ -105,14 +102,14 @@ class Passes:
         cache: Cache | None,
         logits_at: list[int] | None,
         use_cache: bool = False,
-    ) -> tuple[TargetOutput, Cache]:
+    ) -> tuple[TargetOutput, Cache | None]:
         """`forward`, and the cache that the model returns."""
-        given = {"attention_mask": mask, "position_ids": positions, self.cache_name: cache}
+        given: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, self.cache_name: cache}
         # Places, as for a slice a CPU's matmul copies the whole lm_head first. A list: accelerate would move a tensor
         # to the first device, but the final norm is on the last.
         given["logits_to_keep"] = logits_at if self.selects_logits else None
-        extra: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-        output = self.model(input_ids=tokens, use_cache=use_cache or cache is not None, **extra)
+        given = {name: value for name, value in given.items() if value is not None}
+        output = self.model(input_ids=tokens, use_cache=use_cache or cache is not None, **given)
         taps, last_hidden = self._take_seen()
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         logits = output.logits.to(self.device)
@@ -139,27 +136,28 @@ class Passes:
 
     def _forward_chains(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """A pass over each row's window, its root and its chain."""
-        states, (rows, nodes) = cache.states, tree.shape
+        states = cache.states
         assert states is not None
         drafted = [count_drafted(parents) for parents in tree.parents.tolist()]
-        windows = [states.window(row) for row in range(rows)]
+        windows = [states.window(row) for row in range(len(drafted))]
         states.counts = [len(window) + 1 + count for window, count in zip(windows, drafted, strict=True)]
         if isinstance(states, OwnCaches):
-            outputs = []
-            for row, window in enumerate(windows):
-                chain = tree.tokens[row : row + 1, : 1 + drafted[row]]
-                tokens = torch.cat([chain.new_tensor([window]).view(1, -1), chain], dim=1)
-                given = states.load(row, is_sure=not drafted[row])
-                places = [*range(len(window), tokens.shape[1])]
-                output, states.after[row] = self._run(tokens, None, None, given, places, use_cache=True)
-                ends = torch.tensor([[*range(len(window), len(window) + chain.shape[1])]], device=self.device)
-                outputs.append(output.at(len(window), ends))
-            return TargetOutput.of_rows(outputs)
+            chains = [tree.tokens[row : row + 1, : 1 + count] for row, count in enumerate(drafted)]
+            return TargetOutput.of_rows([self._own_pass(states, row, chain) for row, chain in enumerate(chains)])
         tokens, places = after_windows(windows, tree.tokens)
         states.width, least = tokens.shape[1], min(map(len, windows))
         is_sure = min(states.counts) == states.width and not any(drafted)
         output = self._forward_states(tokens, cache, [*range(least, states.width)], is_sure)
         return output.at(least, places)
+
+    def _own_pass(self, states: OwnCaches, row: int, chain: Int[Tensor, "1 nodes"]) -> TargetOutput:
+        """A pass over one row's window, its root and its chain, with the model's own cache."""
+        window = states.window(row)
+        tokens, places = after_windows([window], chain)
+        given = states.load(row, is_sure=chain.shape[1] == 1)
+        wanted = [*range(len(window), tokens.shape[1])]
+        output, states.after[row] = self._run(tokens, None, None, given, wanted, use_cache=True)
+        return output.at(len(window), places)
 
     def _forward_states(
         self, tokens: Int[Tensor, "rows count"], cache: KVCache, logits_at: list[int] | None, is_sure: bool
@@ -211,9 +209,9 @@ class Passes:
         if isinstance(states, OwnCaches) or len(lengths) <= 1:
             return drafts and longest < WINDOW
         goal = WINDOW // 2 if drafts else 0
-        while longest > (goal if longest >= WINDOW or not drafts else longest):
-            self._move_states(cache, 1 << (longest.bit_length() - 1))
-            longest = states.longest(rows)
+        if longest >= WINDOW or not drafts:
+            while (longest := states.longest(rows)) > goal:
+                self._move_states(cache, 1 << (longest.bit_length() - 1))
         return drafts
 
     def _move_states(self, cache: KVCache, count: int) -> None:
@@ -259,7 +257,7 @@ class Passes:
     @cached_property
     def packs(self) -> bool:
         """Whether parts may lie side by side in one pass of this model: it is tried on a few tokens."""
-        if self.drafts != "trees" or self.model.config._attn_implementation != GROUPED:
+        if self.drafts != "trees" or self.layout.has_indexers or self.model.config._attn_implementation != GROUPED:
             return False
         cache, parts = self.new_cache(3, batch=2), []
         for row, count in enumerate((3, 2)):

@@ -1,4 +1,4 @@
-"""How a target decodes, found by trial: the passes of decoding must compute what the module's own forward computes.
+"""How a target decodes, found by trial: the passes of decoding must compute what its module's own forward computes.
 
 A forward that depends on more than tokens, positions and mask would otherwise write another text in silence.
 """
@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 from headstart.inference.core.tree import Tree
-from headstart.inference.targets.cache_layout import cache_layout
-from headstart.inference.targets.passes import Passes
+from headstart.inference.passes.cache_layout import cache_layout
+from headstart.inference.passes.forward import Passes
 
 COUNT, FIRST, SECOND = 12, 5, 8  # tokens of the trial; those of the prompt's first part, and of both parts
 # Difference of logits, relative to them, that is still rounding. In half precision, experts are chosen differently.
@@ -58,9 +58,8 @@ def identity_of(target: Passes) -> str:
 
 def difference(target: Passes, passes: Callable[[Passes, Tensor], list[tuple[str, Tensor, range]]]) -> str | None:
     """The first of these passes whose logits differ from the module's own forward, and by how much; None if none."""
-    size = min(target.config.vocab_size, target.model.get_input_embeddings().num_embeddings)
-    tokens = torch.arange(COUNT, device=target.device).unsqueeze(0) * 7 % max(size - 8, 1) + min(5, size - 1)
-    tokens = tokens.clamp(max=size - 1)
+    size = target.config.vocab_size
+    tokens = (torch.arange(COUNT, device=target.device).unsqueeze(0) * 7 + 5) % size
     try:
         wanted = target.forward(tokens).logits[0].float()
         for name, logits, places in passes(target, tokens):
@@ -92,7 +91,9 @@ def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> list[tuple[str, T
         wrong = (tokens[:, SECOND + 1 :] + 1) % int(tokens.max() + 1)
         together = torch.stack([wrong, tokens[:, SECOND + 1 :]], dim=2).flatten(1)
         above = torch.arange(COUNT - SECOND - 1, device=tokens.device).repeat_interleave(2) * 2
-        whole = Tree(torch.cat([tokens[:, SECOND : SECOND + 1], together], dim=1), torch.cat([above[:1] - 1, above])[None])
+        whole = Tree(
+            torch.cat([tokens[:, SECOND : SECOND + 1], together], dim=1), torch.cat([above[:1] - 1, above])[None]
+        )
         nodes = slice(None, None, 2)
     last = target.forward_tree(whole, cache).logits[:, nodes]
     return [

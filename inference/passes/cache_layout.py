@@ -1,4 +1,4 @@
-"""What each layer of a model keeps of its text: slots, states, both, neither, or something that only the model knows."""
+"""What each layer of a model keeps of a text: slots, states, both, neither, or something that only the model knows."""
 
 import copy
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ SLOTS_AND_STATES = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlid
 NOTHING = "DummyLayer"  # a layer without attention, or one that reads another's keys; newer transformers have the class
 
 
-class SlotAndStateLayer(LinearAttentionLayer, SlotLayer):
+class SlotAndStateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[misc]  # as transformers' own are
     """A layer with attention and a state: keys and values in slots, the state as transformers keeps it."""
 
     is_compileable = False
@@ -48,6 +48,11 @@ class CacheLayout:
     @property
     def has_states(self) -> bool:
         return self.empty is None or any(isinstance(layer, LinearAttentionLayer) for layer in self.empty)
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether sparse attention keeps more of a token than a key and a value."""
+        return any(len(shape) > 2 for shape in self.shapes)
 
     def new_states(self, rows: int) -> RowStates | None:
         """What rows keep besides slots; None if nothing."""
@@ -98,5 +103,3 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
 
 def is_known(layer: Any) -> bool:
     return type(layer) in (*SLOTS, *SLOTS_AND_STATES, LinearAttentionLayer) or type(layer).__name__ == NOTHING
-
-
