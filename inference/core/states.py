@@ -87,8 +87,13 @@ class LayerStates(RowStates):
         self.loaded: dict[tuple[int, str, int], Tensor] = {}  # the views that they were given if it was sure
 
     def load(self, layers: Sequence[Any], rows: int, is_sure: bool) -> None:
-        """Put the states of the first rows into a cache's layers: views if the pass is sure to move them."""
+        """Put the states of the first rows into a cache's layers: views if the pass is sure to move them.
+
+        `rows` is 0 for a text that begins: its layers have no states yet.
+        """
         self.layers, self.is_sure, self.loaded = layers, is_sure, {}
+        if not rows:
+            return
         for number, facts in self.facts.items():
             for name, value in facts.items():
                 setattr(layers[number], name, copy.copy(value))

@@ -62,7 +62,9 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
     """
     if target.drafts == "trees":
         return section
-    why = f"a {target.config.model_type!r} target verifies chains, as its states cannot be kept for every node of a tree"
+    why = (
+        f"a {target.config.model_type!r} target verifies chains, as its states cannot be kept for every node of a tree"
+    )
     if section.drafter in ("lookahead", "early_exit"):
         raise ValueError(
             f"decode.drafter: {section.drafter} given, head, draft_model, prompt_lookup or suffix is allowed: {why}; "

@@ -163,11 +163,11 @@ class Passes:
         self, tokens: Int[Tensor, "rows count"], cache: KVCache, logits_at: list[int] | None, is_sure: bool
     ) -> TargetOutput:
         """A causal pass from each row's last good states on. The cache's lengths are afterwards as before."""
-        states, slots, rows = cache.states, cache.target, tokens.shape[0]
+        states, slots = cache.states, cache.target
         assert isinstance(states, LayerStates)
         lengths = list(slots.lengths)
         slots.set_lengths([length - len(states.window(row)) for row, length in enumerate(lengths)])
-        states.load(cache.layers, rows, is_sure)
+        states.load(cache.layers, len(lengths) if max(lengths) else 0, is_sure)
         positions = mask = None
         if max(lengths):
             block = causal_block(tokens.shape[1], self.device)
