@@ -1,6 +1,7 @@
 """The sizes of a target that a head must know, read from the target's config.json without loading the model."""
 
 import hashlib
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,21 @@ from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
 from headstart.heads.files import read_json_object
 from headstart.heads.target_origin import both_ends
+from headstart.recipes.target_sizes import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN_SIZE,
+    INTERMEDIATE_SIZE,
+    KEY_HEADS,
+    LAYER_TYPES,
+    LAYERS,
+    NORM_EPSILON,
+    POSITIONS,
+    SOFT_CAP,
+    VOCABULARY,
+    first,
+    text_section,
+)
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
@@ -67,6 +83,15 @@ def identity(file: Path) -> str:
     return f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
+SCALINGS = {  # rope types that heads and all engines compute alike, and the keys that they need
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}
+UNLIMITED = 131072  # max_positions of a target whose config.json has no limit, such as one with ALiBi
+PLAIN_HEAD_DIM = 128
+
+
 @dataclass(frozen=True)
 class Rope:
     """A rotary embedding: its base and, if config.json names one, its scaling."""
@@ -83,6 +108,22 @@ class Rope:
         kind = found.pop("rope_type", found.pop("type", "default"))
         return cls(theta=float(theta), kind=kind, scaling=found)
 
+    @classmethod
+    def of_layers_for(cls, text: dict[str, Any]) -> "Rope":
+        """The rotary embedding of a new head's layers, given the decoder's section of its target's config.json.
+
+        It has the base of the target's layers with full attention, and its scaling if that is linear, llama3 or yarn.
+        It turns all of head_dim by one position, as every engine computes a head, however the target turns its own.
+        """
+        found = text.get("rope_parameters") or {}
+        by_layer_type = {kind: part for kind, part in found.items() if isinstance(part, dict)}
+        if by_layer_type:
+            whole = next((part for kind, part in by_layer_type.items() if "sliding" not in kind), None)
+            text = {**text, "rope_parameters": whole or next(iter(by_layer_type.values()))}
+        rope = cls.from_config(text)
+        kept = {key: rope.scaling[key] for key in SCALINGS.get(rope.kind, ()) if rope.scaling.get(key) is not None}
+        return cls(rope.theta, rope.kind, kept) if "factor" in kept else cls(rope.theta)
+
     def to_config(self) -> dict[str, Any]:
         """Keys for config.json in both spellings, because engines differ in which they read."""
         scaled = {"rope_type": self.kind, **self.scaling}
@@ -95,7 +136,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class TargetConfig:
-    """The sizes of a target; `max_positions` is in tokens."""
+    """The sizes of a target and, where a head's layers may differ, of these; `max_positions` is in tokens."""
 
     model_type: str
     hidden_size: int
@@ -120,37 +161,52 @@ class TargetConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
-        """From the content of config.json; raises ValueError if it does not describe a decoder."""
-        text = config.get("text_config") or config
+        """From the content of config.json; raises ValueError if it does not describe a decoder.
 
-        def first(*names: str, default: Any = None) -> Any:
-            found = next((text[name] for name in names if text.get(name) is not None), default)
+        `num_heads`, `num_kv_heads`, `head_dim` and `rope` are those of the layers that a new head gets. They are the
+        target's, unless its layers are no model for a plain one: for latent attention (MLA), and for a target without
+        attention heads, they are heads of 128 with 8 of keys, or with the largest divisor of 8 that fits.
+        """
+        text = text_section(config)
+
+        def given(names: tuple[str, ...], default: Any = None) -> Any:
+            found = first(text, *names)
+            found = max(found) if isinstance(found, list) and found else found  # one number a layer
+            found = default if found is None else found
             if found is None:
                 kind = f"models of type {text.get('model_type')!r}"
                 raise ValueError(f"the target's config.json has none of {names}: {kind} are not supported")
             return found
 
-        def size(*names: str, default: int | None = None) -> int:
-            found = first(*names, default=default)
+        def size(names: tuple[str, ...], default: int | None = None) -> int:
+            found = given(names, default)
             if type(found) is not int or found < 1:
+                name = next((name for name in names if text.get(name) is not None), names[0])
                 needed = "a whole number of at least 1 is required: copy or download the target again"
-                raise ValueError(f"the target's config.json: {names[0]} is {found!r}; {needed}")
+                raise ValueError(f"the target's config.json: {name} is {found!r}; {needed}")
             return found
 
-        hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+        hidden = size(HIDDEN_SIZE)
+        if "kv_lora_rank" in text or first(text, *HEADS) is None:
+            head_dim = min(PLAIN_HEAD_DIM, hidden)
+            heads = hidden // head_dim
+            kv_heads = math.gcd(heads, 8)
+        else:
+            heads = size(HEADS)
+            kv_heads, head_dim = size(KEY_HEADS, heads), size(HEAD_DIM, hidden // heads)
         return cls(
             model_type=text.get("model_type", "unknown"),
             hidden_size=hidden,
-            intermediate_size=first("intermediate_size", "n_inner", default=4 * hidden),
-            num_layers=size("num_hidden_layers", "n_layer"),
+            intermediate_size=size(INTERMEDIATE_SIZE, 4 * hidden),
+            num_layers=size(LAYERS, len(first(text, *LAYER_TYPES) or ()) or None),
             num_heads=heads,
-            num_kv_heads=first("num_key_value_heads", default=heads),
-            head_dim=first("head_dim", default=hidden // heads),
-            vocab_size=size("vocab_size"),
-            max_positions=size("max_position_embeddings", "n_positions"),
-            norm_eps=first("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", default=1e-6),
-            rope=Rope.from_config(text),
-            final_logit_softcap=text.get("final_logit_softcapping"),
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=size(VOCABULARY),
+            max_positions=size(POSITIONS, UNLIMITED),
+            norm_eps=given(NORM_EPSILON, 1e-5),  # torch's own, of the layer norms for which config.json names none
+            rope=Rope.of_layers_for(text),
+            final_logit_softcap=first(text, *SOFT_CAP),
         )
 
     def default_taps(self) -> tuple[int, ...]:

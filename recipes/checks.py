@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 from headstart.recipes.fields import recipe_sections
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, Recipe
+from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 RecipeMistake = tuple[str, str]
 Values = dict[str, Any]
@@ -171,15 +172,15 @@ def target_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
 
 def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     """Yield every size that does not fit a target with this config.json."""
-    sizes = dict_or_empty(config.get("text_config")) or config  # multimodal models keep the decoder's sizes there
+    sizes = text_section(config)
     head, data, decode = recipe["head"], recipe["data"], recipe["decode"]
-    if is_count(layers := first(sizes, "num_hidden_layers", "n_layer")):
+    if is_count(layers := first(sizes, *LAYERS)):
         yield from layer_mistakes(layers, head, decode)
-    if is_count(vocab_size := sizes.get("vocab_size")):
+    if is_count(vocab_size := first(sizes, *VOCABULARY)):
         yield from vocabulary_mistakes(vocab_size, head, decode)
-    if is_count(positions := first(sizes, "max_position_embeddings", "n_positions")):
+    if is_count(positions := first(sizes, *POSITIONS)):
         yield from length_mistakes(positions, data, decode)
-    num_heads, num_kv_heads = first(sizes, "num_attention_heads", "n_head"), head.get("num_kv_heads")
+    num_heads, num_kv_heads = first(sizes, *HEADS), head.get("num_kv_heads")
     own_heads = head.get("num_heads") is not None
     if not own_heads and is_count(num_heads) and is_count(num_kv_heads) and num_heads % num_kv_heads:
         allowed = f"a divisor of the target's {num_heads} attention heads is allowed"
@@ -232,11 +233,6 @@ def refuse_original_target(recipe: Recipe) -> None:
         why = f"a head trained with joint.mode {recipe.joint.mode} is for the tuned target"
         advice = f"give target.path={recipe.tuned_target_dir}"
         raise ValueError(f"target.path: {recipe.target.path} given, but {why}; {advice}")
-
-
-def first(sizes: Values, *names: str) -> Any:
-    """The first of these keys that is given."""
-    return next((sizes[name] for name in names if sizes.get(name) is not None), None)
 
 
 def is_count(value: object) -> TypeGuard[int]:

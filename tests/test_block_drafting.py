@@ -15,6 +15,7 @@ from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks, Reach
 from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.cache import Move
@@ -197,11 +198,13 @@ def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> N
     assert any(each.stats.acceptance_length > 1 for each in drafted)
 
 
-def test_a_head_for_a_rotary_embedding_that_it_cannot_have_is_refused_by_name() -> None:
+def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
     """gpt-oss turns by YaRN; a block head takes its target's rotary embedding, as an EAGLE head does."""
-    frozen = TargetModel(FAMILIES["gpt_oss"](), ()).frozen
-    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3 are allowed; choose another"):
-        varied_head(frozen)
+    target = TargetModel(FAMILIES["gpt_oss"](), ())
+    head = varied_head(target.frozen)
+    assert head.target.rope.kind == "yarn"
+    wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
+    assert torch.equal(head.rotary, wanted)
 
 
 @pytest.mark.parametrize("growth", [Fixed.chain(3), Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))], ids=["chain", "tree"])

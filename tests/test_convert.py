@@ -233,7 +233,7 @@ def test_everything_that_headstart_cannot_represent_is_refused_at_once(
         "hidden_act": "gelu",
         "num_hidden_layers": 2,
         "layer_types": ["sliding_attention"],
-        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4},
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "parallel_draft_step": 4},
     }
     edit_config(folder, lambda config: config.update(wrong))
@@ -243,7 +243,7 @@ def test_everything_that_headstart_cannot_represent_is_refused_at_once(
         "hidden_act 'gelu': only 'silu' is allowed",
         "num_hidden_layers 2: only 1 is allowed",
         "layer_types with sliding_attention",
-        "rope_type 'yarn'",
+        "rope_type 'longrope'",
         "[1, 3, 6] and eagle_config's [1, 3, 6] name different hidden states",
         "parallel_draft_step 4",
     ):

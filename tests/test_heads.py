@@ -385,6 +385,10 @@ def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
                 "original_max_position_embeddings": 64,
             },
         ),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64}),
+        ("yarn", {"factor": 32.0, "original_max_position_embeddings": 8, "beta_fast": 16.0, "truncate": False}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7}),
     ],
 )
 def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float]) -> None:
@@ -396,8 +400,8 @@ def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float])
 
 
 def test_an_unknown_rope_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rope_type 'yarn'.*only default, linear, llama3 are allowed"):
-        rotary_table(Rope(kind="yarn"), 8, 16)
+    with pytest.raises(ValueError, match=r"rope_type 'longrope'.*only default, linear, llama3, yarn are allowed"):
+        rotary_table(Rope(kind="longrope"), 8, 16)
 
 
 def test_offsets_of_a_draft_vocabulary_round_trip() -> None:
