@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+from matrix import keep_each_value
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -14,3 +15,8 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not config.getoption("numprocesses", None):
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    keep_each_value(items)
