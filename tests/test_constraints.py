@@ -114,6 +114,7 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
     return generate_batch(target, ruled, None, 4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "name", ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
 )
