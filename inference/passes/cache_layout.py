@@ -25,7 +25,7 @@ SLOTS_AND_STATES = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlid
 NOTHING = "DummyLayer"  # a layer without attention, or one that reads another's keys; newer transformers have the class
 
 
-class SlotAndStateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[misc]  # as transformers' own are
+class SlotAndStateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]  # as transformers' own
     """A layer with attention and a state: keys and values in slots, the state as transformers keeps it."""
 
     is_compileable = False

@@ -5,12 +5,15 @@ A forward that depends on more than tokens, positions and mask would otherwise w
 
 import hashlib
 from collections.abc import Callable
-from typing import Literal
+from contextlib import suppress
+from typing import Literal, cast
 
 import torch
 import transformers
 from torch import Tensor
 
+from headstart.common.files import write_text
+from headstart.common.process import user_cache
 from headstart.inference.core.tree import Tree
 from headstart.inference.passes.cache_layout import cache_layout
 from headstart.inference.passes.forward import Passes
@@ -21,6 +24,7 @@ ROUNDING = {torch.float32: 0.01, torch.float64: 0.01}
 ROUNDING_IN_HALF = 0.25
 Way = Literal["trees", "chains", "own cache"]
 FOUND: dict[str, Way] = {}  # by what decides it, so that a process tries each kind of model once
+SLOW = 5 * 10**8  # weights; what was found for a larger model is kept for later processes
 
 
 @torch.inference_mode()
@@ -32,14 +36,13 @@ def choose_way(target: Passes) -> None:
     layout = cache_layout(target.model, target.config.num_layers)
     known: list[Way] = [] if layout.empty is None else ["chains"] if layout.has_states else ["trees", "chains"]
     identity, failures = identity_of(target), list[str]()
-    ways: list[Way] = [FOUND[identity]] if identity in FOUND else [*known, "own cache"]
+    found = known_way(identity)
+    ways: list[Way] = [*known, "own cache"] if found is None else [found]
     for way in ways:
         target.drafts, target.layout = way, layout if way != "own cache" else layout.without_slots()
-        if identity in FOUND:
-            return
-        failure = difference(target, PASSES[way])
+        failure = None if way == found else difference(target, PASSES[way])
         if failure is None:
-            FOUND[identity] = way
+            keep_way(identity, way, target)
             return
         failures.append(f"{way}: {failure}")
     raise ValueError(
@@ -54,6 +57,25 @@ def identity_of(target: Passes) -> str:
     model = target.model
     facts = type(model), model.config.to_json_string(), model.config._attn_implementation, target.dtype, target.device
     return hashlib.sha256(f"{facts} {transformers.__version__}".encode()).hexdigest()
+
+
+def known_way(identity: str) -> Way | None:
+    """The way that this process, or an earlier one, has found for a kind of model."""
+    if identity not in FOUND and not torch.distributed.is_initialized():  # ranks must agree on whether they try
+        with suppress(OSError, RuntimeError):  # there may be no file, or no home folder
+            way = (user_cache("checked_targets") / identity).read_text()
+            if way in PASSES:
+                FOUND[identity] = cast(Way, way)
+    return FOUND.get(identity)
+
+
+def keep_way(identity: str, way: Way, target: Passes) -> None:
+    """Keep a way for this process; for later ones too, if the model is large and its code is that of transformers."""
+    is_slow = sum(parameter.numel() for parameter in target.model.parameters()) > SLOW
+    if identity not in FOUND and is_slow and type(target.model).__module__.startswith("transformers."):
+        with suppress(OSError, RuntimeError):
+            write_text(user_cache("checked_targets") / identity, way)
+    FOUND[identity] = way
 
 
 def difference(target: Passes, passes: Callable[[Passes, Tensor], list[tuple[str, Tensor, range]]]) -> str | None:
