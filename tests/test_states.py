@@ -34,7 +34,7 @@ def stateful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     if request.param == "own cache":
         own_cache(monkeypatch)
     target = TargetModel(make_family("qwen3_next" if request.param == "own cache" else request.param), ())
-    assert target.drafts == ("own cache" if request.param == "own cache" else "chains")
+    assert target.way == ("own cache" if request.param == "own cache" else "chains")
     return target
 
 
@@ -69,7 +69,7 @@ def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any
 def test_layers_of_several_shapes_verify_trees(name: str) -> None:
     """Keys wider than values, and chunked attention, whose chunk the texts are longer than."""
     target = TargetModel(make_family(name), ())
-    assert target.drafts == "trees"
+    assert target.grows_trees
     asked = requests()
     wanted = texts(target, asked)
     assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]

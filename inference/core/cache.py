@@ -326,7 +326,7 @@ class KVCache(Cache):
     ) -> None:
         """`layers` makes the layers that the model sees; by default, each has its slots and nothing else."""
         self.target, self.head, self.states, self.make_layers = target, head, states, layers
-        slots = [SlotLayer(self, layer) for layer in range(len(target.layers))]
+        slots: list[Any] = [SlotLayer(self, layer) for layer in range(len(target.layers))]
         super().__init__(layers=slots if layers is None else layers(self))
 
     @classmethod
@@ -398,8 +398,9 @@ class KVCache(Cache):
         moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
-        for source, goal in moves if self.states is not None else []:
-            self.states.move(source, goal)
+        if self.states is not None:
+            for source, goal in moves:
+                self.states.move(source, goal)
         return moves
 
     def move(self, source: int, goal: int, held: int) -> None:

@@ -60,8 +60,13 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
 
     Raises ValueError for a drafter whose drafts are trees by nature, or run on the target's own slots.
     """
-    if target.drafts == "trees":
+    if target.grows_trees:
         return section
+    if not target.drafts:
+        raise ValueError(
+            f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: its "
+            f"passes over several tokens do not go on from its states; decode without a drafter"
+        )
     why = (
         f"a {target.config.model_type!r} target verifies chains, as its states cannot be kept for every node of a tree"
     )

@@ -201,7 +201,7 @@ class Bench:
         rows = self.rows[sampling]
         tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
         parents = torch.arange(nodes, device=device).expand(self.batch, -1) - 1
-        if self.target.drafts == "trees":
+        if self.target.grows_trees:
             parents = parents.clamp(max=0)
         tree = Tree(tokens, parents)
         if self.step is None:

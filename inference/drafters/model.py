@@ -74,7 +74,7 @@ class ModelDrafter(HeadDrafter):
                 f"decode.draft_model: {model.dtype} on {model.device} given, the target's {target.dtype} on "
                 f"{target.device} is allowed, as both share one KV cache"
             )
-        if model.drafts != "trees":
+        if not model.grows_trees:
             raise ValueError(
                 f"decode.draft_model: a {model.config.model_type!r} model given, one whose cache can be cut back after "
                 f"a rejected draft is allowed; choose another draft model"

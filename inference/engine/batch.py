@@ -46,7 +46,7 @@ class Batch:
         """The last three are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
-        self.is_static = target.may_capture if static is None else static and target.drafts == "trees"
+        self.is_static = target.may_capture if static is None else static and target.grows_trees
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
         if target.layout.has_states:
             self.nodes += WINDOW  # a row with a shorter window than another's is filled up

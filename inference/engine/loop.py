@@ -130,6 +130,8 @@ class DecodeLoop:
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
+        if not target.drafts:  # after its states it reads token by token, so a prompt is read in one pass
+            prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory)
         self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.

@@ -73,7 +73,7 @@ class PromptReader:
         finds_prefixes = batch.prefixes is not None and not scores[-1]
         if finds_prefixes and len(last) > end and any(other[:end] == last[:end] for other in others):
             return False
-        if (self.target.drafts != "trees" or any(known) or any(scores)) and not self.target.packs:
+        if (not self.target.grows_trees or any(known) or any(scores)) and not self.target.packs:
             return False
         return batch.fits(requests)
 

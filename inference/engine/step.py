@@ -128,7 +128,7 @@ class DecodeStep:
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, batch.cache)
-            if self.target.drafts != "trees":
+            if not self.target.grows_trees:
                 tree = first_path(tree)
             output = self.target.forward_tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)

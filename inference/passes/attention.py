@@ -191,6 +191,12 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
         model.set_attn_implementation(GROUPED)
 
 
+def keep_own_attention(model: PreTrainedModel) -> None:
+    """Undo `use_grouped_attention`."""
+    if model.config._attn_implementation == GROUPED:
+        model.set_attn_implementation(SDPA)
+
+
 @contextmanager
 def own_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the model runs as transformers loaded it, as a baseline must."""

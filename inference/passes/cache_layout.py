@@ -85,7 +85,7 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         found = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
         return own  # whether it decodes at all is seen when its passes are checked
-    if found is not cache or not all(map(is_known, empty)):
+    if found is not cache or not all(map(is_known, empty)) or windows_by_slot(model):
         return own
     shapes, devices = [], []
     for layer in cache.layers:
@@ -99,6 +99,12 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         tensors = [*known, *(state for state in states if isinstance(state, torch.Tensor))]
         devices.append(tensors[0].device if tensors else model.device)
     return CacheLayout(tuple(shapes), devices, tuple(empty))
+
+
+def windows_by_slot(model: PreTrainedModel) -> bool:
+    """Whether a model's own masks give tokens a window by the slots of their keys, as GPT-Neo's, not by our mask."""
+    squares = [mask for mask in model.buffers() if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[2] > 1]
+    return any(not mask.equal(torch.ones_like(mask).tril()) for mask in squares if mask.shape[2] == mask.shape[3])
 
 
 def is_known(layer: Any) -> bool:

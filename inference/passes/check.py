@@ -4,9 +4,8 @@ A forward that depends on more than tokens, positions and mask would otherwise w
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Literal, cast
 
 import torch
 import transformers
@@ -15,14 +14,16 @@ from torch import Tensor
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.inference.core.tree import Tree
+from headstart.inference.passes.attention import keep_own_attention, own_attention_of
 from headstart.inference.passes.cache_layout import cache_layout
-from headstart.inference.passes.forward import Passes
+from headstart.inference.passes.forward import Passes, Way
 
 COUNT, FIRST, SECOND = 12, 5, 8  # tokens of the trial; those of the prompt's first part, and of both parts
 # Difference of logits, relative to them, that is still rounding. In half precision, experts are chosen differently.
 ROUNDING = {torch.float32: 0.01, torch.float64: 0.01}
 ROUNDING_IN_HALF = 0.25
-Way = Literal["trees", "chains", "own cache"]
+Pass = tuple[str, Tensor, range]  # what it reads, the logits of one row [nodes, vocab], and their places in the text
+ROWS = ("of one row", "of a shorter row beside it")
 FOUND: dict[str, Way] = {}  # by what decides it, so that a process tries each kind of model once
 SLOW = 5 * 10**8  # weights; what was found for a larger model is kept for later processes
 
@@ -34,12 +35,15 @@ def choose_way(target: Passes) -> None:
     Raises ValueError, naming the family and the differences, if none does.
     """
     layout = cache_layout(target.model, target.config.num_layers)
-    known: list[Way] = [] if layout.empty is None else ["chains"] if layout.has_states else ["trees", "chains"]
+    known: list[Way] = [] if layout.empty is None else ["chains", "plain"] if layout.has_states else ["trees", "chains"]
     identity, failures = identity_of(target), list[str]()
     found = known_way(identity)
-    ways: list[Way] = [*known, "own cache"] if found is None else [found]
+    ways: list[Way] = [*known, "own cache", "own cache, plain"] if found is None else [found]
     for way in ways:
-        target.drafts, target.layout = way, layout if way != "own cache" else layout.without_slots()
+        is_own = way.startswith("own cache")
+        target.way, target.layout = way, layout.without_slots() if is_own else layout
+        if is_own or layout.has_indexers:  # models of these kinds ask for their attention by name
+            keep_own_attention(target.model)
         failure = None if way == found else difference(target, PASSES[way])
         if failure is None:
             keep_way(identity, way, target)
@@ -65,7 +69,7 @@ def known_way(identity: str) -> Way | None:
         with suppress(OSError, RuntimeError):  # there may be no file, or no home folder
             way = (user_cache("checked_targets") / identity).read_text()
             if way in PASSES:
-                FOUND[identity] = cast(Way, way)
+                FOUND[identity] = way
     return FOUND.get(identity)
 
 
@@ -78,14 +82,15 @@ def keep_way(identity: str, way: Way, target: Passes) -> None:
     FOUND[identity] = way
 
 
-def difference(target: Passes, passes: Callable[[Passes, Tensor], list[tuple[str, Tensor, range]]]) -> str | None:
+def difference(target: Passes, passes: Callable[[Passes, Tensor], Iterator[Pass]]) -> str | None:
     """The first of these passes whose logits differ from the module's own forward, and by how much; None if none."""
     size = target.config.vocab_size
     tokens = (torch.arange(COUNT, device=target.device).unsqueeze(0) * 7 + 5) % size
     try:
-        wanted = target.forward(tokens).logits[0].float()
+        with own_attention_of(target.model):
+            wanted = target.forward(tokens).logits[0].float()
         for name, logits, places in passes(target, tokens):
-            found, own = logits[0].float(), wanted[places.start : places.stop]
+            found, own = logits.float(), wanted[places.start : places.stop]
             if found.shape != own.shape:
                 return f"{name} gives logits of shape {tuple(found.shape)} where {tuple(own.shape)} are due"
             apart = float((found - own).norm() / own.norm().clamp(min=1e-6))
@@ -99,57 +104,82 @@ def difference(target: Passes, passes: Callable[[Passes, Tensor], list[tuple[str
     return None
 
 
-def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> list[tuple[str, Tensor, range]]:
-    """A prompt in two parts, then a tree or a chain, in slots."""
-    cache = target.new_cache(COUNT + 4)
-    cache.set_lengths([0])
-    first = target.forward(tokens[:, :FIRST], cache=cache).logits
-    cache.set_lengths([FIRST])
-    second = target.forward_tree(chain_of(tokens[:, FIRST:SECOND]), cache).logits
-    cache.set_lengths([SECOND])
-    whole = chain_of(tokens[:, SECOND:])
-    nodes = slice(None)
+def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> Iterator[Pass]:
+    """A prompt in two parts, then trees or chains of two rows, one of which holds the first part alone."""
+    cache = target.new_cache(COUNT + 4, batch=2)
+    row = cache.row(0)
+    row.set_lengths([0])
+    yield "the first part of a prompt", target.forward(tokens[:, :FIRST], cache=row).logits[0], range(FIRST)
+    cache.target.move(0, 1, FIRST)
+    row.set_lengths([FIRST])
+    logits = target.forward_tree(chain_of(tokens[:, FIRST:SECOND]), row).logits[0]
+    yield "the second part of a prompt", logits, range(FIRST, SECOND)
+    cache.set_lengths([SECOND, FIRST])
+    whole = both_rows(tokens)
+    right = slice(None)
     if tree:  # a wrong token before each right one but the root
-        wrong = (tokens[:, SECOND + 1 :] + 1) % int(tokens.max() + 1)
-        together = torch.stack([wrong, tokens[:, SECOND + 1 :]], dim=2).flatten(1)
-        above = torch.arange(COUNT - SECOND - 1, device=tokens.device).repeat_interleave(2) * 2
-        whole = Tree(
-            torch.cat([tokens[:, SECOND : SECOND + 1], together], dim=1), torch.cat([above[:1] - 1, above])[None]
-        )
-        nodes = slice(None, None, 2)
-    last = target.forward_tree(whole, cache).logits[:, nodes]
-    return [
-        ("the first part of a prompt", first, range(FIRST)),
-        ("the second part of a prompt", second, range(FIRST, SECOND)),
-        ("a tree" if tree else "a chain", last, range(SECOND, COUNT)),
-    ]
+        wrong = (whole[:, 1:] + 1) % target.config.vocab_size
+        together = torch.stack([wrong, whole[:, 1:]], dim=2).flatten(1)
+        above = torch.arange(whole.shape[1] - 1, device=tokens.device).repeat_interleave(2) * 2
+        parents = torch.cat([above[:1] - 1, above]).expand(2, -1)
+        drafts = Tree(torch.cat([whole[:, :1], together], dim=1), parents)
+        right = slice(None, None, 2)
+    else:
+        drafts = chain_of(whole)
+    logits = target.forward_tree(drafts, cache).logits[:, right]
+    for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
+        yield f"{'a tree' if tree else 'a chain'} {name}", found, range(start, start + whole.shape[1])
 
 
-def state_passes(target: Passes, tokens: Tensor) -> list[tuple[str, Tensor, range]]:
-    """A prompt in two parts, a chain whose drafts are wrong, and a chain after its root, which is read again."""
-    cache, found = target.new_cache(COUNT + 4), []
-    for start, end, name in ((0, FIRST, "the first part of a prompt"), (FIRST, SECOND, "the second part of a prompt")):
-        logits = target.read_on(tokens[:, start:end], cache.row(0), start, None).logits
-        found.append((name, logits, range(start, end)))
-    cache.set_lengths([SECOND])
-    root, rest = tokens[:, SECOND : SECOND + 1], tokens[:, SECOND + 1 :]
-    logits = target.forward_tree(chain_of(torch.cat([root, root.expand(1, 2)], dim=1)), cache).logits
-    found.append(("a rejected chain", logits[:, :1], range(SECOND, SECOND + 1)))
-    cache.keep([[0]], [root[0].tolist()])
-    logits = target.forward_tree(chain_of(rest), cache).logits
-    return [*found, ("a chain after a rejected one", logits, range(SECOND + 1, COUNT))]
+def state_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
+    """A prompt in two parts, chains of two rows whose drafts are wrong, and chains after their roots, which are read
+    again. One row holds the first part alone."""
+    cache = target.new_cache(COUNT + 4, batch=2)
+    for row in range(2):
+        logits = target.read_on(tokens[:, :FIRST], cache.row(row), 0, None).logits[0]
+        yield "the first part of a prompt", logits, range(FIRST)
+    logits = target.read_on(tokens[:, FIRST:SECOND], cache.row(0), FIRST, None).logits[0]
+    yield "the second part of a prompt", logits, range(FIRST, SECOND)
+    cache.set_lengths([SECOND, FIRST])
+    whole = both_rows(tokens)
+    target.forward_tree(chain_of(whole[:, :1].expand(2, 3)), cache)
+    cache.keep([[0], [0]], whole[:, :1].tolist())
+    logits = target.forward_tree(chain_of(whole[:, 1:]), cache).logits
+    for name, found, start in zip(ROWS, logits, (SECOND + 1, FIRST + 1), strict=True):
+        yield f"a chain after a rejected one {name}", found, range(start, start + whole.shape[1] - 1)
+
+
+def plain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
+    """Two prompts of unequal length, each in one pass, and then token by token."""
+    cache = target.new_cache(COUNT + 4, batch=2)
+    for row, end in enumerate((SECOND, FIRST)):
+        yield "a prompt", target.read_on(tokens[:, :end], cache.row(row), 0, None).logits[0], range(end)
+    cache.set_lengths([SECOND, FIRST])
+    for step, token in enumerate(both_rows(tokens).T[:2]):
+        logits = target.forward_tree(Tree.root_only(token[:, None]), cache).logits
+        cache.keep([[0], [0]], token[:, None].tolist())
+        for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
+            yield f"a step {name}", found, range(start + step, start + step + 1)
+
+
+def both_rows(tokens: Tensor) -> Tensor:
+    """Equally many tokens after both parts of the prompt, and after the first part."""
+    count = COUNT - SECOND
+    return torch.cat([tokens[:, SECOND:], tokens[:, FIRST : FIRST + count]])
 
 
 def chain_of(tokens: Tensor) -> Tree:
-    return Tree(tokens, torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0) - 1)
+    return Tree(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) - 1)
 
 
-def passes_of_chains(target: Passes, tokens: Tensor) -> list[tuple[str, Tensor, range]]:
+def chain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
     return state_passes(target, tokens) if target.layout.has_states else slot_passes(target, tokens, tree=False)
 
 
-PASSES: dict[Way, Callable[[Passes, Tensor], list[tuple[str, Tensor, range]]]] = {
+PASSES: dict[Way, Callable[[Passes, Tensor], Iterator[Pass]]] = {
     "trees": lambda target, tokens: slot_passes(target, tokens, tree=True),
-    "chains": passes_of_chains,
+    "chains": chain_passes,
+    "plain": plain_passes,
     "own cache": state_passes,
+    "own cache, plain": plain_passes,
 }

@@ -21,6 +21,9 @@ from headstart.inference.passes.cache_layout import CacheLayout
 from headstart.inference.passes.chains import after_windows
 from headstart.inference.passes.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 
+# Which drafts a target verifies. With a cache of its own, rows run one after the other; `plain` takes no drafts, as its
+# passes over several tokens do not go on from its states.
+Way = Literal["trees", "chains", "plain", "own cache", "own cache, plain"]
 SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Any]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
@@ -38,8 +41,12 @@ class TargetOutput:
     @classmethod
     def of_rows(cls, rows: "list[TargetOutput]") -> "TargetOutput":
         """The outputs of several rows as one, filled up on the right."""
-        fields = zip(*((row.logits, row.taps, row.last_hidden) for row in rows), strict=True)
+        fields = zip(*map(fields_of, rows), strict=True)
         return cls(*(pad_sequence([part[0] for part in parts], batch_first=True) for parts in fields))
+
+
+def fields_of(output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
+    return output.logits, output.taps, output.last_hidden
 
 
 class Passes:
@@ -55,9 +62,18 @@ class Passes:
     cache_name: str  # the argument of the model's forward that takes its cache
     selects_logits: bool  # whether the model can compute some logits alone
     layout: CacheLayout
-    # What drafts may be. A target with a cache of its own also verifies chains, but one row after the other.
-    drafts: Literal["trees", "chains", "own cache"]
+    way: Way  # how it decodes
     _seen: dict[int, Tensor]  # hidden states that the hooks have left
+
+    @property
+    def grows_trees(self) -> bool:
+        """Whether it verifies trees of draft tokens, and not only chains."""
+        return self.way == "trees"
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it verifies draft tokens at all."""
+        return "plain" not in self.way
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
@@ -110,16 +126,17 @@ class Passes:
         given["logits_to_keep"] = logits_at if self.selects_logits else None
         given = {name: value for name, value in given.items() if value is not None}
         output = self.model(input_ids=tokens, use_cache=use_cache or cache is not None, **given)
-        taps, last_hidden = self._take_seen()
+        taps, last_hidden = self._take_seen(tokens)
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         logits = output.logits.to(self.device)
         if logits_at is not None and not self.selects_logits:
             logits = logits[:, logits_at]
         return TargetOutput(logits, tapped, last_hidden), output.get(self.cache_name)
 
-    def _take_seen(self) -> tuple[list[Tensor], Tensor]:
+    def _take_seen(self, tokens: Int[Tensor, "batch seq"]) -> tuple[list[Tensor], Tensor]:
         # With target.split layers they are on several devices.
-        seen = {tap: self._seen[tap].to(self.device) for tap in (*self.taps, self.config.num_layers)}
+        taps = (*self.taps, self.config.num_layers)
+        seen = {tap: one_stream(self._seen[tap], tokens).to(self.device) for tap in taps}
         self._seen.clear()
         return [seen[tap] for tap in self.taps], seen[self.config.num_layers]
 
@@ -183,6 +200,10 @@ class Passes:
         """Read more of a text into a row that holds its first `before` tokens, and move the row's states to its end."""
         states = row.states
         assert states is not None
+        if before and not self.drafts and tokens.shape[1] > 1:
+            single = [self.read_on(token, row, before + place, None) for place, token in enumerate(tokens.split(1, 1))]
+            logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
+            return TargetOutput(logits if logits_at is None else logits[:, logits_at], *others)
         if not before:
             states.write(0, None)
         if isinstance(states, OwnCaches):
@@ -202,8 +223,8 @@ class Passes:
         at powers of two, by passes in which rows with shorter windows take part for the shape alone.
         """
         states, rows = cache.states, len(cache.target.lengths)
-        if states is None:
-            return drafts
+        if states is None or not self.drafts:
+            return drafts and self.drafts
         lengths = {len(states.window(row)) for row in range(rows)}
         longest = max(lengths, default=0)
         if isinstance(states, OwnCaches) or len(lengths) <= 1:
@@ -257,7 +278,7 @@ class Passes:
     @cached_property
     def packs(self) -> bool:
         """Whether parts may lie side by side in one pass of this model: it is tried on a few tokens."""
-        if self.drafts != "trees" or self.layout.has_indexers or self.model.config._attn_implementation != GROUPED:
+        if not self.grows_trees or self.layout.has_indexers or self.model.config._attn_implementation != GROUPED:
             return False
         cache, parts = self.new_cache(3, batch=2), []
         for row, count in enumerate((3, 2)):
@@ -282,6 +303,13 @@ class Passes:
         if self.model.config._attn_implementation == GROUPED:
             made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
         return made
+
+
+def one_stream(states: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
+    """The hidden states of a layer; the mean of a model's residual streams, if it has several."""
+    if states.ndim == 3:
+        return states
+    return states.mean(2 if states.shape[:2] == tokens.shape else 0)
 
 
 def one_or_all(masks: dict[str, Tensor]) -> Masks:

@@ -73,6 +73,9 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         for module in part.modules():
             if isinstance(module, nn.ModuleList) and len(module) == num_layers:
                 return module
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    if lists:  # of a model that runs its layers more than once
+        return max(lists, key=len)
     raise ValueError(
         f"target.path: a {type(model).__name__} given, which has no list of {num_layers} decoder layers; choose a "
         f"causal language model of transformers"

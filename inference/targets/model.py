@@ -170,7 +170,7 @@ class TargetModel(Passes):
     @property
     def may_capture(self) -> bool:
         """Whether decoding captures its steps as CUDA graphs, by default."""
-        able = self.device.type == "cuda" and self.drafts == "trees"
+        able = self.device.type == "cuda" and self.grows_trees
         return able and self.ranks.may_capture and not self.is_spread
 
     @property
@@ -195,7 +195,7 @@ class TargetModel(Passes):
         """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
         are enabled."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
-        return self._take_seen()
+        return self._take_seen(tokens)
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
         """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
