@@ -3,10 +3,12 @@
     python benchmarks/target_families.py             # all of them: half an hour on two cores
     python benchmarks/target_families.py qwen3_next mamba
     python benchmarks/target_families.py --list differs
+    python benchmarks/target_families.py --write    # the last run as docs/targets.md and as the packaged table
 
 A tiny random model of each causal and image-text-to-text type (`tiny_targets.py`) gets prompts of 9, 40 and 23 tokens
 in float32, and a drafter that is partly right. Greedy text must equal transformers' `generate`; text at T = 1 must
-equal our own plain decoding; and each row of a batch must get the text that it gets alone. Outcomes:
+equal our own plain decoding; and each row of a batch must get the text that it gets alone. Heads can be trained for a
+type whose logits are its lm_head over its final norm, as their loss recomputes them. Outcomes:
 
 trees, chains, own cache   lossless, with this kind of drafts; plain: without any
 refused                    TargetModel or the loop says why not
@@ -28,25 +30,30 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from target_page import STATES, UNKNOWN_CACHE, write_table
 from tiny_targets import TYPES, VOCAB, WORDS, make_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.common.progress import Progress
+from headstart.data_pipelines.harvest import LOGITS_TOLERANCE
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import GREEDY, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.passes.check import FOUND, choose_way
 from headstart.inference.report.compare import divergence
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.target_sizes import text_section
 
 LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
@@ -108,7 +115,9 @@ def check(name: str) -> dict[str, Any]:
         return {**found, "outcome": f"not built: {in_short(error)}"}
     try:
         target = TargetModel(model, taps=())
+        found |= {"way": target.way, "why": why_not_trees(target)}
         differences = list(differing(target, prompts, texts, target.grows_trees, found))
+        found["harvest"] = harvests(target, prompts[1])
     except Exception as error:
         is_ours = isinstance(error, ValueError) and "site-packages" not in last_line(error).filename
         return {**found, "outcome": f"{'refused' if is_ours else 'crash'}: {in_short(error)}"}
@@ -117,6 +126,31 @@ def check(name: str) -> dict[str, Any]:
     what, margin = max(differences, key=lambda each: each[1])
     lead = "near-tie" if margin < TIE else "differs"
     return {**found, "outcome": f"{lead}: {what}, margin {margin:.2g}; {len(differences)} texts in all"}
+
+
+def why_not_trees(target: TargetModel) -> str | None:
+    """Why a target does not verify trees, in its own terms; None if it does."""
+    FOUND.clear()
+    failures = choose_way(target)
+    if target.way == "trees" or any(failure.startswith("trees: ") for failure in failures):
+        return "; ".join(failures) or None
+    has_layers = target.layout.empty is not None or any(failure.startswith("chains: ") for failure in failures)
+    return "; ".join([STATES if has_layers else UNKNOWN_CACHE, *failures])
+
+
+def harvests(target: TargetModel, prompt: list[int]) -> str:
+    """Whether heads can be trained for a target: yes, on text alone, or why not."""
+    try:
+        tapped = TargetModel(target.model, target.config.default_taps())
+        output = tapped.forward(torch.tensor([prompt]), last_only=True)
+        own, rebuilt = output.logits[0, -1], tapped.frozen.logits(output.last_hidden[0, -1])
+    except Exception as error:
+        return f"no: {in_short(error)}"
+    apart = float((own - rebuilt).abs().max() / own.abs().max())
+    if not apart <= LOGITS_TOLERANCE:
+        return f"no: its logits differ from its lm_head over its final norm by {apart:.1%}"
+    config = target.model.config.to_dict()
+    return "yes" if text_section(config) is config else "on text alone"
 
 
 def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
@@ -177,7 +211,7 @@ def differing(
 def in_short(error: BaseException) -> str:
     """Its message in one line, with the place where it was raised."""
     place = last_line(error)
-    return f"{' '.join(str(error).split())[:400]} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
+    return f"{' '.join(str(error).split())[:1000]} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
 
 
 def last_line(error: BaseException) -> traceback.FrameSummary:
@@ -243,11 +277,16 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="TYPE", help="the types to check; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
     parser.add_argument("--list", metavar="OUTCOME", help="list the last run's types with this outcome")
+    parser.add_argument("--write", action="store_true", help="write docs/targets.md and the packaged table of it")
     options = parser.parse_args()
     if unknown := {*options.names} - {*TYPES}:
         parser.error(f"transformers {transformers.__version__} registers no {', '.join(sorted(unknown))}")
     whole = FOLDER / f"target_families_{transformers.__version__}.jsonl"
     unfinished = whole.with_suffix(".partial")
+    if options.write:
+        results = whole if whole.exists() else unfinished
+        write_table(read(results), TYPES, transformers.__version__, date.fromtimestamp(results.stat().st_mtime))
+        return
     if options.list:
         found = [each for each in read(whole if whole.exists() else unfinished) if group(each) == options.list]
     elif options.names:

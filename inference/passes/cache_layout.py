@@ -89,9 +89,7 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         return own
     shapes, devices = [], []
     for layer in cache.layers:
-        parts = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
-        parts = [part if part is None or part.ndim == 4 else part.unsqueeze(1) for part in parts]
-        known = [part for part in parts if part is not None and part.numel()]
+        known = slots_of(layer)
         if known and len({(part.shape[0], part.shape[2]) for part in known}) > 1:
             return own
         shapes.append(tuple((part.shape[1], part.shape[3]) for part in known))
@@ -99,6 +97,13 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         tensors = [*known, *(state for state in states if isinstance(state, torch.Tensor))]
         devices.append(tensors[0].device if tensors else model.device)
     return CacheLayout(tuple(shapes), devices, tuple(empty))
+
+
+def slots_of(layer: Any) -> list[torch.Tensor]:
+    """What a cache's layer keeps of each token: [rows, heads, tokens, size] each."""
+    parts = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+    parts = [part if part is None or part.ndim == 4 else part.unsqueeze(1) for part in parts]
+    return [part for part in parts if part is not None and part.numel()]
 
 
 def windows_by_slot(model: PreTrainedModel) -> bool:

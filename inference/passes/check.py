@@ -29,8 +29,8 @@ SLOW = 5 * 10**8  # weights; what was found for a larger model is kept for later
 
 
 @torch.inference_mode()
-def choose_way(target: Passes) -> None:
-    """Set how the target decodes: the first way whose passes agree with its own forward.
+def choose_way(target: Passes) -> list[str]:
+    """Set how the target decodes: the first way whose passes agree with its own forward; returns why not the others.
 
     Raises ValueError, naming the family and the differences, if none does.
     """
@@ -47,7 +47,7 @@ def choose_way(target: Passes) -> None:
         failure = None if way == found else difference(target, PASSES[way])
         if failure is None:
             keep_way(identity, way, target)
-            return
+            return failures
         failures.append(f"{way}: {failure}")
     raise ValueError(
         f"target.path: a {target.config.model_type!r} model given, whose passes do not continue its own text: "
