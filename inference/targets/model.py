@@ -15,6 +15,7 @@ from transformers.cache_utils import Cache
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.cache import KVCache, Shape, Slots
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
@@ -194,8 +195,7 @@ class TargetModel:
     @cached_property
     def frozen(self) -> FrozenTarget:
         """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
-        tied = bool(self.model.config.get_text_config().tie_word_embeddings)
-        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied, self.device)
+        return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
 
     def new_cache(
         self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
