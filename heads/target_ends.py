@@ -103,19 +103,20 @@ def auto_class(config: Any) -> Any:
 
 
 def stored_names(twin: PreTrainedModel) -> Naming:
-    """A function from names in files to {name in the model: name in files}, as transformers loads them."""
+    """A function from names in files to {name in the model: name in files}, as transformers loads them; a tensor that
+    it would put together from several has none."""
     changes, prefix = get_model_conversion_mapping(twin), twin.base_model_prefix
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
     own: dict[str, Any] = dict.fromkeys(twin.state_dict(), True)
 
     def naming(names: Iterable[str]) -> dict[str, str]:
-        found = {}
+        found: dict[str, list[str]] = {}
         for name in names:
             if not re.search(r"\.\d+\.", name):  # not in a layer
                 renamed = rename_source_key(name, renamings, converters, prefix, own)[0]
-                found[name if name in own and renamed not in own else renamed] = name
-        return found
+                found.setdefault(name if name in own and renamed not in own else renamed, []).append(name)
+        return {name: parts[0] for name, parts in found.items() if len(parts) == 1}
 
     return naming
 

@@ -11,13 +11,13 @@ import torch
 from bad_inputs import Says, assert_refused, type_command
 from saved_tensors import SavedForBackward, storage_of
 from tiny_run import build_run, write_config
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.heads.checkpoint import draft_vocab, head_taps, new_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
@@ -57,15 +57,15 @@ def gpu_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe
 
 @pytest.fixture(autouse=True)
 def build_each_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TargetModel, "without_weights", lambda section: built(section.path, section.dtype))
+    def build(section: TargetSection) -> PreTrainedModel:
+        return built(section.path, section.dtype)
+
+    monkeypatch.setattr("headstart.trainers.ranks.memory.model_without_weights", build)
 
 
 @cache
-def built(path: str, dtype: str) -> TargetModel:
-    return WITHOUT_WEIGHTS(TargetSection.model_validate({"path": path, "dtype": dtype}))
-
-
-WITHOUT_WEIGHTS = TargetModel.without_weights
+def built(path: str, dtype: str) -> PreTrainedModel:
+    return model_without_weights(TargetSection.model_validate({"path": path, "dtype": dtype}))
 
 
 def check(recipe: Recipe, devices: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from headstart.heads.frozen import FrozenTarget
@@ -37,7 +37,12 @@ from headstart.inference.targets.fast_layers import (
     own_layers_of,
     pack_weights,
 )
-from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
+from headstart.inference.targets.loading import (
+    load_config,
+    load_weights,
+    no_bars_of_transformers,
+    pick_device,
+)
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.targets.tokenizer import load_tokenizer
@@ -139,20 +144,6 @@ class TargetModel:
         self.end_tokens = [*self.end_tokens, *new]
         names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
-
-    @classmethod
-    def without_weights(cls, section: TargetSection) -> "TargetModel":
-        """A target with shapes but no weights, on the meta device. Only config.json is read."""
-        folder = locate_target(section.path, section.revision, ["config.json"])
-        config = load_config(folder, section.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, section.dtype),
-                attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
-                trust_remote_code=section.trust_remote_code,
-            )
-        return cls(model, ())
 
     def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
         """Decode from packed weights on a CPU, if it gains by them and that changes none; on a GPU, with fused layers.
