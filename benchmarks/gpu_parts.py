@@ -45,7 +45,7 @@ from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.targets.attention import attention_by_parts, cudnn_attention
+from headstart.inference.passes.attention import attention_by_parts, cudnn_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
 from headstart.inference.targets.fast_layers import join_linears
 from headstart.inference.targets.model import TargetModel

@@ -34,9 +34,9 @@ from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.constraint import Path as Tokens
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.text_rules import TextRules
 from headstart.inference.drafters.build import load_costs
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.constraints import Grammars
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of

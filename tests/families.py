@@ -104,10 +104,59 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4", ALTERNATING),
 }
 
+# Families whose states cannot be cut back, and others with a layer of their own: they are tested apart.
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
+STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **GROUPED,
+            **EXPERTS,
+            "num_hidden_layers": 4,
+            "shared_expert_intermediate_size": 24,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+            "layer_types": ["linear_attention", FULL, "linear_attention", FULL],
+        },
+    ),
+    "falcon_h1": ("falcon_h1", {**GROUPED, **MAMBA, "mamba_d_ssm": 32}),  # each layer has attention and a state
+    "lfm2": ("lfm2", {**GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL]}),
+}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **SIZES,
+            **LATENT,
+            "num_key_value_heads": 4,
+            "moe_intermediate_size": 24,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "llama4": (
+        "llama4_text",
+        {
+            **GROUPED,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+            "attention_chunk_size": 8,
+        },
+    ),
+}
+
 
 def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random float32 model of a family; norms, biases and sinks are random too. `config` overrides its config."""
-    model_type, sizes = CONFIGS[name]
+    model_type, sizes = {**CONFIGS, **STATEFUL, **OTHERS}[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**sizes, **config})

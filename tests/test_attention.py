@@ -13,7 +13,7 @@ from transformers import AttentionInterface
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.targets.attention import (
+from headstart.inference.passes.attention import (
     GROUPED,
     LEAST_KEYS,
     SDPA,
@@ -62,7 +62,7 @@ def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -
         seen.append((key.shape[1], key.data_ptr()))
         return attend(query, key, value, *args, **options)
 
-    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("headstart.inference.passes.attention.scaled_dot_product_attention", spy)
     query, key, value = states(1, 4, 30)
     grouped_attention(Layer(), query, key, value, torch.zeros(1, 1, 4, 30))
     assert seen == [(3, key.data_ptr())]
@@ -105,7 +105,7 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
         num_keys += key.shape[0] * key.shape[2]
         return attend(query, key, *args, **options)
 
-    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
+    monkeypatch.setattr("headstart.inference.passes.attention.scaled_dot_product_attention", spy)
     lengths = [60] * 16 + [1 + number % 9 for number in range(28)]
     requests = [Request([5 + number % 7] * length, 3 + number % 5) for number, length in enumerate(lengths)]
     alone = [generate_batch(target, [request])[0].tokens for request in requests]

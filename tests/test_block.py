@@ -89,6 +89,7 @@ def test_the_pass_of_training_is_that_of_drafting_with_a_cache(make_head: MakeHe
         assert_close(head.logits(found[0, : len(before)], before), head.logits(at_once[end - 1, : len(before)], before))
 
 
+@pytest.mark.each_value
 @all_shapes
 @pytest.mark.parametrize("anchor", [1, 5, 11])
 def test_nothing_at_or_after_the_anchor_reaches_a_block_but_the_anchors_token(

@@ -40,6 +40,7 @@ growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", 
 SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES]
 
 
+@pytest.mark.each_value
 @growths
 @shapes
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_a_drafted_tree_equals_the_naive_one(
     assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
 
 
+@pytest.mark.each_value
 @growths
 @shapes
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -83,6 +85,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
     ]
 
 
+@pytest.mark.each_value
 @growths
 @shapes
 def test_a_tree_does_not_depend_on_how_the_text_became_certain(
@@ -182,6 +185,7 @@ def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
     return head.eval().requires_grad_(False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])  # its rope type is refused
 @pytest.mark.parametrize("markov_rank", [6, 0], ids=["DSpark's slots", "DFlash's slots"])
 def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> None:

@@ -96,6 +96,7 @@ def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: Targe
         torch.testing.assert_close(held(cache.target, row), held(scratch.target), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 @pytest.mark.parametrize("sizes", [(1,), (2,), (12,), (1, 1, 1), (12, 3, 7)], ids=str)
 def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: tuple[int, ...], static: bool) -> None:
@@ -368,6 +369,7 @@ def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return set_size
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("drafter_name", ["half right head, tree", "truth hidden in a tree"])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2, frequency_penalty=0.5)], ids=["greedy", "T=1"])

@@ -24,7 +24,6 @@ from headstart.inference.core.constraint import Path as Tokens
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.text_rules import TextRules
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -34,6 +33,7 @@ from headstart.inference.drafters.lookup import Lookup, TreeLimits
 from headstart.inference.drafters.model import EarlyExit
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
+from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.constraints import Grammar, Grammars
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
@@ -114,6 +114,7 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
     return generate_batch(target, ruled, None, 4)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "name", ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
 )

@@ -61,6 +61,7 @@ ROUND_TRIPS = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ROUND_TRIPS for name in names])
 def test_a_head_comes_back_from_every_format_bit_for_bit(

@@ -53,6 +53,7 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
     return trees
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("growth", SHAPES, ids=lambda growth: type(growth).__name__ + str(growth.depth))
 @pytest.mark.parametrize("samplings", [[Sampling()] * 5, [Sampling(1.0, seed=s) for s in range(5)]], ids=["T=0", "T=1"])
 def test_a_row_that_moved_drafts_as_before(

@@ -76,6 +76,7 @@ def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Draf
 WITH_ALL_SAMPLINGS = ("half right head, fixed tree", "truth hidden in a tree")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("drafter_name", "sampling"),
     [
@@ -117,6 +118,7 @@ def test_greedy_decoding_equals_generate_of_transformers(target: TargetModel, pl
         assert target.generate([prompt], NEW_TOKENS)[0] == plain(Sampling(), prompt)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("prompt", [[3], [50, 51], list(range(40))], ids=len)
 @pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
 def test_drafters_write_what_plain_decoding_writes_after_prompts_of_any_length(
@@ -335,6 +337,7 @@ def test_an_end_token_in_the_last_place_finishes_with_end_and_not_length(
         assert (result.tokens, result.finish) == (text[:count], "end")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree", "half right head, tree"])
 @main_samplings
 def test_logprobs_are_the_targets_own(

@@ -162,6 +162,7 @@ def test_every_drafter_works_with_every_model_family(family: str) -> None:
             assert all(generation.stats.steps <= 2 for generation in found), name
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=4), PENALTIES], ids=["greedy", "T=1", "penalties"])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_draft_model_that_is_the_target_is_always_right(

@@ -24,6 +24,7 @@ MakeHead = Callable[..., Eagle3Head]
 growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", "whole pool", "dynamic", "fixed"])
 
 
+@pytest.mark.each_value
 @growths
 @pytest.mark.parametrize(
     "sampling",
@@ -52,6 +53,7 @@ def test_a_drafted_tree_equals_the_naive_one(
     assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
 
 
+@pytest.mark.each_value
 @growths
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(

@@ -52,6 +52,7 @@ def finish(loop: DecodeLoop) -> None:
         loop.step()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True])
 @pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
 def test_requests_may_come_while_others_decode(
@@ -176,6 +177,7 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
     return loop
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("piece", [1, 7, 64])
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
@@ -465,6 +467,7 @@ FAILING: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("drafted", [False, True])
 @pytest.mark.parametrize("what", FAILING)
 def test_an_error_in_the_work_for_one_row_ends_that_row_alone(

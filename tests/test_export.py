@@ -47,6 +47,7 @@ REFUSED = {  # head -> format -> what the refusal names
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("kind", EVERY_HEAD)
 def test_every_export_passes_lint_or_is_refused(

@@ -131,6 +131,7 @@ def of_batch(theirs: Any, ends: list[int]) -> dict[str, torch.Tensor]:
     return {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", same_fields([0, 0]))
 @pytest.mark.parametrize("prompts", [BATCH, ALONE], ids=["batch", "alone"])
 def test_greedy_output_equals_that_of_transformers(

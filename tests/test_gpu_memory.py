@@ -137,6 +137,7 @@ def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("options", [(), ("train.precision=bfloat16",), ("train.activation_checkpointing=true",)])
 @pytest.mark.parametrize(
     "head",

@@ -19,6 +19,7 @@ ROOMS = [
     "heads/",
     "heads/formats/",
     "inference/core/",
+    "inference/passes/",
     "inference/targets/",
     "inference/drafters/",
     "inference/engine/",
@@ -44,6 +45,7 @@ ONLY_IN = {
     "transformers": (
         "inference/targets/",
         "heads/target_ends.py",  # where a target keeps them is in its class
+        "inference/passes/",
         "inference/core/cache.py",  # the cache is a transformers Cache
     ),
     "tokenizers": ("data_pipelines/",),

@@ -134,6 +134,7 @@ def layer_keys(config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
 @pytest.mark.parametrize("name", ["vllm", "speculators", "eagle"])
 @pytest.mark.parametrize("mistake", SILENT)

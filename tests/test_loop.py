@@ -75,6 +75,7 @@ def numbers(recipe: Recipe) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("killed_in", [2, 5, 7])
 def test_a_resumed_run_ends_like_an_uninterrupted_one(

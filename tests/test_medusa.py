@@ -172,6 +172,7 @@ GROWTHS: list[Growth] = [
 ]
 
 
+@pytest.mark.each_value
 @kinds
 @pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
 @pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])

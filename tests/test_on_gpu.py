@@ -17,7 +17,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.targets.attention import attention_by_parts, parts_of_keys
+from headstart.inference.passes.attention import attention_by_parts, parts_of_keys
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.fast_layers import Fused, own_layers_of
 from headstart.inference.targets.model import TargetModel

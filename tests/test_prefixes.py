@@ -87,6 +87,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""
@@ -243,22 +244,22 @@ def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_h
     assert_as_alone(target, drafter, Request(SYSTEM, 12), loop.generations[1])
 
 
-def block_of(value: float) -> Callable[[int], Cached]:
-    return lambda first: Cached((torch.full((1, 2, 1, BLOCK, 4), value),), None, torch.full((1, 3), value))
+def block_of(value: float) -> Callable[[int, int], Cached]:
+    return lambda first, end: Cached((torch.full((1, 2, 1, BLOCK, 4), value),), None, torch.full((1, 3), value))
 
 
 def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_followers() -> None:
     """A block takes 524 bytes. a - b - c is one text, a - d the other; with room for three, c goes and then b."""
     a, b, c, d = ([letter] * BLOCK for letter in range(4))
     index = PrefixIndex(3 * 524, keeps_all_taps=False)
-    index.add([*a, *b, *c], block_of(1.0), lambda first: None)
+    index.add([*a, *b, *c], block_of(1.0), lambda first, end: None)
     assert index.num_bytes == 3 * 524
     assert index.use([*a, *b, *c, 9]).tokens == 48  # type: ignore[union-attr]
-    index.add([*a, *d], block_of(2.0), lambda first: None)
+    index.add([*a, *d], block_of(2.0), lambda first, end: None)
     assert index.num_bytes == 3 * 524
     assert index.find([*a, *b, *c, 9]).tokens == 32  # type: ignore[union-attr]
     assert index.find([*a, *d, 9]).tokens == 32  # type: ignore[union-attr]
-    index.add([*d, *c], block_of(3.0), lambda first: None)
+    index.add([*d, *c], block_of(3.0), lambda first, end: None)
     assert index.find([*a, *d, 9]).tokens == 16  # type: ignore[union-attr]
     assert index.find([*d, *c, 9]).tokens == 32  # type: ignore[union-attr]
     assert index.find(a) is None  # its last token is always read

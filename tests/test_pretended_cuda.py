@@ -352,7 +352,7 @@ def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
         alone.append(2, block[:1], block[:1])
         alone.keep([[1, 3]])
         held = [layer for each in caches for layer in each.target.layers]
-        return [layer.cpu() for layer in held], [layer.device for layer in held]
+        return [part.cpu() for layer in held for part in layer], [layer[0].device for layer in held]
 
     wanted, _ = fill(spread=False)
     with pretended_cuda():

@@ -13,8 +13,8 @@ from tiny_run import tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.inference.core.sampling import Sampling, sampling_from_recipe
+from headstart.inference.passes.attention import GROUPED
 from headstart.inference.report.command import report
-from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import run

@@ -145,6 +145,7 @@ def test_plain_decoding_follows_the_target(name: str) -> None:
     assert p_value(plain(SAMPLINGS[name]), SAMPLINGS[name]) > 0.001
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("children", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_rejection_sampling_keeps_the_distribution(name: str, children: int) -> None:
@@ -224,6 +225,7 @@ def test_the_walk_of_these_tests_accepts_what_verification_accepts() -> None:
     assert set(count.tolist()) == {1, 2, 3}
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("children", [1, 2, 3])
 @pytest.mark.parametrize("symbol", range(SYMBOLS))
 def test_acceptance_is_as_frequent_as_possible(symbol: int, children: int) -> None:

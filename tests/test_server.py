@@ -59,6 +59,7 @@ def complete(client: OpenAI, **fields: Any) -> Any:
     return client.completions.create(**{"model": NAME, "prompt": "a draft is", "max_tokens": 24, **fields})
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(
     "extra", [{}, {"top_k": 20, "repetition_penalty": 1.2}, {"min_p": 0.02}, {"speculative": False}]
@@ -75,6 +76,7 @@ def test_a_chat_is_what_the_target_writes_alone(
     assert found.usage.prompt_tokens == len(chat_prompt(server))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("fields", [{}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
 def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields: dict[str, Any]) -> None:

@@ -86,6 +86,7 @@ def test_the_tests_use_every_documented_field() -> None:
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "own",
     [
@@ -258,6 +259,7 @@ def test_choices_of_a_stream_are_those_of_the_whole_answer(client: OpenAI) -> No
     assert texts == [choice.message.content for choice in whole.choices]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("speculative", [True, False])
 def test_logprobs_of_completions_are_those_of_transformers_streamed_or_not(

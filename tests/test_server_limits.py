@@ -414,6 +414,7 @@ def post_in_thread(server: Running, **fields: Any) -> PostThread:
     return PostThread(server, **fields)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", ["queue", "prefill", "decoding"])
 def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_work(
@@ -534,6 +535,7 @@ FAILURES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], int]] = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("place", FAILURES)
 def test_what_fails_in_one_choice_is_told_to_its_client_alone(

@@ -13,13 +13,6 @@ from tiny_run import build_tokenizer
 from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    PreTrainedModel,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-    RwkvConfig,
-    RwkvForCausalLM,
     dynamic_module_utils,
 )
 
@@ -173,40 +166,6 @@ def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -
 def test_taps_outside_the_target_are_refused(make_model: MakeModel, taps: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=rf"head\.taps: \[{taps[0]}, {taps[1]}\] given, .* 0 to {NUM_LAYERS} are"):
         TargetModel(make_model(), taps)
-
-
-RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_next": lambda: Qwen3NextForCausalLM(
-        Qwen3NextConfig(
-            vocab_size=31,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=8,
-            shared_expert_intermediate_size=8,
-            linear_num_value_heads=2,
-            linear_num_key_heads=2,
-            linear_key_head_dim=8,
-            linear_value_head_dim=8,
-        )
-    ),
-    # These two have no attention heads; the error must still name the recurrent state.
-    "mamba": lambda: MambaForCausalLM(MambaConfig(vocab_size=31, hidden_size=16, num_hidden_layers=2, state_size=4)),
-    "rwkv": lambda: RwkvForCausalLM(
-        RwkvConfig(vocab_size=31, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_model_with_a_recurrent_state_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"'{name}' model keeps a recurrent state .* cannot be rolled back"):
-        TargetModel(RECURRENT[name](), ())
 
 
 @pytest.mark.parametrize("trusted", [False, True])

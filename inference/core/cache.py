@@ -1,24 +1,24 @@
 """One KV cache for a target and its head: an allocation per device. Unpatched models see it as a transformers Cache."""
 
-import mmap
-import sys
-from collections.abc import Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headstart.heads.layers import attention
+from headstart.inference.core.cache_memory import LayerParts, Place, Shape, allocate, layer_shapes, placed
+from headstart.inference.core.states import RowStates
 
 PAGE = 256  # tokens; a cache grows by whole pages
 GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
-MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
 WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
-Shape = tuple[int, int, int]  # layers, kv_heads, head_dim
-RowStates = tuple[Float[Tensor, "_layers kv _kv_heads _count _head_dim"], ...]  # of some slots of a row, by storage
+SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  # of some slots of a row, by storage
+
+
+LayerMaker = Callable[["KVCache"], list[Any]]
 
 
 class RowGroup(NamedTuple):
@@ -36,7 +36,7 @@ class Move(NamedTuple):
 
 
 class Slots:
-    """Key and value slots of a stack of equal layers. Row b of the batch holds `lengths[b]` tokens.
+    """Slots of a stack of layers, mostly a key and a value each. Row b of the batch holds `lengths[b]` tokens.
 
     A block is written after the held tokens and after earlier pending blocks. It stays pending until `advance` or
     `keep` takes it in; otherwise the next block overwrites it. With `static`, attention goes over the first `reach`
@@ -45,17 +45,25 @@ class Slots:
 
     def __init__(
         self,
-        storages: Sequence[Float[Tensor, "_layers kv batch kv_heads capacity head_dim"]],
+        storages: Sequence[Float[Tensor, "_layers _parts batch _heads capacity _size"]],
         rows: int = 1,
         static: bool = False,
         device: torch.device | None = None,
+        layers: Sequence[LayerParts] | None = None,
     ) -> None:
-        """One storage holds all layers, unless they lie on several devices: then each run of layers on one has its own.
+        """One storage holds all layers, unless they lie on several devices or differ in shape.
 
-        `starts` are on `device`; by default, where the first layer is.
+        `layers` says where each layer's parts are: by default, all storages are of layers with keys and values, in
+        order. `starts` are on `device`; by default, where the first layer is.
         """
         self.storages, self.static = tuple(storages), static
-        self.layers = [layer for storage in storages for layer in storage.unbind()]
+        self.places = layers or [
+            tuple((number, layer, part) for part in range(storage.shape[1]))
+            for number, storage in enumerate(storages)
+            for layer in range(len(storage))
+        ]
+        # The parts of each layer. [batch, heads, capacity, size] each
+        self.layers = [[storages[storage][layer, part] for storage, layer, part in parts] for parts in self.places]
         self.device = device or storages[0].device
         self.lengths = [0] * rows  # tokens held by each row in use; these are the first rows of the storages
         # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
@@ -92,22 +100,23 @@ class Slots:
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a block [batch, kv_heads, nodes, head_dim] and return all keys and values up to its end."""
-        block = key.shape[2]
+        return self.append_part(layer, 0, key), self.append_part(layer, 1, value)
+
+    def append_part(
+        self, layer: int, part: int, states: Float[Tensor, "rows heads block size"]
+    ) -> Float[Tensor, "rows heads keys size"]:
+        """Write a block of one of a layer's parts and return all of it up to the block's end."""
+        block = states.shape[2]
         end = max(self.lengths) + self.pending + block
         if end > self.reach:
             raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
-        slots = self.layers[layer][:, : len(self.lengths)]
+        slots = self.layers[layer][part][: len(self.lengths)]
         if self.even:
-            start = end - block
-            slots[0, :, :, start:end] = key
-            slots[1, :, :, start:end] = value
+            slots[:, :, end - block : end] = states
         else:
             rows, columns = self._places(block, slots.device)
-            slots[0][rows, :, columns] = key.transpose(1, 2).to(slots.dtype)
-            slots[1][rows, :, columns] = value.transpose(1, 2).to(slots.dtype)
-        if self.static:
-            return slots[0, :, :, : self.reach], slots[1, :, :, : self.reach]
-        return slots[0, :, :, :end], slots[1, :, :, :end]
+            slots[rows, :, columns] = states.transpose(1, 2).to(slots.dtype)
+        return slots[:, :, : self.reach if self.static else end]
 
     def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""
@@ -181,7 +190,8 @@ class Slots:
 
     def row(self, number: int, count: int = 1) -> "Slots":
         """One row by itself, or several, empty, in the same storage, in use or not. Its shapes are never static."""
-        return Slots([storage[:, :, number : number + count] for storage in self.storages], count, device=self.device)
+        rows = [storage[:, :, number : number + count] for storage in self.storages]
+        return Slots(rows, count, device=self.device, layers=self.places)
 
     def end_row(self, moves: list[Move]) -> None:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
@@ -191,15 +201,15 @@ class Slots:
             lengths[goal] = lengths[source]
         self.set_lengths(lengths[:-1])
 
-    def states(self, number: int, first: int, end: int) -> RowStates:
+    def states(self, number: int, first: int, end: int) -> SlotContents:
         """Some slots of a row's place, in use or not, as views of the storages."""
         return tuple(storage[:, :, number, :, first:end] for storage in self.storages)
 
-    def copied(self, number: int, first: int, end: int) -> RowStates:
+    def copied(self, number: int, first: int, end: int) -> SlotContents:
         """A copy of some slots of a row's place, in use or not."""
         return tuple(states.clone() for states in self.states(number, first, end))
 
-    def write(self, number: int, first: int, states: RowStates) -> None:
+    def write(self, number: int, first: int, states: SlotContents) -> None:
         """Fill the slots of a row's place from the first of these on."""
         for storage, given in zip(self.storages, states, strict=True):
             storage[:, :, number, :, first : first + given.shape[3]] = given
@@ -225,7 +235,7 @@ class Slots:
 
     def grown(self, storages: Sequence[Tensor]) -> "Slots":
         """The same content in larger storages."""
-        slots = Slots(storages, len(self.lengths), self.static, self.device)
+        slots = Slots(storages, len(self.lengths), self.static, self.device, self.places)
         slots.take_over(self)
         slots.bytes_moved = self.bytes_moved
         return slots
@@ -244,7 +254,7 @@ class Slots:
 class OpaqueSlots(Slots):
     """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
 
-    append = torch.compiler.disable(Slots.append)
+    append_part = torch.compiler.disable(Slots.append_part)
 
 
 def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> list[Move]:
@@ -288,6 +298,11 @@ class SlotLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.cache.target.append(self.layer, key_states, value_states)
 
+    @torch.compiler.disable
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Add what the indexer of sparse attention keeps of new tokens; returns that of all. [rows, tokens, size]"""
+        return self.cache.target.append_part(self.layer, 2, indexer_key_states.unsqueeze(1)).squeeze(1)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.cache.target.num_keys(query_length), 0
 
@@ -303,11 +318,16 @@ class KVCache(Cache):
 
     The target's slot of position t belongs with the head's slot of index t: both hold every verified token, unless the
     drafter has yet to read some. The head's lengths are those of its last draft, and it may have read more since.
+    `states` are what the target keeps besides slots, if anything.
     """
 
-    def __init__(self, target: Slots, head: Slots | None) -> None:
-        self.target, self.head = target, head
-        super().__init__(layers=[SlotLayer(self, layer) for layer in range(len(target.layers))])
+    def __init__(
+        self, target: Slots, head: Slots | None, states: RowStates | None = None, layers: LayerMaker | None = None
+    ) -> None:
+        """`layers` makes the layers that the model sees; by default, each has its slots and nothing else."""
+        self.target, self.head, self.states, self.make_layers = target, head, states, layers
+        slots = [SlotLayer(self, layer) for layer in range(len(target.layers))]
+        super().__init__(layers=slots if layers is None else layers(self))
 
     @classmethod
     def allocate(
@@ -320,21 +340,24 @@ class KVCache(Cache):
         device: torch.device | str = "cpu",
         static: bool = False,
         layer_devices: Sequence[torch.device] | None = None,
+        states: RowStates | None = None,
+        layers: LayerMaker | None = None,
     ) -> "KVCache":
         """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use.
 
-        `layer_devices` are those of the target's layers, by default `device`, where everything else is.
+        `layer_devices` are those of the target's layers, by default `device`, where everything else is. `states` and
+        `layers` are those of the constructor.
         """
         device = torch.device(device)
-        stacks = [(target_shape, layer_devices or [device] * target_shape[0])]
-        if head_shape is not None:
-            stacks.append((head_shape, [device] * head_shape[0]))
-        places = [
-            [Place((len([*run]), 2, batch, heads, capacity, dim), where) for where, run in groupby(devices)]
-            for (_, heads, dim), devices in stacks
+        shapes, of_head = layer_shapes(target_shape), layer_shapes(head_shape or ())
+        stacks = [placed(shapes, layer_devices or [device] * len(shapes), batch, capacity)]
+        if of_head:
+            stacks.append(placed(of_head, [device] * len(of_head), batch, capacity))
+        storages = allocate([places for places, _ in stacks], dtype, static)
+        slots = [
+            OpaqueSlots(own, batch, static, device, parts) for own, (_, parts) in zip(storages, stacks, strict=True)
         ]
-        slots = [OpaqueSlots(storages, batch, static, device) for storages in allocate(places, dtype, static)]
-        return cls(slots[0], slots[1] if head_shape else None)
+        return cls(slots[0], slots[1] if head_shape else None, states, layers)
 
     @property
     def slots(self) -> list[Slots]:
@@ -347,11 +370,21 @@ class KVCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        return sum(storage.nbytes for slots in self.slots for storage in slots.storages)
+        of_slots = sum(storage.nbytes for slots in self.slots for storage in slots.storages)
+        return of_slots + (0 if self.states is None else self.states.num_bytes)
 
     def row(self, number: int, count: int = 1) -> "KVCache":
         """One row by itself, or several, empty. Prompts are read there while the other rows wait."""
-        return KVCache(self.target.row(number, count), None if self.head is None else self.head.row(number, count))
+        head = None if self.head is None else self.head.row(number, count)
+        states = None if self.states is None else self.states.row(number)
+        return KVCache(self.target.row(number, count), head, states, self.make_layers)
+
+    def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
+        """Take in each row's path through the tree that the target has just read, and its tokens; returns the bytes
+        moved."""
+        if self.states is not None:
+            self.states.keep(paths, tokens)
+        return self.target.keep(paths)
 
     def set_lengths(self, lengths: list[int]) -> None:
         """Set which rows are in use and how many tokens each holds."""
@@ -365,12 +398,16 @@ class KVCache(Cache):
         moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
+        for source, goal in moves if self.states is not None else []:
+            self.states.move(source, goal)
         return moves
 
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy what a row holds to another place; neither has to be in use."""
         for slots in self.slots:
             slots.move(source, goal, held)
+        if self.states is not None:
+            self.states.move(source, goal)
 
     def reset(self) -> None:
         """Forget what is pending."""
@@ -394,45 +431,3 @@ class KVCache(Cache):
         storages = allocate(places, self.target.storages[0].dtype, self.target.static)
         grown = [slots.grown(larger) for slots, larger in zip(self.slots, storages, strict=True)]
         self.target, self.head = grown[0], grown[1] if self.head is not None else None
-
-
-class Place(NamedTuple):
-    """Where a tensor goes, and its shape."""
-
-    shape: tuple[int, ...]
-    device: torch.device
-
-
-def allocate(stacks: Sequence[Sequence[Place]], dtype: torch.dtype, static: bool) -> list[list[Tensor]]:
-    """Tensors side by side in one allocation on each device.
-
-    A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
-    may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
-    """
-    sizes: dict[torch.device, list[int]] = {}
-    for shape, device in chain(*stacks):
-        sizes.setdefault(device, []).append(torch.Size(shape).numel())
-    rows, parts = stacks[0][0].shape[2], {}
-    for device, own in sizes.items():
-        if takes_memory_lazily(device, static, rows):
-            storage = untouched_zeros(sum(own) * dtype.itemsize).view(dtype)
-        else:
-            made = torch.empty if rows == 1 and not static else torch.zeros
-            storage = made((sum(own),), dtype=dtype, device=device)
-        parts[device] = iter(storage.split(own))
-    return [[next(parts[device]).view(shape) for shape, device in stack] for stack in stacks]
-
-
-def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:
-    """Whether a cache takes up memory only where slots were written, so that its size costs nothing.
-
-    A cache of one row does not: it can grow as its text does, in memory that the process has used before.
-    """
-    return sys.platform == "linux" and torch.device(device).type == "cpu" and not static and rows > 1
-
-
-def untouched_zeros(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
-    """Zeros in the host's memory that take up room only where they are written."""
-    mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a write to one slot takes up two megabytes
-    return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]

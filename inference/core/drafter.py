@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified
 
@@ -20,7 +21,7 @@ class Drafter(Protocol):
         """The target's hidden states that it reads; empty for none."""
 
     @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
+    def cache_shape(self) -> Shape | None:
         """(layers, kv_heads, head_dim) of the slots that it needs in addition to the target's; None for none."""
 
     @property
@@ -58,7 +59,7 @@ class NoDrafter:
     """Plain decoding: a tree of the root alone."""
 
     taps: tuple[int, ...] = ()
-    cache_shape: tuple[int, int, int] | None = None
+    cache_shape: Shape | None = None
     max_nodes = 1
     depth = 0
     static_shapes = True

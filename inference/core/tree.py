@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -93,6 +94,22 @@ class PendingTokens:
     depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
 
 
+class Chunk(NamedTuple):
+    """Chunked attention (Llama 4): a token sees those of its own chunk of this many positions."""
+
+    size: int
+
+
+Window = int | Chunk  # a sliding window's positions, its own included, or a chunk
+
+
+def first_visible(positions: Int[Tensor, "rows block"], window: Window) -> Int[Tensor, "rows block"]:
+    """The first position that each of these sees."""
+    if isinstance(window, Chunk):
+        return positions // window.size * window.size
+    return positions - window + 1
+
+
 def causal_block(count: int, device: torch.device) -> PendingTokens:
     """Tokens of which each sees those before it."""
     offsets = torch.arange(count, device=device)
@@ -100,11 +117,11 @@ def causal_block(count: int, device: torch.device) -> PendingTokens:
 
 
 def block_mask(
-    slots: Slots, block: PendingTokens, dtype: torch.dtype, window: int | None = None
+    slots: Slots, block: PendingTokens, dtype: torch.dtype, window: Window | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:
     """Additive mask of a block: it sees all that its row holds and what is `visible` of the pending tokens.
 
-    With a `window` it sees only that many positions, its own included.
+    With a `window` it sees only the positions of that.
     """
     if not slots.even:
         return additive(ragged_keys(slots, block, window), dtype)
@@ -119,7 +136,7 @@ def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Fl
     return allowed.to(dtype).sub_(1).mul_(torch.finfo(dtype).max).unsqueeze(1)
 
 
-def even_window(slots: Slots, block: PendingTokens, window: int) -> Bool[Tensor, "rows block keys"]:
+def even_window(slots: Slots, block: PendingTokens, window: Window) -> Bool[Tensor, "rows block keys"]:
     """Which keys are visible when every row holds the same number of tokens, so that offsets are plain numbers."""
     assert block.depths is not None
     rows, size, pending = block.visible.shape
@@ -129,11 +146,11 @@ def even_window(slots: Slots, block: PendingTokens, window: int) -> Bool[Tensor,
     depths = block.depths
     positions = torch.arange(held, device=depths.device).expand(len(depths), -1)
     positions = torch.cat([positions, held + depths], dim=-1)  # [rows, keys]
-    allowed &= positions.unsqueeze(1) > (held + depths[:, -size:] - window).unsqueeze(-1)
+    allowed &= positions.unsqueeze(1) >= first_visible(held + depths[:, -size:], window).unsqueeze(-1)
     return allowed
 
 
-def ragged_keys(slots: Slots, block: PendingTokens, window: int | None) -> Bool[Tensor, "rows block keys"]:
+def ragged_keys(slots: Slots, block: PendingTokens, window: Window | None) -> Bool[Tensor, "rows block keys"]:
     """Which keys are visible when rows hold different numbers of tokens, or when shapes must not depend on these."""
     size, pending = block.visible.shape[1:]
     keys = torch.arange(slots.num_keys(size), device=slots.starts.device)
@@ -145,8 +162,9 @@ def ragged_keys(slots: Slots, block: PendingTokens, window: int | None) -> Bool[
     if window is not None:
         assert block.depths is not None
         depths = block.depths.expand(len(offset), -1)
-        positions = torch.where(offset < 0, offset, depths.gather(1, index))  # relative to the first pending token
-        allowed &= positions.unsqueeze(1) > (depths[:, -size:] - window).unsqueeze(-1)
+        starts = slots.starts[:, None]
+        positions = starts + torch.where(offset < 0, offset, depths.gather(1, index))
+        allowed &= positions.unsqueeze(1) >= first_visible(starts + depths[:, -size:], window).unsqueeze(-1)
     return allowed
 
 

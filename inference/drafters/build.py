@@ -1,6 +1,8 @@
 """Builds the drafter that a recipe's decode section describes."""
 
 import reprlib
+import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ def build_drafter(
 
     The drafter head needs `head`. Raises ValueError for a drafter that does not fit the target.
     """
+    section = fitting(section, target)
     if section.drafter == "head":
         assert head is not None
         repeats = Repeats(section.repeats) if section.repeats else None
@@ -50,6 +53,34 @@ def build_drafter(
         layers = section.exit_layers or target.config.num_layers // 2
         return EarlyExit(target, layers, model_growth(section))
     return model_drafter(section, target, source)
+
+
+def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
+    """The section with a growth that the target can verify; one line says so if the recipe asks for another.
+
+    Raises ValueError for a drafter whose drafts are trees by nature, or run on the target's own slots.
+    """
+    if target.drafts == "trees":
+        return section
+    why = (
+        f"a {target.config.model_type!r} target verifies chains, as its states cannot be kept for every node of a tree"
+    )
+    if section.drafter in ("lookahead", "early_exit"):
+        raise ValueError(
+            f"decode.drafter: {section.drafter} given, head, draft_model, prompt_lookup or suffix is allowed: {why}; "
+            f"choose one of them"
+        )
+    if section.growth in ("chain", "adaptive"):
+        return section
+    growth = "adaptive" if section.growth in ("cost_aware", "searched_cost_aware") else "chain"
+    if "growth" in section.model_fields_set and target.ranks.rank == 0:
+        say_once(f"decode.growth: {growth} in place of {section.growth}: {why}")
+    return section.model_copy(update={"growth": growth})
+
+
+@cache
+def say_once(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
@@ -123,7 +154,7 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
 
     `batch` is the number of rows that will be decoded together, if that is known.
     """
-    section = section.model_copy(update={"depth": depth_for(section, head)})
+    section = fitting(section, target).model_copy(update={"depth": depth_for(section, head)})
     if section.growth == "searched":
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":

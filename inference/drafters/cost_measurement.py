@@ -200,8 +200,9 @@ class Bench:
         device, held = self.target.device, self.cache.target.lengths
         rows = self.rows[sampling]
         tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
-        parents = torch.zeros_like(tokens)
-        parents[:, 0] = -1
+        parents = torch.arange(nodes, device=device).expand(self.batch, -1) - 1
+        if self.target.drafts == "trees":
+            parents = parents.clamp(max=0)
         tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts

@@ -13,6 +13,7 @@ from torch.nn import functional
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import LevelConstraint
 from headstart.inference.core.sampling import BatchSampling, History
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
@@ -86,7 +87,7 @@ class HeadLike(Protocol):
     def decoder_layers(self) -> Sequence[nn.Module]: ...
 
     @property
-    def cache_shape(self) -> tuple[int, int, int] | None: ...
+    def cache_shape(self) -> Shape | None: ...
 
 
 class TreeDrafter(ABC):
@@ -121,7 +122,7 @@ class TreeDrafter(ABC):
         return self.head.taps
 
     @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
+    def cache_shape(self) -> Shape | None:
         return self.head.cache_shape
 
     @property

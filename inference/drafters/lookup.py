@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import ConstraintState, Path, follow, only_token
 from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.tree import Tree
@@ -114,7 +115,7 @@ class TrieDrafter:
     """A drafter that builds the tree of each row on the host; it reads no features and keeps nothing in the cache."""
 
     taps: tuple[int, ...] = ()
-    cache_shape: tuple[int, int, int] | None = None
+    cache_shape: Shape | None = None
     static_shapes = False
     compilable_layers: Sequence[nn.Module] = ()
 

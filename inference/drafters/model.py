@@ -15,13 +15,15 @@ from torch.nn import functional
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE, KVCache, Slots
+from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import PendingTokens, Tree, causal_block
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from headstart.inference.drafters.lookup import Trie, TrieDrafter
+from headstart.inference.passes.forward import Masks
 from headstart.inference.targets.architecture import first_layers
-from headstart.inference.targets.model import Masks, TargetModel
+from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 CONTEXT = 8  # last tokens of the text that are encoded together with the drafted text, as tokens may span the border
@@ -40,7 +42,7 @@ class ModelAsHead:
         Only tokens that both have are drafted, and those that a constraint forces.
         """
         self.decoder_layers: Sequence[nn.Module] = model.layers
-        self.cache_shape = model.cached_shape
+        self.cache_shape: Shape = model.layout.shapes
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight
@@ -71,6 +73,11 @@ class ModelDrafter(HeadDrafter):
             raise ValueError(
                 f"decode.draft_model: {model.dtype} on {model.device} given, the target's {target.dtype} on "
                 f"{target.device} is allowed, as both share one KV cache"
+            )
+        if model.drafts != "trees":
+            raise ValueError(
+                f"decode.draft_model: a {model.config.model_type!r} model given, one whose cache can be cut back after "
+                f"a rejected draft is allowed; choose another draft model"
             )
         if model.max_positions < target.max_positions:
             raise ValueError(
@@ -155,7 +162,7 @@ class EarlyExit(ModelDrafter):
         self.exit = first_layers(target.model, num_layers)
 
     @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
+    def cache_shape(self) -> Shape | None:
         return None
 
     def slots(self, cache: KVCache) -> Slots:

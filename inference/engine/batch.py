@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.inference.core.cache import PAGE, KVCache, RowStates, takes_memory_lazily
+from headstart.inference.core.cache import PAGE, KVCache, SlotContents
+from headstart.inference.core.cache_memory import takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Unread
+from headstart.inference.core.states import WINDOW, Snapshot
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget, free_memory
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
@@ -26,6 +28,7 @@ class Reading:
     row: Sequence  # its text is the prompt
     place: int  # in the cache, after those of the running rows
     count: int  # tokens of the prompt that the cache holds
+    stop: int = 0  # tokens after which the target's states are copied for other prompts; 0: nowhere
 
 
 class Batch:
@@ -43,12 +46,18 @@ class Batch:
         """The last three are those of the decode loop."""
         self.target, self.drafter, self.max_rows = target, drafter, max_rows
         self.tap_columns = target.tap_columns(drafter.taps)
-        self.is_static = target.may_capture if static is None else static
+        self.is_static = target.may_capture if static is None else static and target.drafts == "trees"
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
+        if target.layout.has_states:
+            self.nodes += WINDOW  # a row with a shorter window than another's is filled up
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
-        shapes = [shape for shape in (target.cached_shape, drafter.cache_shape) if shape is not None]
-        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layer_devices}, max_rows, self.is_lazy)
-        self.prefixes = None if prefix_memory is None else PrefixIndex(prefix_memory, drafter.cache_shape is not None)
+        shapes = [shape for shape in (target.layout.shapes, drafter.cache_shape) if shape is not None]
+        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layout.devices}, max_rows, self.is_lazy)
+        self.prefixes = (
+            None
+            if prefix_memory is None
+            else PrefixIndex(prefix_memory, drafter.cache_shape is not None, target.layout.has_states)
+        )
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
         self.reading: Reading | None = None
@@ -82,11 +91,12 @@ class Batch:
         """Copy to a row's place what the cache keeps of a prefix of its prompt."""
         if prefix is None:
             return
-        for number, block in enumerate(prefix.blocks):
-            first = number * BLOCK
+        for first, block in zip([0, *prefix.ends], prefix.blocks, strict=False):
             self.cache.target.write(place, first, block.target)
             if self.cache.head is not None and block.head is not None:
                 self.cache.head.write(place, max(first - 1, 0), block.head)
+        if self.cache.states is not None:
+            self.cache.states.write(place, prefix.blocks[-1].states)
         row.unread = Unread(prefix.taps, prefix.start)
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
@@ -103,11 +113,11 @@ class Batch:
     def end(self, row: Sequence) -> None:
         """Take a row out, or stop reading its prompt; others move into its place."""
         if self.reading is not None and row is self.reading.row:
-            self.remember(row, self.reading.place, self.reading.count)
+            self.remember(row, self.reading.place, self.reading.count, self.reading.count)
             self.reading = None
         else:
             place = self.rows.index(row)
-            self.remember(row, place, self.cache.target.lengths[place])
+            self.remember_row(row, place)
             for source, goal in self.cache.end_row(place):
                 self.rows[goal] = self.rows[source]
             self.rows.pop()
@@ -137,30 +147,42 @@ class Batch:
         """The longest prefix of a prompt that earlier texts left in the cache."""
         return None if self.prefixes is None else self.prefixes.use(prompt)
 
-    def remember(self, row: Sequence, place: int, held: int) -> None:
-        """Keep the first `held` cached tokens of a row's text for prompts that share them as a prefix."""
+    def remember_row(self, row: Sequence, place: int) -> None:
+        """Keep what the cache holds of a running row's text for prompts that share it as a prefix."""
+        held, states = self.cache.target.lengths[place], self.cache.states
+        self.remember(row, place, held, 0 if states is None else held - len(states.window(place)))
+
+    def remember(self, row: Sequence, place: int, held: int, at: int = 0) -> None:
+        """Keep the first `held` cached tokens of a row's text for prompts that share them as a prefix.
+
+        The target's states, if it has any and they are to be kept, are those after `at` tokens.
+        """
         if self.prefixes is None:
             return
         # The drafter of a row without drafts reads nothing.
         read = row.unread.start if row.request.speculative else 0
         taps = torch.cat(row.kept)
 
-        def head(first: int) -> RowStates | None:
-            end, slots = first + BLOCK - 1, self.cache.head
-            return slots.copied(place, max(first - 1, 0), end) if slots is not None and end <= read else None
+        def head(first: int, end: int) -> SlotContents | None:
+            slots = self.cache.head
+            return slots.copied(place, max(first - 1, 0), end - 1) if slots is not None and end - 1 <= read else None
 
-        def states(first: int) -> Cached | None:
-            if first < row.kept_from:
-                return None
-            end, of_head = first + BLOCK, head(first)
+        def states(first: int, end: int) -> Cached | None:
+            of_head = head(first, end)
             is_read = of_head is not None or self.cache.head is None
+            if (end - 1 if is_read else first) < row.kept_from:
+                return None
             own = taps[(end - 1 if is_read else first) - row.kept_from : end - row.kept_from].clone()
             return Cached(self.cache.target.copied(place, first, end), of_head, own)
 
-        held = min(held, len(row.text)) // BLOCK * BLOCK
-        self.prefixes.add(row.text[:held], states, head)
+        held, at = min(held, len(row.text)) // BLOCK * BLOCK, at if at <= len(row.text) else 0
+        self.prefixes.add(row.text[: max(held, at)], states, head, at, lambda: self._copied_states(place))
         if held > row.kept_from:  # these taps are in the index now
             row.kept, row.kept_from = [taps[held - row.kept_from :].clone()], held
+
+    def _copied_states(self, place: int) -> Snapshot:
+        assert self.cache.states is not None
+        return self.cache.states.copied(place)
 
     def fits(self, requests: list[Request]) -> bool:
         """Whether the cache has memory for these requests in addition to those that it holds."""

@@ -11,7 +11,7 @@ import torch
 from rich.filesize import decimal
 
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.inference.core.cache import Shape
+from headstart.inference.core.cache_memory import Shape, layer_shapes
 from headstart.inference.core.request import Request
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
@@ -35,9 +35,10 @@ class CacheBudget:
         the room of the longest. Raises ValueError for more memory than the target's devices have left.
         """
         self.memory, self.rows, self.lazy = memory, rows, lazy
-        self.slot = sum(2 * layers * heads * dim * dtype.itemsize for layers, heads, dim in shapes)  # bytes of a token
+        parts = [part for shape in shapes for layer in layer_shapes(shape) for part in layer] or [(1, 1)]
+        self.slot = sum(heads * size * dtype.itemsize for heads, size in parts)  # bytes of a token
         # Each layer and key head writes pages of its own; the smallest heads fill a page with the most tokens.
-        self.grain = math.ceil(mmap.PAGESIZE / min(dim * dtype.itemsize for _, _, dim in shapes)) if lazy else 1
+        self.grain = math.ceil(mmap.PAGESIZE / min(size * dtype.itemsize for _, size in parts)) if lazy else 1
         if memory is not None:
             refuse_absent_memory(memory, devices)
 
@@ -107,7 +108,7 @@ class StepMemory:
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
     """Raise ValueError if its devices lack memory for a step of `rows` texts with trees of `nodes` nodes."""
-    refuse_large_trees(StepMemory.of(target.config, target.dtype), {*target.layer_devices}, rows, nodes, length)
+    refuse_large_trees(StepMemory.of(target.config, target.dtype), {*target.layout.devices}, rows, nodes, length)
 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:

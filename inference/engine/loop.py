@@ -23,8 +23,9 @@ from headstart.inference.engine.pace import Pace
 from headstart.inference.engine.reading import PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.engine.waiting import Queue
+from headstart.inference.passes.forward import TargetOutput
 from headstart.inference.targets.cuda_graph import LEAST_REACH
-from headstart.inference.targets.model import TargetModel, TargetOutput
+from headstart.inference.targets.model import TargetModel
 
 # Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 512, 2048

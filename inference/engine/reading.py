@@ -15,8 +15,9 @@ from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
-from headstart.inference.targets.model import TargetModel, TargetOutput
-from headstart.inference.targets.side_by_side import Part
+from headstart.inference.passes.forward import TargetOutput
+from headstart.inference.passes.side_by_side import Part
+from headstart.inference.targets.model import TargetModel
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class PromptReader:
         finds_prefixes = batch.prefixes is not None and not scores[-1]
         if finds_prefixes and len(last) > end and any(other[:end] == last[:end] for other in others):
             return False
-        if (any(known) or any(scores)) and not self.target.packs:
+        if (self.target.drafts != "trees" or any(known) or any(scores)) and not self.target.packs:
             return False
         return batch.fits(requests)
 
@@ -82,16 +83,18 @@ class PromptReader:
         if rows:
             prefixes = [None if row.request.prompt_logprobs else batch.use_prefix(row.text) for row in rows]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            if count <= most and (len(rows) > 1 or prefixes[0] is None):
+            stop = 0 if batch.prefixes is None or len(rows) > 1 else batch.prefixes.branches_at(rows[0].text)
+            if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None):
                 return self._seat(rows, prefixes)
             ((row, prefix),) = zip(rows, prefixes, strict=True)
             place = len(batch.rows)
             batch.make_room(len(row.text) + batch.nodes)
             batch.take_place(row, place, prefix)
-            batch.reading = Reading(row, place, known_tokens(prefix))
+            batch.reading = Reading(row, place, known_tokens(prefix), stop)
         reading = batch.reading
         assert reading is not None
-        count = min(most, len(reading.row.text) - reading.count)
+        end = reading.stop if reading.count < reading.stop else len(reading.row.text)
+        count = min(most, end - reading.count)
         return [PromptChunk(reading.row, reading.place, reading.count, count)]
 
     def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
@@ -144,7 +147,8 @@ class PromptReader:
                 if feeds:
                     batch.feed(reading.row, reading.place, CATCH_UP + chunk.count)
                 # Chunk by chunk, as copies of a whole prompt would stall the rows.
-                batch.remember(reading.row, reading.place, reading.count)
+                at = reading.count if reading.count == reading.stop else 0
+                batch.remember(reading.row, reading.place, reading.count, at)
                 return []
             batch.reading = None
             if reading.place != len(batch.rows):  # another row has ended meanwhile
@@ -201,6 +205,9 @@ def read_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
     """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    if row.states is not None:
+        inputs = torch.tensor([tokens], device=target.device)
+        return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
     part = chunk_part(target, tokens, row, before, last_only)
     if before:
         masks = target.masks(part.slots, part.block)

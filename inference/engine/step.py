@@ -17,9 +17,11 @@ from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, ve
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
+from headstart.inference.passes.chains import first_path
+from headstart.inference.passes.forward import TargetOutput
+from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.cuda_graph import StepOutput
-from headstart.inference.targets.model import TargetModel, TargetOutput
-from headstart.inference.targets.side_by_side import Part
+from headstart.inference.targets.model import TargetModel
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
 MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
@@ -54,10 +56,10 @@ class DecodeStep:
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
         if batch.static is not None:
             batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
-        self.drafts = self._prepare_drafts(may_draft)
+        self.drafts = self.target.make_ready(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # requests that share its prefix need not wait until this text ends
-                batch.remember(row, place, batch.cache.target.lengths[place])
+                batch.remember_row(row, place)
                 row.is_remembered = True
 
     def run(self, parts: list[Part]) -> tuple[list[EmittedTokens], list[TargetOutput]]:
@@ -73,7 +75,8 @@ class DecodeStep:
             output, accepted = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
-        bytes_moved = self.batch.cache.target.keep([found.path for found in accepted])
+        paths = [found.path for found in accepted]
+        bytes_moved = self.batch.cache.keep(paths, [[found.nodes[node] for node in found.path] for found in accepted])
         blocks = self._record(accepted, output, bytes_moved)
         self.last_step = started, time.perf_counter()
         return blocks, others
@@ -125,6 +128,8 @@ class DecodeStep:
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, batch.cache)
+            if self.target.drafts != "trees":
+                tree = first_path(tree)
             output = self.target.forward_tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:

@@ -23,7 +23,6 @@ from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, History, Sampling
-from headstart.inference.core.text_rules import TextRulesState
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import check_lengths, check_tokenizer, read_prompts, read_stop_strings
@@ -41,6 +40,7 @@ from headstart.inference.generate.settings import (
     read_seeds,
     read_settings,
 )
+from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 

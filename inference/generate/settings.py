@@ -13,7 +13,7 @@ import torch
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.sampling import SAMPLING_FIELDS, AcceptanceRule, Sampling
-from headstart.inference.core.text_rules import TextRules
+from headstart.inference.generate.text_rules import TextRules
 
 Settings = Mapping[str, Any]
 Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)

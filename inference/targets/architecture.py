@@ -3,14 +3,14 @@
 import copy
 from typing import Any
 
-import torch
 from torch import nn
-from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers import PreTrainedModel
 
-KNOWN_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.core.tree import Chunk, Window
+
+UNMASKED = frozenset({"linear_attention", "conv", "mamba", "recurrent", "moe", "mlp"})  # layers without attention
 GROWING_ROPES = frozenset({"dynamic", "longrope"})  # all frequencies depend on the longest position of a forward pass
-CHOOSE_ATTENTION = "choose a target that has only attention layers with a key and value per token"
 
 
 def text_config(model: PreTrainedModel) -> dict[str, Any]:
@@ -19,67 +19,36 @@ def text_config(model: PreTrainedModel) -> dict[str, Any]:
     return found
 
 
-def refuse_unknown_state(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model with a recurrent state or with a type of attention that is not supported.
+def attention_windows(model: PreTrainedModel) -> tuple[dict[str, Window | None], tuple[str, ...]]:
+    """The window of each type of attention, None for full attention, and the types of layers that take no mask.
 
-    Call it before any other check: such a model may have no attention heads, which would fail with a less clear error.
+    Models with several types of layers take a dict of masks with these keys; other models take a single mask.
+    """
+    config = model.config.get_text_config()
+    kinds = sorted(set(config.layer_types or ())) if hasattr(config, "layer_types") else []
+    if not kinds:
+        # A model ignores a sliding_window key that its family does not declare, so we must too.
+        declared = "sliding_window" in type(config)().to_dict()
+        return {"all layers": text_config(model).get("sliding_window") if declared else None}, ()
+    unmasked = tuple(kind for kind in kinds if kind in UNMASKED)
+    return {kind: window_of(kind, config) for kind in kinds if kind not in UNMASKED}, unmasked
+
+
+def window_of(kind: str, config: Any) -> Window | None:
+    """The window of a type of attention."""
+    if "sliding" in kind:
+        return int(config.sliding_window)
+    return Chunk(config.attention_chunk_size) if kind == "chunked_attention" else None
+
+
+def position_limit(model: PreTrainedModel) -> int | None:
+    """The number of positions up to which a text is read the same in one pass and in several; None for any.
+
+    After it, some RoPEs would rotate cached keys differently, and Llama 4 scales queries by their place in the pass.
     """
     config = text_config(model)
-    states = {type(layer) for layer in DynamicCache(config=model.config).layers} - {
-        DynamicLayer,
-        DynamicSlidingWindowLayer,
-    }
-    if states or model._is_stateful:
-        raise ValueError(
-            f"target.path: a {config['model_type']!r} model keeps a recurrent state "
-            f"({', '.join(sorted(kind.__name__ for kind in states)) or 'stateful'}), which cannot be rolled back after "
-            f"a rejected draft; {CHOOSE_ATTENTION}"
-        )
-    unknown = set(config.get("layer_types") or ()) - KNOWN_LAYER_TYPES
-    if unknown:
-        raise ValueError(
-            f"target.path: a {config['model_type']!r} model with layers of type {', '.join(sorted(unknown))} given, "
-            f"{' and '.join(sorted(KNOWN_LAYER_TYPES))} are allowed; {CHOOSE_ATTENTION}"
-        )
-
-
-@torch.inference_mode()
-def cached_shape(model: PreTrainedModel) -> tuple[tuple[int, int, int], list[torch.device]]:
-    """(layers, kv_heads, head_dim) of one token's entry in the KV cache, and the device of each layer.
-
-    Raises ValueError if keys and values, or layers, differ in shape, as with multi-head latent attention.
-    """
-    cache, num_layers = DynamicCache(), model.config.get_text_config().num_hidden_layers
-    model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    layers: list[Any] = cache.layers  # transformers types their keys and values as optional
-    shapes = {tuple(part.shape) for layer in layers for part in (layer.keys, layer.values)}
-    if len(cache.layers) != num_layers or len(shapes) != 1:
-        raise ValueError(
-            f"target.path: a {model.config.model_type!r} model given, whose {len(cache.layers)} cached layers have "
-            f"keys and values of shapes {sorted(shapes)}; one shape for all of its {num_layers} layers is allowed; "
-            f"choose another target"
-        )
-    _, kv_heads, _, head_dim = shapes.pop()
-    return (num_layers, kv_heads, head_dim), [layer.keys.device for layer in layers]
-
-
-def attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The sliding window of each layer type, in positions; None means full attention.
-
-    Models with several layer types take a dict of masks with these keys; other models take a single mask.
-    """
-    config = text_config(model)
-    kinds = set(config.get("layer_types") or ())
-    if kinds:
-        return {kind: config["sliding_window"] if kind == "sliding_attention" else None for kind in sorted(kinds)}
-    # A model ignores a sliding_window key that its family does not declare, so we must too.
-    declared = "sliding_window" in type(model.config.get_text_config())().to_dict()
-    return {"all layers": config.get("sliding_window") if declared else None}
-
-
-def rope_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions after which cached keys would need another rotation; None if they never do."""
-    config = text_config(model)
+    if config.get("attn_temperature_tuning"):
+        return int(config["floor_scale"])
     found = config.get("rope_parameters") or {}
     kinds = {found.get("rope_type")} | {part.get("rope_type") for part in found.values() if isinstance(part, dict)}
     if not kinds & GROWING_ROPES:
@@ -99,10 +68,11 @@ def attention_code(config: Any) -> str | None:
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The decoder layers: the first module list whose length is the configuration's number of layers."""
-    num_layers = model.config.get_text_config().num_hidden_layers
-    for module in model.get_decoder().modules():  # only the decoder: a vision tower may have as many layers
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
-            return module
+    num_layers = TargetConfig.from_dict(model.config.to_dict()).num_layers
+    for part in (model.get_decoder(), model):  # first the decoder alone: a vision tower may have as many layers
+        for module in part.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+                return module
     raise ValueError(
         f"target.path: a {type(model).__name__} given, which has no list of {num_layers} decoder layers; choose a "
         f"causal language model of transformers"

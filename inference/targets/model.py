@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property, partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -11,24 +11,21 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import TargetEnds
-from headstart.inference.core.cache import KVCache, Shape, Slots
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import PendingTokens, Tree, block_mask, causal_block
+from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
+from headstart.inference.passes.check import choose_way
+from headstart.inference.passes.forward import Passes
 from headstart.inference.targets.architecture import (
     attention_code,
     attention_windows,
-    cached_shape,
     decoder_layers,
-    refuse_unknown_state,
-    rope_limit,
+    position_limit,
 )
-from headstart.inference.targets.attention import GROUPED, own_attention_of, use_grouped_attention, with_row_groups
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.fast_layers import (
     fuse_norms,
@@ -44,30 +41,19 @@ from headstart.inference.targets.loading import (
     pick_device,
 )
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
-from headstart.inference.targets.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
-SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
-Masks = Tensor | dict[str, Tensor]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
 
 
-@dataclass(frozen=True)
-class TargetOutput:
-    logits: Float[Tensor, "batch kept vocab"]
-    taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
-    last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
-
-
-class TargetModel:
+class TargetModel(Passes):
     """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(
         self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None, attention: str = "auto"
     ) -> None:
         """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa."""
-        refuse_unknown_state(model)
         if attention == "auto":
             use_grouped_attention(model)
         if model.device.type == "cuda":
@@ -79,8 +65,8 @@ class TargetModel:
         self.taps = taps
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
-        self.windows, self.rope_limit = attention_windows(model), rope_limit(model)
-        self.cached_shape, self.layer_devices = cached_shape(model)
+        self.windows, self.unmasked = attention_windows(model)
+        self.position_limit = position_limit(model)
         self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
         self._refuse_unknown_taps()
         self._kept: dict[type, object] = {}
@@ -91,6 +77,11 @@ class TargetModel:
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
         self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
+        accepted = signature(model.forward).parameters
+        self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
+        self.selects_logits = "logits_to_keep" in accepted
+        if self.device.type != "meta":
+            choose_way(self)
 
     @classmethod
     @no_bars_of_transformers()
@@ -171,13 +162,14 @@ class TargetModel:
     @property
     def may_capture(self) -> bool:
         """Whether decoding captures its steps as CUDA graphs, by default."""
-        return self.device.type == "cuda" and self.ranks.may_capture and not self.is_spread
+        able = self.device.type == "cuda" and self.drafts == "trees"
+        return able and self.ranks.may_capture and not self.is_spread
 
     @property
     def max_positions(self) -> int:
-        """The longest text, in tokens, that the model knows and that RoPE reaches without changing earlier keys."""
+        """The longest text, in tokens, that the model knows and that it reads the same in one pass and in several."""
         known = self.config.max_positions
-        return known if self.rope_limit is None else min(known, self.rope_limit)
+        return known if self.position_limit is None else min(known, self.position_limit)
 
     def kept(self, kind: type[Kept]) -> Kept:
         """The target's only instance of this class, made on first use. Other modules keep per-target state in it."""
@@ -188,45 +180,6 @@ class TargetModel:
         """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
         return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
 
-    def new_cache(
-        self, capacity: int, head_shape: Shape | None = None, batch: int = 1, static: bool = False
-    ) -> KVCache:
-        """Slots for `capacity` tokens per row, a pending tree included."""
-        return KVCache.allocate(
-            self.cached_shape, head_shape, capacity, batch, self.dtype, self.device, static, self.layer_devices
-        )
-
-    @torch.inference_mode()
-    def forward(
-        self,
-        tokens: Int[Tensor, "batch seq"],
-        positions: Int[Tensor, "batch seq"] | None = None,
-        mask: Masks | None = None,
-        cache: Cache | None = None,
-        last_only: bool = False,
-        logits_at: list[int] | None = None,
-    ) -> TargetOutput:
-        """One pass; causal if there is no mask. `last_only` computes logits for the last position alone, `logits_at`
-        for these places in the sequence.
-
-        With target.split layers, what it returns is on the first device, as its arguments are.
-        """
-        if last_only:  # as a place: for a slice, a CPU's matmul copies the whole lm_head first
-            logits_at = [tokens.shape[1] - 1]
-        # A list: accelerate would move a tensor to the first device, but the final norm is on the last.
-        extra: dict[str, Any] = {} if logits_at is None else {"logits_to_keep": logits_at}
-        output = self.model(
-            input_ids=tokens,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **extra,
-        )
-        taps, last_hidden = self._take_seen()
-        tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
-        return TargetOutput(output.logits.to(self.device), tapped, last_hidden)
-
     def states(
         self, tokens: Int[Tensor, "batch seq"]
     ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
@@ -234,12 +187,6 @@ class TargetModel:
         are enabled."""
         self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
         return self._take_seen()
-
-    def _take_seen(self) -> tuple[list[Tensor], Tensor]:
-        # With target.split layers they are on several devices.
-        seen = {tap: self._seen[tap].to(self.device) for tap in (*self.taps, self.config.num_layers)}
-        self._seen.clear()
-        return [seen[tap] for tap in self.taps], seen[self.config.num_layers]
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
         """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
@@ -256,68 +203,6 @@ class TargetModel:
             )
         starts = torch.tensor([self.taps.index(tap) for tap in taps]) * self.config.hidden_size
         return (starts[:, None] + torch.arange(self.config.hidden_size)).flatten().to(self.device)
-
-    def forward_tree(self, tree: Tree, cache: KVCache) -> TargetOutput:
-        """One pass over all nodes of each row's tree, after the verified tokens of that row."""
-        block = PendingTokens(tree.ancestors, tree.depths)
-        positions = cache.target.starts.unsqueeze(1) + tree.depths
-        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
-
-    def tree_part(self, tree: Tree, cache: KVCache) -> Part:
-        """The input of `forward_tree`, as a part of a pass."""
-        return Part(cache.target, tree.tokens, PendingTokens(tree.ancestors, tree.depths), last_only=False)
-
-    def forward_parts(self, parts: list[Part]) -> list[TargetOutput]:
-        """One pass over parts that lie side by side; returns what it computed for each. See `packs`."""
-        cache, shapes = PackedCache(parts), [(part.tokens.shape[0], part.tokens.shape[1]) for part in parts]
-        kept, first = list[int](), 0
-        for part in parts:
-            kept += [first + place for place in part.kept]
-            first += part.tokens.numel()
-        own = [self._masks_by_kind(part.slots, part.block) for part in parts]
-        packed: dict[str, Tensor] = {
-            kind: PackedMask.of(cache, tuple(masks[kind] for masks in own)) for kind in self.windows
-        }
-        output = self.forward(
-            torch.cat([part.tokens.flatten() for part in parts]).unsqueeze(0),
-            torch.cat([part.positions.flatten() for part in parts]).unsqueeze(0),
-            one_or_all(packed),
-            cache,
-            logits_at=kept,
-        )
-        cache.check()
-        counts = [(rows, 1 if part.last_only else count) for part, (rows, count) in zip(parts, shapes, strict=True)]
-        logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
-        last_hidden = unpacked(output.last_hidden, shapes)
-        return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
-
-    @cached_property
-    def packs(self) -> bool:
-        """Whether parts may lie side by side in one pass of this model: it is tried on a few tokens."""
-        if self.model.config._attn_implementation != GROUPED:
-            return False
-        cache, parts = self.new_cache(3, batch=2), []
-        for row, count in enumerate((3, 2)):
-            tokens = torch.arange(count, device=self.device).unsqueeze(0)
-            parts.append(Part(cache.target.row(row), tokens, causal_block(count, self.device), last_only=False))
-        try:
-            together = self.forward_parts(parts)
-        except (CannotLieSideBySide, RuntimeError):  # the latter if the model itself computes with the mask
-            self._seen.clear()
-            return False
-        alone = [self.forward(part.tokens).logits for part in parts]
-        pairs = [(output.logits.float(), wanted.float()) for output, wanted in zip(together, alone, strict=True)]
-        return all(bool((found - wanted).norm() < SAME * wanted.norm()) for found, wanted in pairs)
-
-    def masks(self, slots: Slots, block: PendingTokens) -> Masks:
-        """The attention mask as the model expects it: one for all layers, or one per layer type."""
-        return one_or_all(self._masks_by_kind(slots, block))
-
-    def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
-        made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
-        if self.model.config._attn_implementation == GROUPED:
-            made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
-        return made
 
     @torch.inference_mode()
     def generate(
@@ -388,10 +273,6 @@ def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> I
     finally:
         for model, config in own:
             model.generation_config = config
-
-
-def one_or_all(masks: dict[str, Tensor]) -> Masks:
-    return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
 # Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.cache import RowGroup, Slots
-from headstart.inference.targets.side_by_side import PackedMask
+from headstart.inference.passes.side_by_side import PackedMask
 
 
 class RaggedMask(Tensor):
@@ -68,8 +68,9 @@ def grouped_attention(
             folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
             for rows, keys in attention_mask.groups
         ]
-        return torch.cat(groups).transpose(1, 2), None
-    return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2), None
+        return torch.cat(groups).transpose(1, 2).contiguous(), None
+    # Contiguous, as transformers' own: some models take a view of it.
+    return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def folded_attention(

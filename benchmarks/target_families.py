@@ -1,0 +1,256 @@
+"""Does every model type that transformers registers decode losslessly, or say why not?
+
+    python benchmarks/target_families.py             # all of them: half an hour on two cores
+    python benchmarks/target_families.py qwen3_next mamba
+    python benchmarks/target_families.py --list differs
+
+A tiny random model of each causal and image-text-to-text type (`tiny_targets.py`) gets prompts of 9, 40 and 23 tokens
+in float32, and a drafter that is partly right. Greedy text must equal transformers' `generate`; text at T = 1 must
+equal our own plain decoding; and each row of a batch must get the text that it gets alone. Outcomes:
+
+trees, chains, own cache   lossless, with this kind of drafts
+refused                    TargetModel or the loop says why not
+near-tie                   all differences are between tokens whose scores are within 0.001 of each other
+differs                    another text: the first difference, and its margin
+crash                      any other exception, a dead process, or one that takes too long
+not built                  no tiny model, or its own `generate` fails on text alone
+
+An interrupted run goes on where it stopped. Exit code 1 if a text differs or a process crashed.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tiny_targets import TYPES, VOCAB, WORDS, make_target
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.common.progress import Progress
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.request import GREEDY, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Verified, VerifiedOnHost
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.report.compare import divergence
+from headstart.inference.targets.model import TargetModel
+
+LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
+TIE = 1e-3
+PATIENCE = 300.0  # seconds for one family
+FOLDER = Path("runs")
+
+
+class PartlyRight:
+    """Drafts the tokens that it knows to come next, one in four of them wrong; in trees, among wrong branches."""
+
+    taps: tuple[int, ...] = ()
+    cache_shape: tuple[int, int, int] | None = None
+    max_nodes = depth = 1 + 3 * AHEAD
+    static_shapes = False
+    compilable_layers = ()
+
+    def __init__(self, texts: list[list[int]], branches: bool) -> None:
+        self.texts, self.branches = texts, branches
+
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        """Do nothing: `draft` is given the whole text."""
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
+        rows = [self.row(text, left) for text, left in zip(verified.texts, verified.remaining, strict=True)]
+        longest = max(len(tokens) for tokens, _ in rows)
+        tokens = [own + [own[0]] * (longest - len(own)) for own, _ in rows]
+        parents = [own + [-1] * (longest - len(own)) for _, own in rows]
+        return Tree(torch.tensor(tokens), torch.tensor(parents))
+
+    def row(self, prefix: list[int], left: int) -> tuple[list[int], list[int]]:
+        """Tokens and parents. The random numbers depend on the text alone, so it drafts the same in any batch."""
+        random = torch.Generator().manual_seed(1000 * len(prefix) + prefix[-1])
+        known = next((text[len(prefix) :] for text in self.texts if text[: len(prefix)] == prefix), [])
+        tokens, parents, last = [prefix[-1]], [-1], 0
+        for token in known[: max(min(AHEAD, left), 0)]:
+            drawn = torch.randint(VOCAB, (5,), generator=random).tolist()
+            for wrong in drawn[: drawn[2] % 3] if self.branches else []:
+                parents.append(drawn[3] % len(tokens))
+                tokens.append(wrong)
+            parents.append(last)
+            last = len(tokens)
+            tokens.append(drawn[2] if drawn[4] % 4 == 0 else token)
+        return tokens, parents
+
+
+def check(name: str) -> dict[str, Any]:
+    """The outcome for one type, with what is known about its tiny model."""
+    found: dict[str, Any] = {"family": name}
+    random = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(3, WORDS, (length,), generator=random).tolist() for length in LENGTHS]
+    try:
+        model = make_target(name)
+        found["weights"] = sum(parameter.numel() for parameter in model.parameters())
+        texts = [own_text(model, prompt) for prompt in prompts]
+    except Exception as error:
+        return {**found, "outcome": f"not built: {in_short(error)}"}
+    try:
+        target = TargetModel(model, taps=())
+        drafts = getattr(target, "drafts", "trees")
+        differences = list(differing(target, prompts, texts, drafts == "trees", found))
+    except Exception as error:
+        is_ours = isinstance(error, ValueError) and "site-packages" not in last_line(error).filename
+        return {**found, "outcome": f"{'refused' if is_ours else 'crash'}: {in_short(error)}"}
+    if not differences:
+        return {**found, "outcome": drafts}
+    what, margin = max(differences, key=lambda each: each[1])
+    lead = "near-tie" if margin < TIE else "differs"
+    return {**found, "outcome": f"{lead}: {what}, margin {margin:.2g}; {len(differences)} texts in all"}
+
+
+def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    """What transformers' own greedy `generate` writes. Raises ValueError for a model that does not continue text."""
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        written: Any = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    if model.config.is_encoder_decoder or written.sequences.shape[1] != len(prompt) + NEW_TOKENS:
+        raise ValueError("its generate does not continue a text of tokens")
+    if not torch.stack(written.logits).isfinite().all():
+        raise ValueError("its logits are not finite")
+    return list(written.sequences[0, len(prompt) :].tolist())
+
+
+def differing(
+    target: TargetModel, prompts: list[list[int]], texts: list[list[int]], branches: bool, found: dict[str, Any]
+) -> Iterator[tuple[str, float]]:
+    """Each text that differs from its reference: in words, with the margin at its first difference."""
+    for what, sampling, wanted in (("greedy", GREEDY, texts), ("T = 1", Sampling(1.0, seed=3), None)):
+        requests = [Request(prompt, NEW_TOKENS, sampling) for prompt in prompts]
+        plain = [generate_batch(target, [request])[0].tokens for request in requests]
+        wanted = wanted or plain
+        found[f"distinct, {what}"] = [len(set(text)) for text in wanted]
+        drafter = PartlyRight([prompt + text for prompt, text in zip(prompts, wanted, strict=True)], branches)
+        alone = [generate_batch(target, [request], drafter)[0] for request in requests]
+        together = generate_batch(target, requests, drafter)
+        found[f"tokens a step, {what}"] = [round(each.stats.acceptance_length, 2) for each in alone]
+        ways = {"plain": plain, "alone": [each.tokens for each in alone], "batch": [each.tokens for each in together]}
+        for way, written in ways.items():
+            for number, (text, other) in enumerate(zip(written, wanted, strict=True)):
+                if text != other:
+                    at = divergence(number, prompts[number], text, other, target, sampling)
+                    yield f"{what}, {way}, {len(prompts[number])} tokens + {at.position}", at.margin
+
+
+def in_short(error: BaseException) -> str:
+    """Its message in one line, with the place where it was raised."""
+    place = last_line(error)
+    return f"{' '.join(str(error).split())[:400]} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
+
+
+def last_line(error: BaseException) -> traceback.FrameSummary:
+    """Where it was raised."""
+    return traceback.extract_tb(error.__traceback__)[-1]
+
+
+def answer(name: str, to: Connection) -> None:
+    """Check one type in this process, which may die or hang of it."""
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    torch.set_num_threads(1)
+    to.send(check(name))
+
+
+def check_apart(name: str) -> dict[str, Any]:
+    """`check` in a process of its own."""
+    started = time.monotonic()
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=answer, args=(name, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    found: dict[str, Any] = {"family": name}
+    try:
+        found = ours.recv() if ours.poll(PATIENCE) else {**found, "outcome": f"crash: no answer in {PATIENCE:g} s"}
+    except EOFError:
+        process.join()
+        found["outcome"] = f"crash: the process ended with code {process.exitcode}"
+    process.kill()
+    return {**found, "seconds": round(time.monotonic() - started, 1)}
+
+
+def check_all(names: list[str], jobs: int, results: Path | None) -> list[dict[str, Any]]:
+    """Check these types, and append each result to the file as it comes; those that it holds are not checked again."""
+    found = read(results) if results is not None and results.exists() else []
+    left = [name for name in names if name not in {each["family"] for each in found}]
+    with ThreadPoolExecutor(jobs) as pool, Progress("types", len(names), "types", len(found)) as bar:
+        futures = [pool.submit(check_apart, name) for name in left]
+        try:
+            for future in as_completed(futures):
+                found.append(future.result())
+                if results is not None:
+                    with results.open("a") as file:
+                        file.write(json.dumps(found[-1]) + "\n")
+                bar.advance(1, found[-1]["family"])
+        finally:
+            for future in futures:
+                future.cancel()
+    return found
+
+
+def read(results: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in results.read_text().splitlines()]
+
+
+def group(result: dict[str, Any]) -> str:
+    return str(result["outcome"]).partition(":")[0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="TYPE", help="the types to check; all by default")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
+    parser.add_argument("--list", metavar="OUTCOME", help="list the last run's types with this outcome")
+    options = parser.parse_args()
+    if unknown := {*options.names} - {*TYPES}:
+        parser.error(f"transformers {transformers.__version__} registers no {', '.join(sorted(unknown))}")
+    whole = FOLDER / f"target_families_{transformers.__version__}.jsonl"
+    unfinished = whole.with_suffix(".partial")
+    if options.list:
+        found = [each for each in read(whole if whole.exists() else unfinished) if group(each) == options.list]
+    elif options.names:
+        found = check_all(options.names, options.jobs, None)
+    else:
+        FOLDER.mkdir(exist_ok=True)
+        found = check_all(TYPES, options.jobs, unfinished)
+        unfinished.replace(whole)
+        print(f"transformers {transformers.__version__}, {len(found)} types, in {whole}:")
+    if options.list or options.names:
+        for each in sorted(found, key=lambda each: str(each["family"])):
+            print(f"{each['family']}: {each['outcome']}")
+        return
+    counts = Counter(map(group, found))
+    for outcome, count in counts.most_common():
+        print(f"{count:5} {outcome}")
+    sys.exit(1 if counts["differs"] or counts["crash"] else 0)
+
+
+if __name__ == "__main__":
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["headstart.inference.report.compare"])
+    main()

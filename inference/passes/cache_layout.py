@@ -1,0 +1,105 @@
+"""What each layer of a model keeps of a text: slots, states, both, neither, or something that only the model knows."""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import (
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from headstart.inference.core.cache import HoldsTarget, KVCache, SlotLayer
+from headstart.inference.core.cache_memory import LayerShape
+from headstart.inference.core.states import LayerStates, OwnCaches, RowStates
+
+# A sliding window is part of the mask here, so its layers keep every position.
+SLOTS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
+SLOTS_AND_STATES = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
+NOTHING = "DummyLayer"  # a layer without attention, or one that reads another's keys; newer transformers have the class
+
+
+class SlotAndStateLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]  # as transformers' own
+    """A layer with attention and a state: keys and values in slots, the state as transformers keeps it."""
+
+    is_compileable = False
+
+    def __init__(self, cache: HoldsTarget, layer: int, empty: Any) -> None:
+        """`empty` is transformers' own layer, before its first token."""
+        SlotLayer.__init__(self, cache, layer)
+        self.__dict__.update({name: copy.copy(value) for name, value in vars(empty).items() if isinstance(value, dict)})
+        self.record_past, self.device, self.dtype = False, None, None
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """What the layers of a model keep; a layer's shape is empty if it has no slots."""
+
+    shapes: tuple[LayerShape, ...]
+    devices: list[torch.device]
+    empty: tuple[Any, ...] | None  # transformers' own layers before their first token; None: only the model knows them
+
+    @property
+    def has_states(self) -> bool:
+        return self.empty is None or any(isinstance(layer, LinearAttentionLayer) for layer in self.empty)
+
+    @property
+    def has_indexers(self) -> bool:
+        """Whether sparse attention keeps more of a token than a key and a value."""
+        return any(len(shape) > 2 for shape in self.shapes)
+
+    def new_states(self, rows: int) -> RowStates | None:
+        """What rows keep besides slots; None if nothing."""
+        if self.empty is None:
+            return OwnCaches(rows)
+        return LayerStates(rows) if self.has_states else None
+
+    def layers(self, cache: KVCache) -> list[Any]:
+        """The layers that the model sees in a cache."""
+        return [self._layer(cache, number, empty) for number, empty in enumerate(self.empty or ())]
+
+    def _layer(self, cache: KVCache, number: int, empty: Any) -> Any:
+        if isinstance(empty, SLOTS_AND_STATES):
+            return SlotAndStateLayer(cache, number, empty)
+        return SlotLayer(cache, number) if isinstance(empty, SLOTS) else copy.deepcopy(empty)
+
+    def without_slots(self) -> "CacheLayout":
+        """The layout of a model that is run with a cache of its own."""
+        return CacheLayout(((),) * len(self.shapes), self.devices, None)
+
+
+@torch.inference_mode()
+def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
+    """What a model keeps of one token that it reads; for layers of an unknown class, nothing that we can manage."""
+    own = CacheLayout(((),) * num_layers, [model.device] * num_layers, None)
+    try:
+        cache = DynamicCache(config=model.config)
+        empty = copy.deepcopy(cache.layers)
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        found = model(input_ids=token, past_key_values=cache, use_cache=True).past_key_values
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError):
+        return own  # whether it decodes at all is seen when its passes are checked
+    if found is not cache or not all(map(is_known, empty)):
+        return own
+    shapes, devices = [], []
+    for layer in cache.layers:
+        parts = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
+        parts = [part if part is None or part.ndim == 4 else part.unsqueeze(1) for part in parts]
+        known = [part for part in parts if part is not None and part.numel()]
+        if known and len({(part.shape[0], part.shape[2]) for part in known}) > 1:
+            return own
+        shapes.append(tuple((part.shape[1], part.shape[3]) for part in known))
+        states = [state for value in vars(layer).values() if isinstance(value, dict) for state in value.values()]
+        tensors = [*known, *(state for state in states if isinstance(state, torch.Tensor))]
+        devices.append(tensors[0].device if tensors else model.device)
+    return CacheLayout(tuple(shapes), devices, tuple(empty))
+
+
+def is_known(layer: Any) -> bool:
+    return type(layer) in (*SLOTS, *SLOTS_AND_STATES, LinearAttentionLayer) or type(layer).__name__ == NOTHING

@@ -1,0 +1,172 @@
+"""Laws of targets that keep more than slots: states that cannot be cut back, and layers of several shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import OTHERS, STATEFUL, make_family
+from scripted import Hidden, Moody
+from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
+
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.states import WINDOW
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.prefixes import BLOCK
+from headstart.inference.passes import check, forward
+from headstart.inference.passes.chains import first_path
+from headstart.inference.targets.model import TargetModel
+
+PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
+NEW = 24
+Make = Callable[..., TargetModel]
+
+
+def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no way of decoding pass its check but the one with the model's own cache."""
+    monkeypatch.setattr(check, "FOUND", {})
+    monkeypatch.setitem(check.PASSES, "chains", lambda *_: [("", torch.zeros(1, 1, 1), range(1))])
+
+
+@pytest.fixture(params=[*STATEFUL, "own cache"])
+def stateful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
+    if request.param == "own cache":
+        own_cache(monkeypatch)
+    target = TargetModel(make_family("qwen3_next" if request.param == "own cache" else request.param), ())
+    assert target.drafts == ("own cache" if request.param == "own cache" else "chains")
+    return target
+
+
+def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
+    return [Request(prompt, NEW, Sampling(temperature, seed=row), **fields) for row, prompt in enumerate(PROMPTS)]
+
+
+def texts(target: TargetModel, asked: list[Request]) -> list[list[int]]:
+    """Each prompt with its plain continuation."""
+    return [[*each.prompt, *generate(target, each.prompt, NEW, each.sampling).tokens] for each in asked]
+
+
+def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
+    for prompt in PROMPTS:
+        assert generate(stateful, prompt, NEW).tokens == stateful.generate([prompt], NEW)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("drafter", [Moody, Hidden])
+def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any], temperature: float) -> None:
+    """Alone, and in a batch whose rows accept different numbers, so that their windows differ in length."""
+    asked = requests(temperature)
+    wanted = texts(stateful, asked)
+    for each, text in zip(asked, wanted, strict=True):
+        found = generate(stateful, each.prompt, NEW, each.sampling, drafter(*wanted))
+        assert [*each.prompt, *found.tokens] == text
+    together = generate_batch(stateful, asked, drafter(*wanted), 2)
+    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_layers_of_several_shapes_verify_trees(name: str) -> None:
+    """Keys wider than values, and chunked attention, whose chunk the texts are longer than."""
+    target = TargetModel(make_family(name), ())
+    assert target.drafts == "trees"
+    asked = requests()
+    wanted = texts(target, asked)
+    assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
+    together = generate_batch(target, asked, Hidden(*wanted), 3)
+    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+
+
+def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two draft tokens is accepted in every step: 2 tokens a step, and one step in so many without drafts."""
+    target, passes = TargetModel(make_family("qwen3_next"), ()), list[int]()
+    run = forward.Passes._run
+
+    def counted(self: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
+        passes.append(tokens.shape[1])
+        return run(self, tokens, *rest, **options)
+
+    class HalfRight(Moody):
+        def continuation(self, prefix: list[int], remaining: int) -> list[int]:
+            right = super().continuation(prefix, remaining)[:2]
+            return [*right[:1], *((token + 1) % 97 for token in right[1:])]
+
+        def tree(self, root: int, continuation: list[int]) -> Any:
+            return [root, *continuation], [*range(-1, len(continuation))]
+
+    (text, *_) = texts(target, requests()[:1])
+    monkeypatch.setattr(forward.Passes, "_run", counted)
+    generate(target, PROMPTS[0], NEW, drafter=HalfRight(text))
+    assert passes[0] == len(PROMPTS[0])
+    in_a_window = [*range(3, WINDOW + 2, 2), WINDOW + 1]
+    assert passes[1 : 1 + len(in_a_window)] == in_a_window
+    assert max(passes[1:]) == WINDOW + 1
+
+
+def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> None:
+    asked = requests(1.0)
+    wanted = texts(stateful, asked)
+    loop = DecodeLoop(stateful, Moody(*wanted), 2, prefill_chunk=7)
+    numbers = [loop.submit(each) for each in [*asked, asked[1]]]
+    for _ in range(9):
+        loop.step()
+    loop.cancel(numbers[0])
+    while not loop.idle:
+        loop.step()
+    for number, text in list(zip(numbers, [*wanted, wanted[1]], strict=True))[1:]:
+        assert text[-NEW:] == loop.generations[number].tokens
+
+
+def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) -> None:
+    """The states at the end of an answer are kept, up to a window before it."""
+    loop, prompt = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1]
+    for turn in range(3):
+        found = loop.generations[loop.submit(Request(prompt, 20))]
+        while not loop.idle:
+            loop.step()
+        assert found.tokens == generate(stateful, prompt, 20).tokens
+        assert found.cached_tokens == (0 if turn == 0 else len(prompt) - 4)
+        prompt = [*prompt, *found.tokens, 3, 4, 5]
+
+
+def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: TargetModel) -> None:
+    """The second one is read in two parts, so that the third finds the states at the end of what they share."""
+    loop = DecodeLoop(stateful, prefix_memory=2**20)
+    for number in range(4):
+        prompt = [*PROMPTS[1], *range(60 + number, 70)]
+        found = loop.generations[loop.submit(Request(prompt, 5))]
+        while not loop.idle:
+            loop.step()
+        assert found.tokens == generate(stateful, prompt, 5).tokens
+        assert found.cached_tokens == (0 if number < 2 else len(PROMPTS[1]) // BLOCK * BLOCK)
+
+
+def test_a_tree_becomes_the_chain_of_first_children() -> None:
+    #  0 -- 1 -- 3      first children: 0, 1, 3, 5
+    #    \- 2    \-5
+    #        \- 4
+    tree = check.Tree(torch.tensor([[9, 1, 2, 3, 4, 5]]), torch.tensor([[-1, 0, 0, 1, 2, 3]]))
+    chain = first_path(tree)
+    assert chain.tokens.tolist() == [[9, 1, 3, 5]]
+    assert chain.parents.tolist() == [[-1, 0, 1, 2]]
+
+
+def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
+    """It wrote another text in silence: a prompt that is read in two passes differs from one that is read in one."""
+    text = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = PaliGemmaConfig(
+        text_config={"model_type": "gemma", "num_attention_heads": 4, "num_key_value_heads": 2, **text},
+        vision_config={"image_size": 28, "patch_size": 14, **vision},
+        image_token_index=96,
+        projection_dim=32,
+    )
+    with pytest.raises(ValueError, match="'gemma' model given, whose passes do not continue its own text: trees: "):
+        TargetModel(PaliGemmaForConditionalGeneration(config).eval(), ())
+
+
+def test_a_state_that_is_no_cache_is_refused() -> None:
+    config = RwkvConfig(vocab_size=97, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
+    config.num_attention_heads, config.max_position_embeddings = 1, 256
+    with pytest.raises(ValueError, match="'rwkv' model given, whose passes do not continue its own text: own cache: "):
+        TargetModel(RwkvForCausalLM(config).eval(), ())
