@@ -13,7 +13,7 @@ def slow_unless(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
 
 
 def keep_each_value(items: list[pytest.Item]) -> None:
-    """Of each test marked `each_value`, leave so many members fast that every value of a parameter is in one of them."""
+    """Of a test marked `each_value`, leave so many members fast that every value of a parameter is in one of them."""
     matrices: dict[str, list[pytest.Function]] = {}
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("each_value") and not is_slow(item):
