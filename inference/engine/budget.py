@@ -93,6 +93,13 @@ class StepMemory:
         cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * dtype.itemsize
         return cls(cached, target.vocab_size, dtype.itemsize)
 
+    @classmethod
+    def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
+        """Of one device, which caches the layers that lie on it, with the key heads that this rank has of them."""
+        _, heads, dim = target.cached_shape
+        cached = 2 * target.layout.devices.count(device) * heads * dim * target.dtype.itemsize
+        return cls(cached, target.config.vocab_size, target.dtype.itemsize)
+
     def needed(self, rows: int, nodes: int, length: int) -> int:
         """Bytes for `rows` texts of up to `length` tokens, each with a tree of `nodes` nodes after it.
 
@@ -107,8 +114,9 @@ class StepMemory:
 
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
-    """Raise ValueError if its devices lack memory for a step of `rows` texts with trees of `nodes` nodes."""
-    refuse_large_trees(StepMemory.of(target.config, target.dtype), {*target.layout.devices}, rows, nodes, length)
+    """Raise ValueError if a device of it lacks memory for a step of `rows` texts with trees of `nodes` nodes."""
+    for device in {*target.layout.devices}:
+        refuse_large_trees(StepMemory.on(device, target), device, rows, nodes, length)
 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:
@@ -120,20 +128,20 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     given = (
         "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
     )
-    refuse_large_trees(step, [device], rows, nodes, recipe.decode.max_new_tokens, given)
+    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
 
 
 def refuse_large_trees(
-    step: StepMemory, devices: Devices, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
-    if needed < SMALL or needed <= (free := sum(map(free_memory, devices))):
+    if needed < SMALL or needed <= (free := free_memory(device)):
         return
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
         f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
-        f"{decimal(needed)} or more, and {decimal(free)} is free on {', '.join(map(str, devices))}; lower "
+        f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
         f"{given.partition(':')[0]}{fewer}"
     )
 
