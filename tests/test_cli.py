@@ -11,6 +11,7 @@ import pytest
 from headstart import cli
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import recipe_from_command_line
+from headstart.trainers import eagle
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
@@ -63,12 +64,11 @@ def test_every_module_runs_its_main_with_python_m() -> None:
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
     recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Recipe] = []
+    seen: list[tuple[Recipe, str]] = []
     monkeypatch.chdir(ROOT)
-    module = import_module("headstart." + script.removesuffix(".py").replace("/", "."))
-    monkeypatch.setattr(module, "train", lambda recipe, given: seen.append(recipe))
+    monkeypatch.setattr(eagle, "train", lambda recipe, given, script: seen.append((recipe, script)))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
-    assert seen == [load_recipe(f"recipes/{recipe}", ["train.steps=1"])]
+    assert seen == [(load_recipe(f"recipes/{recipe}", ["train.steps=1"]), script)]
     assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
 
 
