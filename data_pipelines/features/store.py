@@ -7,11 +7,6 @@
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-from headstart.data_pipelines.features.store_options import store_options
-
-if __name__ == "__main__":
-    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import json
 import shlex
 import shutil
@@ -32,6 +27,7 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
+from headstart.data_pipelines.features.store_options import store_options
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
@@ -234,7 +230,3 @@ def main() -> None:
         else:
             refuse_damage(arguments.folder)
             print(f"{arguments.folder}: every shard matches the manifest, and all numbers are finite")
-
-
-if __name__ == "__main__":
-    main()

@@ -3,11 +3,6 @@
 headstart prompts recipes/tiny.yaml
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import hashlib
 import json
 import shlex
@@ -316,7 +311,3 @@ def main() -> None:
         print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
 
     run_command(__doc__, show)
-
-
-if __name__ == "__main__":
-    main()

@@ -25,11 +25,6 @@ tree as tree.png. They also have the speed-up's 95 % interval, the acceptance ra
 tokens.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import json
 import platform
 from collections.abc import Mapping
@@ -287,7 +282,3 @@ def write_report(
         return ["report.json", "report.md", "report.html"]
     figures.save_png(figures.draw(groups), folder / "report.png")
     return ["report.json", "report.md", "report.html", "report.png"]
-
-
-if __name__ == "__main__":
-    main()
