@@ -70,7 +70,7 @@ def test_a_head_without_a_searched_tree_is_refused_before_the_work(
 ) -> None:
     """The whole report was measured and written first."""
     searched = trained.decode.model_copy(update={"growth": "searched"})
-    quick = trained.report.model_copy(update={"baselines": ["plain", "chain"]})
+    quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
     with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
         report(trained.model_copy(update={"decode": searched, "report": quick}))
