@@ -45,7 +45,7 @@ def verify(folder: Path) -> dict[Path, str]:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Raise ValueError if a store is not sound, with the command that mends it."""
+    """Raise ValueError, with what to do, if a store is damaged or holds numbers that are not finite."""
     if problems := verify(folder):
         foreign = foreign_shards(folder)
         count = "1 shard is" if len(problems) == 1 else f"{len(problems)} shards are"
@@ -53,11 +53,6 @@ def refuse_damage(folder: Path) -> None:
         only_foreign = len(foreign) == len(problems)
         remedy = f"remove: {shlex.join(['rm', *map(str, foreign)])}" if only_foreign else repair(folder, problems)
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
-    refuse_non_finite_store(folder)
-
-
-def refuse_non_finite_store(folder: Path) -> None:
-    """Raise ValueError for the first shard of a sound store that holds numbers that are not finite."""
     about = read_manifest(folder)
     for path in (folder / shard["file"] for shard in about["shards"]):
         opened = open_shard(path)
@@ -100,10 +95,8 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
             lines = "\n  ".join(["these stores cannot be merged:", *different])
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
-    if problems := [problem for source in sources for problem in verify(source).values()]:
-        raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     for source in sources:
-        refuse_non_finite_store(source)
+        refuse_damage(source)
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with removed_on_failure(partial):
