@@ -124,22 +124,16 @@ class UserTemplate:
         return self.chat.prompt(Conversation([{"role": "user", "content": words}]))
 
 
+@dataclass(frozen=True)
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests; the end tokens and number of tokens are the
-    target's."""
+    """Writes candidates with a function that carries out requests."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        template: UserTemplate,
-        write: Write,
-        end_tokens: Sequence[int],
-        vocab_size: int,
-        complete: Callable[[Request], Request] = lambda request: request,
-    ) -> None:
-        """`complete` adds the target's own settings to a request."""
-        self.recipe, self.template, self.write, self.complete = recipe, template, write, complete
-        self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
+    recipe: Recipe
+    template: UserTemplate
+    write: Write
+    end_tokens: Sequence[int]  # the target's
+    vocab_size: int  # the target's
+    complete: Callable[[Request], Request] = lambda request: request  # adds the target's own settings
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
