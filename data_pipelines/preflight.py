@@ -84,10 +84,8 @@ def refuse_unwritable(field: str, folder: Path) -> None:
         with TemporaryFile(dir=found):
             pass
     except OSError as error:
-        raise ValueError(
-            f"{field}: {folder} given, a folder that can be written is allowed, and {found} cannot ({error.strerror}); "
-            f"choose another {field}, or make {found} writable"
-        ) from error
+        allowed = f"a folder that can be written is allowed, and {found} cannot ({error.strerror})"
+        raise ValueError(f"{field}: {folder} given, {allowed}; choose another, or make {found} writable") from error
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -104,10 +102,9 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
         if first is None:
             raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
         if tokenizer.chat_template is None and is_conversation(first):
-            raise ValueError(
-                f"{field}: row {first.line} of {source} is a conversation; without a chat template rows of prompt or "
-                f"text are allowed: give such rows, or put a chat_template.jinja into {recipe.target.path}"
-            )
+            allowed = "without a chat template rows of prompt or text are allowed: give such rows"
+            remedy = f"{allowed}, or put a chat_template.jinja into {recipe.target.path}"
+            raise ValueError(f"{field}: row {first.line} of {source} is a conversation; {remedy}")
 
 
 def is_conversation(row: Row) -> bool:

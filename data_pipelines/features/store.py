@@ -58,11 +58,8 @@ def refuse_damage(folder: Path) -> None:
         opened = open_shard(path)
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             if non_finite({name: opened.get_tensor(name)}):
-                raise ValueError(
-                    f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}, and no "
-                    "head can be trained on them; harvest again in another run_dir with another data.dtype, such as "
-                    "bfloat16"
-                )
+                found = f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}"
+                raise ValueError(f"{found}; harvest again in another run_dir with another data.dtype, such as bfloat16")
 
 
 def stats(folder: Path) -> Json:
@@ -127,10 +124,8 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
 def refuse_sources(into: Path, sources: list[Path]) -> None:
     """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
     if not sources:
-        raise ValueError(
-            f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
-            f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
-        )
+        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
     if into.exists():
         raise ValueError(
             f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
@@ -184,10 +179,9 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     about = read_manifest(folder)
     identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
     if target_digest(about) != identity:
-        raise ValueError(
-            f"data.store: {folder} was made with other weights or another config ({about.get('target')}), which is not "
-            f"target.path, {recipe.target.path}; give a store of this target, or remove data.store to harvest one"
-        )
+        given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
+        advice = "give a store of this target, or remove data.store to harvest one"
+        raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")
     if not set(taps) <= set(about["taps"]):
         lacking, stored = sorted(set(taps) - set(about["taps"])), sum(shard["bytes"] for shard in about["shards"])
         needed = decimal(stored * (len(taps) + 1) // (len(about["taps"]) + 1))  # the last hidden state is in both

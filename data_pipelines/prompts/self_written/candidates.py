@@ -19,6 +19,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
@@ -71,24 +72,19 @@ class UserTemplate:
 
     def __init__(self, template: ChatTemplate, data: DataSection) -> None:
         if not template.exists:
-            raise ValueError(
-                f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
-                "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
-            )
+            needs = f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none"
+            advice = "choose the chat version of the model, add its chat_template.jinja, or name a file of prompts"
+            raise ValueError(f"{needs}; {advice} in data.prompts")
         if not isinstance(template.tokenizer, FastTokenizer):
-            raise ValueError(
-                f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
-                "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
-            )
+            found = "the target's tokenizer is one in Python, which does not give the places of tokens in a text"
+            raise ValueError(f"data.prompts: {SELF} given, but {found}; name a file of prompts in data.prompts")
         self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
             used = len(self.opening(system).tokens)
             if used >= data.prompt_tokens:
-                raise ValueError(
-                    f"data.prompt_tokens: {data.prompt_tokens} given, but {used} tokens stand before the user's words; "
-                    f"{used + 1} or more are allowed: raise it"
-                )
+                remedy = f"raise it, as {used} tokens stand before the user's words"
+                raise wrong_value("data.prompt_tokens", data.prompt_tokens, f"{used + 1} or more are", remedy)
 
     def _opening(self, system: str | None) -> Opening:
         try:
