@@ -72,9 +72,9 @@ class CompletionClient:
         try:
             found: Json = dict(answer.json()[key][0])
         except (ValueError, LookupError, TypeError) as error:
-            found = f"data.server: {self.url} answers without {key} ({answer.text[:200]})"
+            lacking = f"data.server: {self.url} answers without {key} ({answer.text[:200]})"
             needed = "an OpenAI-compatible server is needed, such as vLLM or SGLang: check the URL"
-            raise ValueError(f"{found}; {needed}") from error
+            raise ValueError(f"{lacking}; {needed}") from error
         return found
 
     def _tokens(self, choice: Json) -> list[int]:
