@@ -451,8 +451,8 @@ STAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     for what, content, why in (
         ("empty", "", "Expecting value"),
         ("torn", '{"inputs": {"se', "Unterminated string"),
-        ("a list", "[]", "it lacks inputs and complete"),
-        ("without facts", '{"inputs": {}, "complete": true}', "it lacks facts"),
+        ("a list", "[]", "list indices must be integers"),
+        ("without facts", '{"inputs": {}, "complete": true}', "KeyError: 'facts'"),
     )
 }
 

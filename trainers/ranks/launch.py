@@ -65,18 +65,14 @@ def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: T
 
 def refuse_contradiction(section: TrainSection) -> None:
     """Raise ValueError if the launch sets another precision or accumulation than the recipe."""
-    precision, launched = ACCELERATE_PRECISION[section.precision], os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", precision):
-        raise ValueError(
-            f"train.precision: {section.precision} in the recipe contradicts --mixed_precision {launched} of "
-            "accelerate launch (or mixed_precision in its configuration); drop the latter"
-        )
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", str(section.accumulate)):
-        raise ValueError(
-            f"train.accumulate: {section.accumulate} in the recipe contradicts --gradient_accumulation_steps {steps} "
-            "of accelerate launch (or gradient_accumulation_steps in its configuration); drop the latter"
-        )
+    precision, accumulate = ACCELERATE_PRECISION[section.precision], str(section.accumulate)
+    for given, option, off, same in (
+        (f"train.precision: {section.precision}", "mixed_precision", "no", precision),
+        (f"train.accumulate: {accumulate}", "gradient_accumulation_steps", "1", accumulate),
+    ):
+        if (launched := os.environ.get(f"ACCELERATE_{option.upper()}", off)) not in (off, same):
+            configured = f"--{option} {launched} of accelerate launch (or {option} in its configuration)"
+            raise ValueError(f"{given} in the recipe contradicts {configured}; drop the latter")
 
 
 def refuse_muon(section: TrainSection, sharding: str) -> None:
