@@ -122,7 +122,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
-    about = journal.made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
+    about = journal.made_from(recipe, machine(), folders, benchmark.prompts)
     measured = Journal(recipe.report_dir / journal.NAME, about)
     groups = measure(recipe, benchmark, measured)
     text = partial(text_of, benchmark.chat.template.tokenizer)

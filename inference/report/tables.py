@@ -10,7 +10,7 @@ from rich.table import Table
 from headstart.inference.report.compare import CategoryFigures, Divergence, Interval, Outcome
 
 COLUMNS = {
-    "method": "generate: transformers' own; plain: our loop without drafts; chain, tree: the shape of a head's drafts",
+    "method": "generate: transformers' own; plain: no drafts; chain, tree: a head's drafts; untrained: a random head's",
     "acceptance length": "mean number of tokens per target step, the bonus token included (tau)",
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",
