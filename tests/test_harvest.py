@@ -90,7 +90,7 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
-    assert f"features will take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
+    assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])

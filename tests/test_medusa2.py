@@ -307,7 +307,7 @@ def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeyp
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(
         ValueError,
-        match=r"joint.mode: lora given, only null is allowed under FSDP2 or DeepSpeed; launch with "
+        match=r"joint.mode: lora given, only null under FSDP2 or DeepSpeed is allowed; launch with "
         r"recipes/launch/one.yaml",
     ):
         run(recipe)

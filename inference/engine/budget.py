@@ -96,9 +96,9 @@ class StepMemory:
     @classmethod
     def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
         """Of one device, which caches the layers that lie on it, with the key heads that this rank has of them."""
-        _, heads, dim = target.cached_shape
-        cached = 2 * target.layout.devices.count(device) * heads * dim * target.dtype.itemsize
-        return cls(cached, target.config.vocab_size, target.dtype.itemsize)
+        layers = zip(target.layout.shapes, target.layout.devices, strict=True)
+        entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
+        return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
         """Bytes for `rows` texts of up to `length` tokens, each with a tree of `nodes` nodes after it.
