@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -54,7 +54,7 @@ from headstart.inference.targets.model import TargetModel
 LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
 # Never a token for padding, which takes no position in some families.
-SAMPLED = Sampling(1.0, seed=3, logit_bias=dict.fromkeys(range(3), -100.0))
+SAMPLED = Sampling(1.0, seed=3, logit_bias=tuple((token, -100.0) for token in range(3)))
 PATIENCE = 300.0  # seconds for one family
 FOLDER = Path("runs")
 
@@ -122,8 +122,8 @@ def check(name: str) -> dict[str, Any]:
         target = TargetModel(model, taps=())
         differences = list(differing(target, prompts, texts, target.grows_trees, found))
     except ValueError as error:
-        place = last_line(error)
-        is_ours = str(place.line).startswith("raise ") and "site-packages" not in place.filename
+        at = last_line(error)
+        is_ours = str(at.line).startswith("raise ") and "site-packages" not in at.filename
         return {**found, "outcome": f"refused: {in_one_line(error)}" if is_ours else f"crash: {in_short(error)}"}
     except Exception as error:
         return {**found, "outcome": f"crash: {in_short(error)}"}
@@ -139,7 +139,7 @@ def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """What transformers' own greedy `generate` writes. Raises ValueError for a model that does not continue text."""
     tokens = torch.tensor([prompt])
     with torch.inference_mode():
-        written: Any = model.generate(
+        written: Any = cast(Any, model).generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             do_sample=False,
@@ -190,13 +190,13 @@ def differing(
                     yield Different(f"{what} {way}", f"{len(prompts[number])} + {at.position}", at.margin)
 
 
-def in_short(error: BaseException) -> str:
+def in_short(error: Exception) -> str:
     """Its message in one line, with the place where it was raised."""
     place = last_line(error)
     return f"{in_one_line(error)} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
 
 
-def last_line(error: BaseException) -> traceback.FrameSummary:
+def last_line(error: Exception) -> traceback.FrameSummary:
     """Where it was raised."""
     return traceback.extract_tb(error.__traceback__)[-1]
 

@@ -76,6 +76,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "layer_types": [SLIDING, FULL] * 2,
         "rope_parameters": dict.fromkeys((SLIDING, FULL), ROPE | {"mrope_section": [3, 3, 2]}),
     },
+    "mllama_text_model": {"cross_attention_layers": [1]},  # the last layer has none in a real one either
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 4.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
@@ -165,7 +166,7 @@ def make_target(name: str, seed: int = 0) -> PreTrainedModel:
         with torch.no_grad():
             for field, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # large biases would outweigh the text
-                    parameter += (0.06 if "bias" in field else 0.3) * torch.randn_like(parameter)
+                    parameter.add_((0.06 if "bias" in field else 0.3) * torch.randn_like(parameter))
     if model.can_generate():
         model.generation_config.eos_token_id = VOCAB  # never written, so texts end by their length
         model.generation_config.forced_eos_token_id = None
