@@ -42,7 +42,7 @@ class RowStates(ABC):
         return max((len(self.window(row)) for row in range(rows)), default=0)
 
     def keep(self, paths: Sequence[list[int]], tokens: Sequence[list[int]]) -> None:
-        """Follow a pass over trees of these tokens, of which these paths were accepted: chains that begin at the root."""
+        """Follow a pass over trees of these tokens, of which these chains, which begin at the root, were accepted."""
         whole = []
         for row, path in enumerate(paths):
             count = self.counts[row]
