@@ -27,14 +27,22 @@ class CacheBudget:
     """Reserves the cache of each text up to its longest possible end, so that no text ever has to give way."""
 
     def __init__(
-        self, memory: int | None, shapes: list[Shape], dtype: torch.dtype, devices: Devices, rows: int, lazy: bool
+        self,
+        memory: int | None,
+        shapes: list[Shape],
+        dtype: torch.dtype,
+        devices: Devices,
+        rows: int,
+        lazy: bool,
+        states: int = 0,
     ) -> None:
-        """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's.
+        """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's, and
+        `states` the bytes that the target keeps of each row besides slots.
 
         A `lazy` cache takes up what its rows have written. Any other is one block of memory, in which all `rows` have
         the room of the longest. Raises ValueError for more memory than the target's devices have left.
         """
-        self.memory, self.rows, self.lazy = memory, rows, lazy
+        self.memory, self.rows, self.lazy, self.states = memory, rows, lazy, states
         parts = [part for shape in shapes for layer in layer_shapes(shape) for part in layer] or [(1, 1)]
         self.slot = sum(heads * size * dtype.itemsize for heads, size in parts)  # bytes of a token
         # Each layer and key head writes pages of its own; the smallest heads fill a page with the most tokens.
@@ -45,8 +53,9 @@ class CacheBudget:
     def needed(self, slots: int) -> int:
         """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
         if not self.lazy:
-            return self.rows * slots * self.slot
-        return (math.ceil(slots / self.grain) + 1) * self.grain * self.slot  # it may begin and end within a page
+            return self.rows * (slots * self.slot + self.states)
+        # It may begin and end within a page.
+        return (math.ceil(slots / self.grain) + 1) * self.grain * self.slot + self.states
 
     def refuse_too_long(self, request: Request, nodes: int) -> None:
         """Raise ValueError for a request that would not fit even if it were the only one."""
@@ -87,6 +96,7 @@ class StepMemory:
     cached: int  # bytes of one token in the target's KV cache
     vocab_size: int
     element: int  # bytes of one number
+    states: int = 0  # bytes of what the target keeps of a text besides its KV cache
 
     @classmethod
     def of(cls, target: TargetConfig, dtype: torch.dtype) -> "StepMemory":
@@ -98,7 +108,8 @@ class StepMemory:
         """Of one device, which caches the layers that lie on it, with the key heads that this rank has of them."""
         layers = zip(target.layout.shapes, target.layout.devices, strict=True)
         entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
-        return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize)
+        states = target.layout.state_bytes
+        return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize, states)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
         """Bytes for `rows` texts of up to `length` tokens, each with a tree of `nodes` nodes after it.
@@ -106,7 +117,7 @@ class StepMemory:
         Counted are the cache, the target's logits, its mask, and the product of two matrices that gives the mask.
         """
         of_tree = nodes * (self.vocab_size * self.element + nodes * (self.element + 2 * torch.float32.itemsize))
-        return rows * ((length + nodes) * self.cached + of_tree)
+        return rows * ((length + nodes) * self.cached + of_tree + self.states)
 
     def most_nodes(self, rows: int, length: int, free: int) -> int:
         """The largest tree that fits into `free` bytes."""
