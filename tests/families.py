@@ -199,3 +199,5 @@ FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     **{name: partial(make_family, name) for name in CONFIGS},
     "int8": make_int8,
 }
+# Eager attention with soft caps and with sinks, sliding windows, learned positions, experts, packed weights.
+SOME_FAMILIES = ("gemma2", "gpt_oss", "gemma3", "gpt2", "qwen3_moe", "int8")

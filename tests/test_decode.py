@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW, make_family
+from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
+from matrix import slow_unless
 from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
@@ -190,7 +191,7 @@ def check_family(
             assert choices[-1 - count : -1].tolist() == text[-count:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
     """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1."""
     prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2)]

@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from families import FAMILIES
+from families import FAMILIES, SOME_FAMILIES
+from matrix import slow_unless
 from scripted import DRAFTERS, HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
@@ -220,7 +221,7 @@ def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
     assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: str) -> None:
     """Sliding windows and position encodings of all kinds; prompts are longer than a window. The third is read beside
     the steps of another row, if the target reads parts side by side."""

@@ -26,7 +26,6 @@ from headstart.data_pipelines.prompts.self_written import candidates as self_pro
 from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,
-    HeldOutFile,
     SeenTexts,
     Selection,
     jaccard,
@@ -283,8 +282,9 @@ def candidate(number: int, words: str, rejected: str | None = None) -> Json:
 
 
 def test_a_prompt_that_repeats_another_or_a_held_out_one_is_left_out() -> None:
-    file = HeldOutFile([{"id": 0, "tokens": [6], "cut": False}], RowReport("file"), ["Which planets have rings?"])
-    selection = Selection(data_section(num_prompts=100, heldout_prompts="heldout.jsonl"), file)
+    rows = [{"id": 0, "tokens": [6], "cut": False}]
+    data = data_section(num_prompts=100, heldout_prompts="heldout.jsonl")
+    selection = Selection(data, rows, RowReport("file"), ["Which planets have rings?"])
     texts = [
         "Write a poem about the autumn wind, please",
         "write a  poem about the autumn wind, please!",
