@@ -15,41 +15,39 @@ from headstart.options import targets_options
 if __name__ == "__main__":
     targets_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-import difflib
 import textwrap
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from pathlib import Path
-from typing import Any
 
-from rich.filesize import decimal
+from headstart.common.errors import errors_as_messages
+from headstart.inference.targets.families import WAYS, FamilyTable
 
-from headstart.common.errors import errors_as_messages, wrong_value
-from headstart.common.files import read_json
-from headstart.inference.targets.families import WAYS, Family, FamilyTable
-
-WIDTH, INDENT = 120, 14
-TRAINED = {
-    "yes": "can be trained for it",
-    "on text alone": "can be trained for it, on text alone: it also reads images or sounds, which headstart does not",
-    None: "not tried; harvesting checks it before the first sample",
-}
+WIDTH, INDENT = 119, 14
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     name = targets_options(__doc__, argv).name
     with errors_as_messages():
         table = FamilyTable.packaged()
-        print("\n".join(overview(table) if name is None else description(name, table)))
+        print("\n".join(overview(table) if name is None else in_lines(name, table)))
 
 
 def overview(table: FamilyTable) -> Iterator[str]:
     """Every model type of the table, by how it decodes."""
-    yield f"{len(table.families)} model types of transformers {table.transformers}, tried on {table.date} with tiny random models"
+    yield f"{len(table.families)} model types of {table.source}"
     for way, names in table.by_way().items():
         yield f"\n{way} ({len(names)}): {WAYS[way]}"
-        yield textwrap.fill(", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False)
+        yield textwrap.fill(
+            ", ".join(names), WIDTH, initial_indent="  ", subsequent_indent="  ", break_on_hyphens=False
+        )
 
 
-def description(name: str, table: FamilyTable) -> Iterator[str]:
-    """What is known of one model, in lines."""
+def in_lines(name: str, table: FamilyTable) -> Iterator[str]:
+    """What is known of one model, label by label."""
+    from headstart.inference.targets.description import description  # loads torch, which an overview can do without
+
+    for label, text in description(name, table):
+        yield textwrap.fill(text, WIDTH, initial_indent=label.ljust(INDENT), subsequent_indent=" " * INDENT)
+
+
+if __name__ == "__main__":
+    main()

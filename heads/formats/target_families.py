@@ -37,3 +37,8 @@ def gives_hidden_states(subject: Subject, engine: str) -> Iterator[Violation]:
     if engine in REFUSED and family in REFUSED[engine][1]:
         allowed = f"another engine is allowed: {REFUSED[engine][0]} starts no EAGLE-3 head for this family of targets"
         yield Violation(engine, "error", "the target's model_type", family, allowed)
+
+
+def refusing(family: str) -> list[str]:
+    """The engines, with their versions, that refuse EAGLE-3 heads for this family."""
+    return [label for label, families in REFUSED.values() if family in families]

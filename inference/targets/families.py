@@ -30,7 +30,8 @@ class Family:
 
     way: str  # a key of WAYS
     why: str | None = None  # why nothing better, where the way itself does not say it
-    harvest: str | None = None  # yes, or why no head can be trained for it; None: not tried
+    harvest: str | None = None  # whether heads can be trained: yes, on text alone, or why not; None: not tried
+    decoder: str | None = None  # the model type of its language model, if it is another
 
     @property
     def is_target(self) -> bool:
@@ -50,6 +51,10 @@ class FamilyTable:
         found: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
         families = {name: Family(**fields) for name, fields in found["families"].items()}
         return cls(found["transformers"], found["date"], families)
+
+    @property
+    def source(self) -> str:
+        return f"transformers {self.transformers}, tried with tiny random models on {self.date}"
 
     def of(self, model_type: str) -> Family:
         """The family of a model type; one that the table does not have was not tried."""
