@@ -15,6 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
+from transformers.utils import logging
 
 from headstart.common.errors import wrong_value
 from headstart.heads.files import read_json_object
@@ -26,6 +27,7 @@ from headstart.inference.passes.cache_layout import cache_layout
 from headstart.inference.targets.architecture import attention_windows
 from headstart.inference.targets.families import WAYS, FamilyTable
 from headstart.inference.targets.loading import in_one_line, load_config
+from headstart.recipes.target_sizes import text_section
 
 MODEL_TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 HEADS = {
@@ -53,10 +55,10 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
             f"not of transformers {__version__}: it is tried when it is loaded with target.trust_remote_code=true",
         )
         return
-    if family.is_target:
+    if family.is_target or family.way == "not tried":
         config = config_of(folder, model_type)
         yield "heads", HEADS.get(family.harvest, f"cannot be trained for it: {family.harvest}")
-        yield "exports", engines(TargetConfig.from_dict(config.to_dict()).model_type)
+        yield "exports", engines(text_section(config.to_dict()).get("model_type", model_type))
         yield from memory(config)
     yield "known from", f"{table.source}; loading a model tries its own weights"
 
@@ -81,7 +83,11 @@ def config_of(folder: Path | None, model_type: str) -> PreTrainedConfig:
     """The configuration in a folder, or without one the default of a model type."""
     if folder is not None:
         return load_config(folder, trust_remote_code=False)
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+    except Exception as error:  # whatever a class without usable defaults raises
+        allowed = "the folder of a model is, as this type has no default configuration"
+        raise wrong_value("NAME", repr(model_type), allowed, f"give one ({in_one_line(error)})") from error
     return config
 
 
@@ -113,9 +119,12 @@ def memory(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
         yield "memory", f"known when it is loaded ({error})"
         return
     yield "layers", ", ".join(f"{count} keep {what}" for what, count in kept.layers.items())
-    windows = {kind: window for kind, window in kept.windows.items() if window is not None}
+    sizes = {
+        kind: window if isinstance(window, int) else window and window.size for kind, window in kept.windows.items()
+    }
+    windows = [f"{kind} {size}" for kind, size in sizes.items() if size is not None]
     if windows:
-        yield "windows", ", ".join(f"{kind}: {window} tokens" for kind, window in windows.items())
+        yield "windows", f"{', '.join(windows)} tokens, by a mask; the cache keeps every token"
     each = f"{decimal(kept.of_token)} a token" if kept.of_token else ""
     row = f"{decimal(kept.of_row)} a row, however long its text is" if kept.of_row else ""
     yield "cache", f"{' and '.join(filter(None, (each, row)))}, in {str(kept.dtype).removeprefix('torch.')}"
@@ -123,8 +132,10 @@ def memory(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
 
 def kept_by(config: PreTrainedConfig) -> Kept:
     """What a model of this configuration keeps; raises ValueError if its code does not tell without weights."""
-    dtype = config.get_text_config().dtype or torch.bfloat16
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # no advice on kernels that are not installed
     try:
+        dtype = config.get_text_config().dtype or torch.bfloat16
         with torch.device("meta"):
             model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
         model.set_experts_implementation("batched_mm")  # the others ask which tokens an expert gets
@@ -132,6 +143,8 @@ def kept_by(config: PreTrainedConfig) -> Kept:
         windows = attention_windows(model)[0]
     except Exception as error:  # whatever a model raises when it is run so
         raise ValueError(f"{type(error).__name__}: {in_one_line(error)}") from error
+    finally:
+        logging.set_verbosity(verbosity)
     if layout.empty is None:
         raise ValueError("its cache is not made of layers that transformers describes")
     layers = Counter(kind_of(bool(shape), layer) for shape, layer in zip(layout.shapes, layout.empty, strict=True))
