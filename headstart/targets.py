@@ -10,16 +10,12 @@ has all of it and explains the words. What the layers keep in memory is computed
 loaded, its own weights are tried in the same way, and that trial decides.
 """
 
-from headstart.options import targets_options
-
-if __name__ == "__main__":
-    targets_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import textwrap
 from collections.abc import Iterator, Sequence
 
 from headstart.common.errors import errors_as_messages
 from headstart.inference.targets.families import WAYS, FamilyTable
+from headstart.options import targets_options
 
 WIDTH, INDENT = 119, 14
 
@@ -47,7 +43,3 @@ def in_lines(name: str, table: FamilyTable) -> Iterator[str]:
 
     for label, text in description(name, table):
         yield textwrap.fill(text, WIDTH, initial_indent=label.ljust(INDENT), subsequent_indent=" " * INDENT)
-
-
-if __name__ == "__main__":
-    main()
