@@ -155,14 +155,15 @@ def why_not_trees(target: TargetModel) -> str | None:
 
 
 def harvests(target: TargetModel, prompt: list[int]) -> str:
-    """Whether heads can be trained for a target: yes, on text alone, or why not."""
+    """Whether heads can be trained for a target: yes, or why not."""
     try:
         tapped = TargetModel(target.model, target.config.default_taps())
         output = tapped.forward(torch.tensor([prompt]), last_only=True)
         tapped.frozen.refuse_other_logits(output.logits[0], output.last_hidden[0, -1:], LOGITS_TOLERANCE)
     except Exception as error:  # a model without a final norm or lm_head, or of another form
-        return f"no: {' '.join(str(error).split())}"
-    return "on text alone" if target.config.has_towers else "yes"
+        message = " ".join(str(error).split()).removeprefix("target.path: ")
+        return f"no: {message.partition('; such models cannot be trained for')[0]}"
+    return "yes"
 
 
 def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:

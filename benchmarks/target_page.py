@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ MARK = "<!-- What follows is written by benchmarks/target_families.py --write. -
 
 def write_table(results: list[dict[str, Any]], types: list[str], version: str, day: date) -> None:
     """Write both files; a type without a result was not tried."""
-    found = {each["family"]: replace(family_of(each), decoder=decoder_of(each["family"])) for each in results}
+    found = {each["family"]: family_of(each) for each in results}
     absent = Family("not tried", "no result yet")
     table = FamilyTable(version, str(day), {name: found.get(name, absent) for name in sorted(types)})
     families = {  # without what is not known
@@ -52,7 +52,10 @@ def family_of(result: dict[str, Any]) -> Family:
     why = result.get("why") and by_difference(result["why"])
     if outcome == "near-tie":
         outcome, why = result["way"], "; ".join(filter(None, [why, f"near-tie: {reason}"]))
-    return Family(outcome, why, result.get("harvest"))
+    harvest, decoder = result.get("harvest"), decoder_of(result["family"])
+    if decoder is not None and harvest == "yes":
+        harvest = "on text alone"
+    return Family(outcome, why, harvest, decoder)
 
 
 def by_difference(text: str) -> str:

@@ -57,7 +57,7 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
         return
     if family.is_target or family.way == "not tried":
         config = config_of(folder, model_type)
-        yield "heads", HEADS.get(family.harvest, f"cannot be trained for it: {family.harvest}")
+        yield "heads", HEADS.get(family.harvest, f"cannot be trained for it ({family.harvest})")
         yield "exports", engines(text_section(config.to_dict()).get("model_type", model_type))
         yield from memory(config)
     yield "known from", f"{table.source}; loading a model tries its own weights"
@@ -135,9 +135,9 @@ def kept_by(config: PreTrainedConfig) -> Kept:
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # no advice on kernels that are not installed
     try:
-        dtype = config.get_text_config().dtype or torch.bfloat16
+        given = config.get_text_config().dtype or torch.bfloat16
         with torch.device("meta"):
-            model: PreTrainedModel = auto_class(config).from_config(config, dtype=dtype)
+            model: PreTrainedModel = auto_class(config).from_config(config, dtype=given)
         model.set_experts_implementation("batched_mm")  # the others ask which tokens an expert gets
         layout = cache_layout(model, TargetConfig.from_dict(config.to_dict()).num_layers)
         windows = attention_windows(model)[0]
@@ -148,8 +148,8 @@ def kept_by(config: PreTrainedConfig) -> Kept:
     if layout.empty is None:
         raise ValueError("its cache is not made of layers that transformers describes")
     layers = Counter(kind_of(bool(shape), layer) for shape, layer in zip(layout.shapes, layout.empty, strict=True))
-    of_token = sum(heads * size for shape in layout.shapes for heads, size in shape) * dtype.itemsize
-    return Kept(dict(layers), of_token, layout.state_bytes, dtype, windows)
+    of_token = sum(heads * size for shape in layout.shapes for heads, size in shape) * model.dtype.itemsize
+    return Kept(dict(layers), of_token, layout.state_bytes, model.dtype, windows)
 
 
 def kind_of(has_slots: bool, layer: Any) -> str:
