@@ -193,7 +193,7 @@ class Harvest:
         recipe, target = self.recipe, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-        if target.config.has_towers:
+        if self.config.has_towers:
             self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
         self.say(check_disk(recipe, target.config, target.taps, responses))
         share = target.ranks.share(shards)
