@@ -35,10 +35,16 @@ ModelFactory = Callable[..., LlamaForCausalLM]
 HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _shapes_of_a_file() -> None:
+    shape_checks.check_first(10)
+
+
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    """Seed torch, so that no test depends on those before it, and check shapes from the first call on."""
-    shape_checks.begin_test()
+def _fixed_seed(request: pytest.FixtureRequest) -> None:
+    """Seed torch, so that no test depends on those before it."""
+    if request.config.option.markexpr != "not slow":
+        shape_checks.check_first(2)
     # Without a GPU, torch.manual_seed notes the stack of each call for when one may be used.
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)

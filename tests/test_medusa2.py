@@ -244,9 +244,8 @@ def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, 
     assert not [name for name in state if name.endswith("exp_avg")]
 
 
-@pytest.mark.each_value
-@modes
-@pytest.mark.parametrize("step", [2, 7])
+@in_full
+@pytest.mark.parametrize("step", slow_unless((7,), (2, 7)))
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
 ) -> None:

@@ -45,7 +45,7 @@ def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("rows", "count"),
     [
-        pytest.param(33, 33, id="more rows and a larger num_prompts"),
+        pytest.param(33, 33, id="more rows and a larger num_prompts", marks=pytest.mark.slow),
         pytest.param(33, 15, id="the last shard is filled up exactly"),
         pytest.param(14, 13, id="one more prompt of the same file"),
     ],
@@ -111,7 +111,7 @@ def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Calla
         pytest.param("claim", 4, marks=pytest.mark.slow),
         pytest.param("claim", 5, marks=pytest.mark.slow),
         pytest.param("unlink", 1, marks=pytest.mark.slow),
-        ("unlink", 2),
+        pytest.param("unlink", 2, marks=pytest.mark.slow),
         pytest.param("unlink", 5, marks=pytest.mark.slow),
         pytest.param("write_text", 2, marks=pytest.mark.slow),
     ],

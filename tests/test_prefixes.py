@@ -151,7 +151,10 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
-@pytest.mark.parametrize("how", ["together", "piece by piece", "beside rows", "apart", "static"])
+WAYS = ["together", "piece by piece", "beside rows", "apart", "static"]
+
+
+@pytest.mark.parametrize("how", slow_unless(("piece by piece", "beside rows", "static"), WAYS))
 def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
     """Also those of tokens whose states are known from an earlier prompt."""
     model = make_model()
