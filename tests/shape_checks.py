@@ -1,5 +1,5 @@
-"""Checks of tensor shapes in the tests: the first calls of each function in each file of tests, as checking all costs as
-much time as the tests themselves; in each test where the slow ones run. Functions that name no shapes are left to mypy.
+"""Checks of tensor shapes in the tests: the first calls of each function in each file, as checking all costs as much
+time as the tests themselves; in each test where the slow ones run too. Functions without shapes are left to mypy.
 
 shared_fixtures.py imports this before any of our modules, whose functions jaxtyping's import hook decorates.
 """

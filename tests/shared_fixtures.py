@@ -194,3 +194,12 @@ def make_recipe(harvested: Path, tmp_path: Path, log_every_step: None) -> Callab
         return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *overrides)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    """OpenAI's own client of the module's `server`, which a fixture of that name starts."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found

@@ -304,7 +304,7 @@ def test_greedy_text_is_the_same_under_any_acceptance_rule(
     assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
 
 
-@pytest.mark.parametrize("growth", REJECTION_GROWTHS)
+@pytest.mark.parametrize("growth", slow_unless(("chain",), REJECTION_GROWTHS))
 def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
     target: TargetModel, texts: Texts, growth: str
 ) -> None:

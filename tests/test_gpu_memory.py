@@ -83,7 +83,7 @@ def test_every_gpu_recipe_fits_the_gpus_that_it_names(
     recipe = gpu_recipe(name)
     assert recipe.train.precision == "bfloat16"
     if "_70b" in name and devices == "80GB":
-        with pytest.raises(ValueError, match=r"target\.split: .* start 3 ranks or more with target\.split=tensor"):
+        with pytest.raises(ValueError, match=r"target\.split: .* start 2 ranks or more with target\.split=tensor"):
             check(recipe, devices)
         check(gpu_recipe(name, f"data.store={RECIPES}", "train.accumulate=4"), devices)
     else:

@@ -397,7 +397,8 @@ MEDUSA_RUN = (
 
 
 @pytest.mark.usefixtures("log_every_step")
-@pytest.mark.parametrize("sequential", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["medusa", "hydra"])
+@pytest.mark.slow  # test_medusa2.py trains Medusa heads in the fast suite
+@kinds
 def test_a_run_on_another_runs_harvest_trains_a_head_and_draws_its_tree(tmp_path: Path, sequential: bool) -> None:
     build_run(tmp_path)
     shared = harvest(tiny_recipe(tmp_path)).folder  # harvested with the taps of an EAGLE-3 head

@@ -218,7 +218,8 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     assert 0.6 * saved.num_bytes < activations < 1.6 * saved.num_bytes
 
 
-@in_lora
+@pytest.mark.slow
+@modes
 def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
     """Loss and divergence, with adapters and AdamW's state in float32."""
     found = {}
@@ -260,6 +261,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
         assert one == other
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_a_tuned_target_that_is_missing(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora"))
     run(recipe)

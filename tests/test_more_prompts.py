@@ -94,7 +94,8 @@ def kill_in_the_responses(recipe: Recipe) -> None:
     stage.write_text(json.dumps({**json.loads(stage.read_text()), "complete": False}))
 
 
-@pytest.mark.parametrize("kill", [pytest.param(kill_in_the_features, marks=pytest.mark.slow), kill_in_the_responses])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_in_the_features, kill_in_the_responses])
 def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
     kill(tiny_recipe(folder))
     grow(folder, 40)

@@ -94,6 +94,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("parts", slow_unless(("none", "head", "medusa", "block head"), PARTS), indirect=True)
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""

@@ -170,6 +170,7 @@ def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, 
     assert prompt_files(more) == prompt_files(fresh)
 
 
+@pytest.mark.slow
 def test_other_settings_never_take_over_candidates(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path)
     make_prompts_alone(recipe)

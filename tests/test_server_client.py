@@ -45,12 +45,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
 def outside(server: Running, client: OpenAI) -> OpenAI:
     """The same client for the paths that are not below /v1."""
     return client.with_options(base_url=server.url)

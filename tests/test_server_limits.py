@@ -536,9 +536,12 @@ FAILURES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], int]] = {
 }
 
 
+SOME_FAILURES = ("when it is submitted", "in its stop strings", "in the text that is shown", "as its grammar gives up")
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("place", FAILURES)
+@pytest.mark.parametrize("place", slow_unless(SOME_FAILURES, FAILURES))
 def test_what_fails_in_one_choice_is_told_to_its_client_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str, stream: bool
 ) -> None:
