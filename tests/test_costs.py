@@ -133,7 +133,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("symptom", slow_unless(("cut", "other key", "negative"), DAMAGES))
+@pytest.mark.parametrize("symptom", slow_unless(("cut", "negative"), DAMAGES))
 def test_a_broken_or_foreign_file_is_measured_anew(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, symptom: str
 ) -> None:
