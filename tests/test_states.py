@@ -56,6 +56,7 @@ def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
         assert generate(stateful, prompt, NEW).tokens == stateful.generate([prompt], NEW)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", [Moody, Hidden])
 def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any], temperature: float) -> None:
@@ -69,6 +70,7 @@ def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any
     assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
 
 
+@pytest.mark.slow
 def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel) -> None:
     """Rows whose tokens are restricted share a batch with others; drafts come from what the texts repeat."""
     asked = [
@@ -169,14 +171,15 @@ def test_a_target_whose_passes_do_not_go_on_from_its_states_decodes_plainly() ->
     assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
     section = DecodeSection(drafter="prompt_lookup")
     with pytest.raises(ValueError, match="prompt_lookup given, but a 'jamba' target takes no drafts"):
-        build_drafter(section, target, TargetSection(path="jamba"))
+        build_drafter(section, target, TargetSection(path="jamba", dtype="float32"))
 
 
 def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     target = TargetModel(make_family("lfm2"), ())
-    section, source = DecodeSection(drafter="prompt_lookup", growth="dynamic"), TargetSection(path="lfm2")
+    section = DecodeSection(drafter="prompt_lookup", growth="dynamic")
+    source = TargetSection(path="lfm2", dtype="float32")
     drafter = build_drafter(section, target, source)
     assert isinstance(drafter, Lookup)
     assert drafter.limits.width == 1
