@@ -18,6 +18,7 @@ from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
 ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
+SHARED = ("embedding", "norm_weight", "norm_bias", "lm_head", "lm_head_bias")
 Features = Float[Tensor, "batch seq feature"]
 Tokens = Int[Tensor, "batch seq"]
 Positions = Int[Tensor, "*batch seq"]
@@ -190,12 +191,14 @@ class LastHiddenHead(LevelHead):
     norm_weight: Tensor
     norm_bias: Tensor | None
     lm_head: Tensor
+    lm_head_bias: Tensor | None
 
     def __init__(self, frozen: FrozenTarget, vocab: DraftVocab) -> None:
         super().__init__()
         self.target, self.taps, self.vocab = frozen.config, (frozen.config.num_layers,), vocab
         self.feature_size = frozen.config.hidden_size
-        for name in ("embedding", "norm_weight", "norm_bias", "lm_head"):
+        self.logit_scale, self.softcap = frozen.logit_scale, frozen.softcap
+        for name in SHARED:
             self.register_buffer(name, getattr(frozen, name), persistent=False)
 
     @classmethod
@@ -209,7 +212,8 @@ class LastHiddenHead(LevelHead):
     @property
     def frozen(self) -> FrozenTarget:
         """The target's shared tensors, on this head's device."""
-        return FrozenTarget(self.target, self.embedding, self.norm_weight, self.norm_bias, self.lm_head)
+        shared = {name: getattr(self, name) for name in SHARED}
+        return FrozenTarget(config=self.target, logit_scale=self.logit_scale, softcap=self.softcap, **shared)
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         return self.frozen.norm(taps)

@@ -25,7 +25,7 @@ from headstart.heads.files import (
     read_safetensors,
     write_files,
 )
-from headstart.heads.frozen import EMBEDDING_NAMES, FrozenTarget
+from headstart.heads.frozen import FrozenTarget, hold_attention
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
@@ -236,7 +236,7 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
     if wrong:
         shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
         remedy = "copy or export the head again"
-        if isinstance(head, MedusaHead) and tensors.keys() & {*EMBEDDING_NAMES}:
+        if isinstance(head, MedusaHead) and hold_attention(tensors):
             remedy = "this is a whole Medusa-2 model, take its heads with headstart convert"
         allowed = f"exactly the tensors that config.json describes are allowed: {remedy}"
         raise ValueError(f"{folder}/model.safetensors: {shown}; {allowed}")

@@ -1,7 +1,6 @@
 """The target's embedding, final norm and lm_head, read from its safetensors without loading the rest of the model."""
 
-import json
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,31 +9,16 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.heads.files import read_index
 from headstart.heads.target_config import TargetConfig
+from headstart.heads.target_ends import TargetEnds, ends_in
 from headstart.heads.vocab import DraftVocab
 
-EMBEDDING_NAMES = (
-    "model.embed_tokens.weight",
-    "transformer.wte.weight",
-    "gpt_neox.embed_in.weight",
-    "model.language_model.embed_tokens.weight",
-    "language_model.model.embed_tokens.weight",
-    "wte.weight",
-)
-NORM_NAMES = (
-    "model.norm",
-    "transformer.ln_f",
-    "gpt_neox.final_layer_norm",
-    "model.language_model.norm",
-    "language_model.model.norm",
-    "ln_f",
-)
-LM_HEAD_NAMES = ("lm_head.weight", "embed_out.weight", "language_model.lm_head.weight")
-GEMMA_TYPES = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text"})  # their RMSNorm multiplies by 1 + weight
+SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of a quantised weight, in the formats of compressed-tensors and DeepSeek
+ONE_BYTE = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 COPY_TOLERANCE = 1e-2  # relative to the largest entry: published copies of a target's tensors are in half precision
 
 
@@ -45,44 +29,73 @@ class FrozenTarget:
     config: TargetConfig
     embedding: Float[Tensor, "vocab hidden"]
     norm_weight: Float[Tensor, " hidden"]
-    norm_bias: Float[Tensor, " hidden"] | None
+    norm_bias: Float[Tensor, " hidden"] | None  # of a norm that subtracts the mean, which others have not
     lm_head: Float[Tensor, "scored hidden"]  # rows for the whole vocabulary, or those that `within` keeps
+    lm_head_bias: Float[Tensor, " scored"] | None = None
+    logit_scale: float = 1.0
+    softcap: float | None = None
 
     @classmethod
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
-        """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor."""
+        """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor, or one
+        that is quantised in a way that cannot be undone."""
         found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
-        tied = json.loads((folder / "config.json").read_text()).get("tie_word_embeddings", True)
-        return cls._from_names(found.files, folder, config, tied, lambda name: found.read(name).to(device, dtype))
+        ends, naming = ends_in(folder)
+        stored = naming(found.files)
+
+        def read(name: str) -> Tensor | None:
+            if name not in stored:
+                return None
+            file_name = stored[name]
+            scales = [found.read(file_name + suffix) for suffix in SCALE_SUFFIXES if file_name + suffix in found.files]
+            return dequantised(found.read(file_name), scales, f"{folder}: {file_name}").to(device, dtype)
+
+        return cls._from_ends(ends, folder, config, read)
 
     @classmethod
-    def from_tensors(
-        cls, tensors: dict[str, Tensor], config: TargetConfig, tied: bool, device: torch.device | str
+    def from_model(
+        cls, model: nn.Module, ends: TargetEnds, config: TargetConfig, device: torch.device | str
     ) -> "FrozenTarget":
-        """Take it from a state dict, copying only what is on another device; raises ValueError that names a missing or
-        quantised tensor."""
-        frozen = cls._from_names(tensors, config.model_type, config, tied, lambda name: tensors[name].to(device))
-        if not frozen.lm_head.is_floating_point():
-            stored = f"{config.model_type}: its lm_head is stored as {frozen.lm_head.dtype}"
-            raise ValueError(f"{stored}, but a head needs floating point")
-        return frozen
+        """Take it from a model in memory, copying only what is on another device; raises ValueError that names a
+        missing tensor, or one that is quantised in a way that cannot be undone."""
+        shared = model.get_submodule(ends.embedding).state_dict()["weight"].data_ptr() if ends.is_tied else None
+
+        def read(name: str) -> Tensor | None:
+            module, _, own = name.rpartition(".")
+            tensors = model.get_submodule(module).state_dict()
+            if own not in tensors or (module == ends.lm_head and tensors[own].data_ptr() == shared):
+                return None
+            scales = [tensors[own + suffix] for suffix in SCALE_SUFFIXES if own + suffix in tensors]
+            return dequantised(tensors[own], scales, f"{config.model_type}: {name}").to(device)
+
+        return cls._from_ends(ends, config.model_type, config, read)
 
     @classmethod
-    def _from_names(
-        cls, names: Container[str], source: Path | str, config: TargetConfig, tied: bool, read: Callable[[str], Tensor]
+    def _from_ends(
+        cls, ends: TargetEnds, source: Path | str, config: TargetConfig, read: Callable[[str], Tensor | None]
     ) -> "FrozenTarget":
-        embedding_name = first_of(EMBEDDING_NAMES, names, source, "embedding")
-        norms = tuple(f"{name}.weight" for name in NORM_NAMES)
-        norm = first_of(norms, names, source, "final norm").removesuffix(".weight")
-        is_shared = tied and not any(name in names for name in LM_HEAD_NAMES)
-        lm_head_name = embedding_name if is_shared else first_of(LM_HEAD_NAMES, names, source, "lm_head")
-        norm_weight, embedding = read(f"{norm}.weight"), read(embedding_name)
+        def needed(name: str, what: str) -> Tensor:
+            if (found := read(f"{name}.weight")) is None:
+                looked = f"{source}: no {what} among its tensors (looked for {name}.weight)"
+                raise ValueError(f"{looked}; give the whole target, not a head or a part of it")
+            return found
+
+        embedding, lm_head = needed(ends.embedding, "embedding"), read(f"{ends.lm_head}.weight")
+        if lm_head is None:
+            lm_head = embedding if ends.is_tied else needed(ends.lm_head, "lm_head")
+        norm_weight = needed(ends.norm, "final norm") if ends.norm_has_weight else torch.ones_like(embedding[0])
+        norm_bias = read(f"{ends.norm}.bias")
+        if norm_bias is None and ends.norm_centres:
+            norm_bias = torch.zeros_like(norm_weight)
         return cls(
             config=config,
             embedding=embedding,
-            norm_weight=norm_weight + 1 if config.model_type in GEMMA_TYPES else norm_weight,
-            norm_bias=read(f"{norm}.bias") if f"{norm}.bias" in names else None,
-            lm_head=embedding if is_shared else read(lm_head_name),
+            norm_weight=norm_weight + 1 if ends.norm_adds_one else norm_weight,
+            norm_bias=norm_bias,
+            lm_head=lm_head,
+            lm_head_bias=read(f"{ends.lm_head}.bias"),
+            logit_scale=ends.logit_scale,
+            softcap=config.final_logit_softcap if ends.has_softcap else None,
         )
 
     def logits(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
@@ -92,7 +105,8 @@ class FrozenTarget:
     def choices(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Int[Tensor, "*axes"]:
         """The token that the target likes best after each position, as the argmax of `logits`."""
         # `max` takes the first of equal logits as `argmax` does, and is several times as fast on a CPU.
-        return functional.linear(self.norm(last_hidden), self.lm_head).max(-1).indices  # a softcap keeps the order
+        # A scale and a softcap keep the order.
+        return functional.linear(self.norm(last_hidden), self.lm_head, self.lm_head_bias).max(-1).indices
 
     def norm(self, last_hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes hidden"]:
         """The target's final norm, computed in float32 or float64."""
@@ -107,13 +121,38 @@ class FrozenTarget:
 
     def unembed(self, normed: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes vocab"]:
         """The target's logits, from the output of the final norm; in float32 or float64."""
-        logits = at_least_float32(functional.linear(normed, self.lm_head))
-        cap = self.config.final_logit_softcap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        logits = at_least_float32(functional.linear(normed, self.lm_head, self.lm_head_bias))
+        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     def within(self, vocab: DraftVocab) -> "FrozenTarget":
         """The same target, scoring only the tokens of a draft vocabulary."""
-        return self if vocab.is_full else replace(self, lm_head=self.lm_head[vocab.ids.to(self.lm_head.device)])
+        if vocab.is_full:
+            return self
+        rows = vocab.ids.to(self.lm_head.device)
+        bias = None if self.lm_head_bias is None else self.lm_head_bias[rows]
+        return replace(self, lm_head=self.lm_head[rows], lm_head_bias=bias)
+
+    def refuse_other_logits(
+        self, own: Float[Tensor, "tokens scored"], last_hidden: Float[Tensor, "tokens hidden"], tolerance: float
+    ) -> None:
+        """Raise ValueError unless the target's own logits are its lm_head over its final norm, which training needs.
+
+        The difference that is allowed, and the one that is told, is relative to the largest logit.
+        """
+        rebuilt = self.logits(last_hidden)
+        what = f"the logits of a {self.config.model_type!r} model are not its lm_head over its final norm"
+        advice = "such models cannot be trained for, so choose another target"
+        if rebuilt.shape != own.shape:
+            raise ValueError(f"target.path: {what}: there are {own.shape[-1]} of {rebuilt.shape[-1]}; {advice}")
+        largest = own.abs().max()
+        error = float((own - rebuilt).abs().max() / largest)
+        if error <= tolerance:
+            return
+        factor = float((own * rebuilt).sum() / rebuilt.square().sum())
+        by_factor = float((own - factor * rebuilt).abs().max() / largest) <= tolerance
+        more = f", all by the factor {factor:.4g}" if by_factor else ""
+        raise ValueError(f"target.path: {what} (they differ by {error:.1%}{more}); {advice}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -129,6 +168,11 @@ def is_copy(own: Tensor, target: Tensor) -> bool:
     return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
 
 
+def hold_attention(names: Iterable[str]) -> bool:
+    """Are these the names of a whole model's tensors? Medusa heads, which may lie beside it, have no attention."""
+    return any("attn" in name or "attention" in name for name in names)
+
+
 def drop_embedding(tensors: dict[str, Tensor], frozen: FrozenTarget) -> None:
     """Remove the target's embedding from the tensors of a head that shares it; raises ValueError for another one."""
     own = tensors.pop("embed_tokens.weight", None)
@@ -137,13 +181,21 @@ def drop_embedding(tensors: dict[str, Tensor], frozen: FrozenTarget) -> None:
         raise ValueError(f"embed_tokens.weight is not the target's embedding, which the head shares; {advice}")
 
 
-def first_of(wanted: tuple[str, ...], names: Container[str], source: Path | str, what: str) -> str:
-    """The first wanted tensor that the source has; raises ValueError if it has none of them."""
-    for name in wanted:
-        if name in names:
-            return name
-    looked = f"{source}: no {what} among its tensors (looked for {', '.join(wanted)})"
-    raise ValueError(f"{looked}; give the whole target, not a head or a part of it")
+def dequantised(tensor: Tensor, scales: list[Tensor], name: str) -> Tensor:
+    """A tensor in floating point: itself, or times the scales of its blocks; raises ValueError, with the name, for
+    another kind of quantisation."""
+    wide = tensor.is_floating_point() and tensor.element_size() > 1
+    if wide and not scales:
+        return tensor
+    if len(scales) != 1 or tensor.ndim != 2 or tensor.dtype not in ONE_BYTE:
+        advice = "a head needs floating point: give a target whose embedding and lm_head are not quantised"
+        raise ValueError(f"{name} is stored as {tensor.dtype}, which is not understood; {advice}")
+    scale = scales[0].float()
+    scale = scale.reshape(scale.shape if scale.ndim == 2 else (-1, 1))
+    for axis, size in enumerate(tensor.shape):  # one scale for all, for each row, or for each block
+        block = -(-size // scale.shape[axis])
+        scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
+    return tensor.float() * scale
 
 
 class SafetensorsFolder:

@@ -150,6 +150,7 @@ class TargetConfig:
     norm_eps: float
     rope: Rope
     final_logit_softcap: float | None = None
+    has_towers: bool = field(default=False, compare=False)  # whether it has towers for images or sounds beside
 
     @classmethod
     def from_folder(cls, folder: Path) -> "TargetConfig":
@@ -207,6 +208,7 @@ class TargetConfig:
             norm_eps=given(NORM_EPSILON, 1e-5),  # torch's own, of the layer norms for which config.json names none
             rope=Rope.of_layers_for(text),
             final_logit_softcap=first(text, *SOFT_CAP),
+            has_towers=text is not config,
         )
 
     def default_taps(self) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GemmaConfig,
@@ -27,6 +29,7 @@ from transformers import (
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_ends import TargetEnds, auto_class
 from headstart.inference.targets.model import TargetModel
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
@@ -91,6 +94,130 @@ def test_every_supported_family_gives_its_own_logits(family: str, tmp_path: Path
             torch.nn.init.normal_(parameter)
     model.save_pretrained(tmp_path)
     assert_own_logits(model, tmp_path)
+
+
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31}  # Gemma 4's second norm, of one size
+ENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scale that divides": ("granite", {"logits_scaling": 4.0}),
+    "a scale of the same name that multiplies": ("hyperclovax", {"logits_scaling": 4.0}),
+    "a scale, and a norm that centres without a bias": ("cohere2", {"logit_scale": 0.25}),
+    "a scale of hidden states": ("minicpm3", {"dim_model_base": 8, "num_key_value_heads": 4, **LATENT}),
+    "a norm without weights": ("olmo", {}),
+    "a norm that centres and adds 1": ("nemotron", {"partial_rotary_factor": 0.5}),
+    "a norm that adds 1, in a hybrid": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "an lm_head with a bias": ("phi", {}),
+    "a norm before the layers": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "other names in files": ("deepseek_v4", {"num_local_experts": 4, "q_lora_rank": 8, "o_lora_rank": 8}),
+    "two norms after the layers": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31},
+    ),
+}
+
+
+def assert_logits_over_the_norm(model: PreTrainedModel, folder: Path) -> None:
+    """The input of the final norm through the frozen norm and lm_head, from files and from memory."""
+    model.eval().save_pretrained(folder)
+    ends, config = TargetEnds.from_class(model), TargetConfig.from_folder(folder)
+    inputs: list[Tensor] = []
+    norm = model.get_submodule(ends.norm)
+    norm.register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append([*args, *kwargs.values()][0]), with_kwargs=True
+    )
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=TOKENS).logits
+    frozen = FrozenTarget.from_folder(folder, torch.float32)
+    assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
+    for found in (frozen, FrozenTarget.from_model(model, ends, config, "cpu")):
+        torch.testing.assert_close(found.logits(inputs[-1]), logits, atol=1e-5, rtol=1e-4)
+        assert torch.equal(found.choices(inputs[-1]), logits.argmax(-1))
+
+
+def with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start as constants, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_form_of_norm_and_logits_is_read_from_the_models_class(ends: str, tmp_path: Path) -> None:
+    model_type, more = ENDS[ends]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **more})
+    assert_logits_over_the_norm(with_random_norms(AutoModelForCausalLM.from_config(config)), tmp_path)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["that causal models include", "that they do not"])
+def test_the_ends_of_a_wrapper_are_those_of_its_language_model(tmp_path: Path, causal: bool) -> None:
+    """Its image tower has as many layers, and norms and embeddings of the same size."""
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision: dict[str, Any] = {**tower, "image_size": 8, "patch_size": 4}
+    if causal:
+        config = AutoConfig.for_model("gemma3", text_config=SIZES, vision_config=vision, mm_tokens_per_image=4)
+    else:
+        text = {**SIZES, "model_type": "llama"}
+        config = AutoConfig.for_model(
+            "llava", text_config=text, vision_config={**vision, "model_type": "clip_vision_model"}
+        )
+    assert (type(config) in AutoModelForCausalLM._model_mapping) == causal
+    assert_logits_over_the_norm(with_random_norms(auto_class(config).from_config(config)), tmp_path)
+
+
+def test_a_model_without_a_final_norm_is_refused_by_name() -> None:
+    """In GPT-1 the last layer ends with its own norm."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **SIZES))
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel has no lm_head over a final norm"):
+        TargetEnds.from_class(model)
+
+
+def test_a_class_from_outside_transformers_has_the_usual_names(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    known = FrozenTarget.from_folder(tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "of_a_stranger"}))
+    found = FrozenTarget.from_folder(tmp_path, torch.float32)
+    assert torch.equal(found.lm_head, known.lm_head)
+    assert torch.equal(found.norm_weight, known.norm_weight)
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (31, 1), (4, 4)], ids=["one scale", "a scale per row", "a scale per block"])
+@pytest.mark.parametrize(
+    ("dtype", "suffix"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "_scale")], ids=["fp8", "int8"]
+)
+def test_a_quantised_lm_head_is_dequantised(
+    make_model: MakeModel, tmp_path: Path, blocks: tuple[int, int], dtype: torch.dtype, suffix: str
+) -> None:
+    make_model(vocab_size=31).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = (10 * torch.randn(31, 32)).to(dtype)
+    scale = torch.rand(blocks)
+    tensors |= {"lm_head.weight": stored, f"lm_head.weight{suffix}": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    wide = torch.nn.functional.interpolate(scale[None, None], size=(32, 32), mode="nearest")[0, 0, :31]
+    wanted = stored.float() * (scale if blocks != (4, 4) else wide)
+    assert torch.equal(FrozenTarget.from_folder(tmp_path, torch.float32).lm_head, wanted)
+
+
+def test_an_lm_head_quantised_in_another_way_is_refused_by_name(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"lm_head.weight": torch.zeros(97, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight is stored as torch\.uint8.*not quantised"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+def test_logits_that_are_not_the_lm_heads_are_refused_with_their_difference(frozen: FrozenTarget) -> None:
+    last_hidden = torch.randn(3, 32)
+    own = frozen.logits(last_hidden)
+    frozen.refuse_other_logits(own + 1e-4, last_hidden, 0.01)
+    with pytest.raises(ValueError, match=r"'llama' model .* differ by 75\.0%, all by the factor 4\)"):
+        frozen.refuse_other_logits(4 * own, last_hidden, 0.01)
+    with pytest.raises(ValueError, match=r"differ by \d+\.\d%\); such models"):
+        frozen.refuse_other_logits(torch.randn_like(own), last_hidden, 0.01)
+    with pytest.raises(ValueError, match="there are 90 of 97"):
+        frozen.refuse_other_logits(own[:, :90], last_hidden, 0.01)
 
 
 def without(folder: Path, name: str) -> None:

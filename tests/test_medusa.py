@@ -83,7 +83,7 @@ def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
     frozen: FrozenTarget, make_head: MakeHead
 ) -> None:
     """As in Gemma 2; heads without the cap once agreed with the target on nothing but the likeliest token."""
-    capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0))
+    capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0), softcap=5.0)
     head = new_head(MedusaSection(kind="medusa", medusa_heads=1), capped, DraftVocab.full(97), seed=0)
     assert isinstance(head, LevelHead)
     last_hidden = torch.randn(1, 4, 32)

@@ -27,6 +27,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report
+from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import loop, run
@@ -205,7 +206,7 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     trained = sum(weight.numel() for weight in trainable.trained.values())
     parameters = sum(weight.numel() for weight in trainable.model.parameters())
     assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
-    plain = TargetModel.without_weights(recipe.target).model
+    plain = model_without_weights(recipe.target)
     assert tuned_parameters(recipe, plain) == trained
     kept, activations = (need.size for need in target_needs(recipe, plain, trained, 3 * 36))
     assert abs(kept - (16 * trained + 4 * (parameters - trained))) < 0.01 * kept

@@ -16,7 +16,7 @@ from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import refuse_trees_of
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe
 from headstart.trainers.new_head import head_without_weights, load_start
 from headstart.trainers.objectives.medusa2 import trainable_section
@@ -150,9 +150,7 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     data, head = DataSizes.of(recipe, target), head_without_weights(recipe, target)
     needs, trained = memory_needs(recipe, head, machine, target_bytes(recipe)), num_parameters(head)
     if recipe.joint.mode is not None:
-        trained += tuned_parameters(
-            recipe, TargetModel.without_weights(trainable_section(recipe, machine.device)).model
-        )
+        trained += tuned_parameters(recipe, model_without_weights(trainable_section(recipe, machine.device)))
     shares = "" if machine.is_sharded else " as data parallel;"
     most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
     needs.append(Need("total on the main rank, about", total(needs), most))

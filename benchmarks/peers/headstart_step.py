@@ -51,12 +51,8 @@ def frozen_of(case: Case, inputs: Inputs) -> FrozenTarget:
             "max_position_embeddings": case.seq,
         }
     )
-    tensors = {
-        "model.embed_tokens.weight": inputs.embedding,
-        "model.norm.weight": inputs.norm,
-        "lm_head.weight": inputs.lm_head,
-    }
-    return FrozenTarget.from_tensors(tensors, config, False, case.device)
+    embedding, norm, lm_head = (each.to(case.device) for each in (inputs.embedding, inputs.norm, inputs.lm_head))
+    return FrozenTarget(config, embedding, norm, None, lm_head)
 
 
 def batch_of(case: Case, inputs: Inputs) -> Batch:

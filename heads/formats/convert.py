@@ -25,7 +25,7 @@ from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import save_head
 from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.published import import_head
-from headstart.heads.frozen import EMBEDDING_NAMES, FrozenTarget, SafetensorsFolder
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, hold_attention
 from headstart.heads.target_config import locate_target
 
 
@@ -59,7 +59,7 @@ def without_target(files: HeadFiles, folder: Path) -> HeadFiles:
     rest = {
         name: tensor for name, tensor in files.tensors.items() if not name.startswith(("medusa_head.", "medusa_heads."))
     }
-    if len(rest) == len(files.tensors) or not rest.keys() & {*EMBEDDING_NAMES}:
+    if len(rest) == len(files.tensors) or not hold_attention(rest):
         return files
     target = SafetensorsFolder(folder)
     differing = [

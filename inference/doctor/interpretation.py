@@ -162,4 +162,5 @@ def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:
         norm_weight=frozen.norm_weight.to(dtype),
         norm_bias=None if frozen.norm_bias is None else frozen.norm_bias.to(dtype),
         lm_head=frozen.lm_head.to(dtype),
+        lm_head_bias=None if frozen.lm_head_bias is None else frozen.lm_head_bias.to(dtype),
     )

@@ -10,8 +10,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
+
+from headstart.heads.target_config import locate_target
+from headstart.heads.target_ends import auto_class
+from headstart.inference.targets.architecture import attention_code
+from headstart.recipes.schema import TargetSection
 
 AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
@@ -95,14 +100,28 @@ def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     return config
 
 
+def model_without_weights(section: TargetSection) -> PreTrainedModel:
+    """The target with shapes but no weights, on the meta device. Only config.json is read."""
+    folder = locate_target(section.path, section.revision, ["config.json"])
+    config = load_config(folder, section.trust_remote_code)
+    with torch.device("meta"):
+        model: PreTrainedModel = auto_class(config).from_config(
+            config,
+            dtype=getattr(torch, section.dtype),
+            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+            trust_remote_code=section.trust_remote_code,
+        )
+    return model
+
+
 def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model with all of its weights.
+    """The model with all of its weights, as a language model, or with its other towers where it is known so only.
 
     Raises ValueError for files that cannot be read, and for tensors that are missing or have another shape, which
     transformers would replace by random numbers.
     """
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(
+        found: Any = auto_class(load_config(folder, options["trust_remote_code"])).from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (OSError, SafetensorError) as error:

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, cast
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
@@ -33,7 +34,12 @@ from headstart.inference.targets.fast_layers import (
     own_layers_of,
     pack_weights,
 )
-from headstart.inference.targets.loading import load_config, load_weights, no_bars_of_transformers, pick_device
+from headstart.inference.targets.loading import (
+    load_config,
+    load_weights,
+    no_bars_of_transformers,
+    pick_device,
+)
 from headstart.inference.targets.ranks import Ranks, load_over_ranks
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -130,20 +136,6 @@ class TargetModel(Passes):
         names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
-    @classmethod
-    def without_weights(cls, section: TargetSection) -> "TargetModel":
-        """A target with shapes but no weights, on the meta device. Only config.json is read."""
-        folder = locate_target(section.path, section.revision, ["config.json"])
-        config = load_config(folder, section.trust_remote_code)
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                dtype=getattr(torch, section.dtype),
-                attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
-                trust_remote_code=section.trust_remote_code,
-            )
-        return cls(model, ())
-
     def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
         """Decode from packed weights on a CPU, if it gains by them and that changes none; on a GPU, with fused layers.
 
@@ -186,8 +178,7 @@ class TargetModel(Passes):
     @cached_property
     def frozen(self) -> FrozenTarget:
         """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
-        tied = bool(self.model.config.get_text_config().tie_word_embeddings)
-        return FrozenTarget.from_tensors(self.model.state_dict(), self.config, tied, self.device)
+        return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
 
     def states(
         self, tokens: Int[Tensor, "batch seq"]

@@ -17,8 +17,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes
 from headstart.inference.targets.architecture import decoder_layers
-from headstart.inference.targets.loading import num_devices
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.loading import model_without_weights, num_devices
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import BlockSection, MedusaSection
@@ -78,7 +77,7 @@ def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int
     samples, longest = recipe.train.samples_at_once(machine.ranks), longest_sample(recipe)
     needs = head_needs(recipe, head, samples, longest, machine)
     if recipe.joint.mode is not None:
-        model = TargetModel.without_weights(trainable_section(recipe, machine.device)).model
+        model = model_without_weights(trainable_section(recipe, machine.device))
         needs += target_needs(recipe, model, tuned_parameters(recipe, model), samples * longest)
     return needs + list(decoding_needs(recipe, head, machine, weights))
 
@@ -133,7 +132,7 @@ def target_bytes(recipe: Recipe) -> int:
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if stored and "quantization_config" in read_json(folder / "config.json"):
         return stored
-    return num_parameters(TargetModel.without_weights(section).model) * getattr(torch, section.dtype).itemsize
+    return num_parameters(model_without_weights(section)) * getattr(torch, section.dtype).itemsize
 
 
 def shares_device(recipe: Recipe, machine: Machine) -> bool:

@@ -1,0 +1,209 @@
+"""Where a target keeps its embedding, final norm and lm_head, and how its code computes with them.
+
+All of it is read from the model's own class in transformers, built without weights, so no family needs a table here.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+from headstart.heads.target_config import TargetConfig
+
+SAME = 1e-3  # relative: above rounding to float32 and a norm's epsilon, below every other form of a norm
+SMALL = 1e-3  # logits at which a soft cap has no effect
+Naming = Callable[[Iterable[str]], dict[str, str]]
+PROBED = 4  # tokens of the lm_head that stands in for the target's
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The modules at a target's ends, by name, and the form of its final norm and of its logits."""
+
+    embedding: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    lm_head: str = "lm_head"
+    is_tied: bool = False
+    norm_has_weight: bool = True
+    norm_centres: bool | None = None  # whether it subtracts the mean; None if only a bias tells
+    norm_adds_one: bool = False  # whether it multiplies by 1 + weight
+    logit_scale: float = 1.0
+    has_softcap: bool = True  # whether the configuration's soft cap of logits applies
+
+    @classmethod
+    def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
+        """From the class of a model, without touching this one."""
+        with torch.device("meta"):
+            twin = type(model)._from_config(model.config)
+        return cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
+
+    @classmethod
+    def of_twin(cls, twin: PreTrainedModel, config: TargetConfig) -> "TargetEnds":
+        """From a model without weights of its own, which this changes; raises ValueError if it has no such ends."""
+        names = {module: name for name, module in twin.named_modules()}
+        embedding, lm_head = twin.get_input_embeddings(), twin.get_output_embeddings()
+        if lm_head is None:
+            lm_head = next((module for module, name in names.items() if name.endswith("lm_head")), None)
+        norm = final_norm(twin, names[embedding], config)
+        if lm_head is None or norm is None:
+            raise ValueError(f"a {type(twin).__name__} has no lm_head over a final norm after its decoder layers")
+        centres, adds_one = norm_form(norm, config.hidden_size)
+        found = cls(
+            names[embedding],
+            names[norm],
+            names[lm_head],
+            lm_head.weight is embedding.weight,
+            any(True for _ in norm.parameters()),
+            centres,
+            adds_one,
+        )
+        try:
+            return replace(found, **logit_form(twin, found, config))
+        except Exception:  # a class that computes otherwise; `FrozenTarget.difference_from` tells by how much
+            return found
+
+
+def ends_in(folder: Path) -> "tuple[TargetEnds, Naming]":
+    """The ends of the model in a folder, read from its config.json, and `stored_names`.
+
+    For a class that transformers cannot build, they have the names that most models have.
+    """
+    return ends_of_files(folder, (folder / "config.json").read_text())
+
+
+@lru_cache(maxsize=4)
+def ends_of_files(folder: Path, text: str) -> "tuple[TargetEnds, Naming]":
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            twin = auto_class(config).from_config(config)
+    except Exception:  # a class from outside transformers; or else loading the model fails too, and says why
+        tied = bool(json.loads(text).get("tie_word_embeddings", True))
+        return TargetEnds(is_tied=tied), lambda names: {name: name for name in names}
+    naming = stored_names(twin)
+    return TargetEnds.of_twin(twin, TargetConfig.from_dict(config.to_dict())), naming
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers that loads a model for text: a wrapper with an image tower where there is no other."""
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    wrapped = not known and type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+
+
+def stored_names(twin: PreTrainedModel) -> Naming:
+    """A function from names in files to {name in the model: name in files}, as transformers loads them; a tensor that
+    it would put together from several has none."""
+    changes, prefix = get_model_conversion_mapping(twin), twin.base_model_prefix
+    renamings = [change for change in changes if isinstance(change, WeightRenaming)]
+    converters = [change for change in changes if isinstance(change, WeightConverter)]
+    own: dict[str, Any] = dict.fromkeys(twin.state_dict(), True)
+
+    def naming(names: Iterable[str]) -> dict[str, str]:
+        found: dict[str, list[str]] = {}
+        for name in names:
+            if not re.search(r"\.\d+\.", name):  # not in a layer
+                renamed = rename_source_key(name, renamings, converters, prefix, own)[0]
+                found.setdefault(name if name in own and renamed not in own else renamed, []).append(name)
+        return {name: parts[0] for name, parts in found.items() if len(parts) == 1}
+
+    return naming
+
+
+def final_norm(twin: PreTrainedModel, embedding: str, config: TargetConfig) -> nn.Module | None:
+    """The norm beside the list of decoder layers: of those after it, or else before it, the one of shortest name."""
+    lists = [
+        name
+        for name, module in twin.named_modules()
+        if isinstance(module, nn.ModuleList) and len(module) == config.num_layers
+    ]
+    # A vision tower may have as many layers; the decoder's are nearest to the embedding.
+    lists.sort(key=lambda name: -len(common_parts(name, embedding)))
+    if not lists:
+        return None
+    parent, _, layers = lists[0].rpartition(".")
+    children = dict(twin.get_submodule(parent).named_children())
+    order = list(children)
+    norms = [name for name, module in children.items() if is_norm(module, config.hidden_size)]
+    after = [name for name in norms if order.index(name) > order.index(layers)] or norms
+    return children[min(after, key=len)] if after else None  # the others say what they are the norms of
+
+
+def common_parts(one: str, other: str) -> list[str]:
+    """The parts of two modules' names that are the same from the start."""
+    parts = []
+    for mine, yours in zip(one.split("."), other.split("."), strict=False):
+        if mine != yours:
+            break
+        parts.append(mine)
+    return parts
+
+
+def is_norm(module: nn.Module, size: int) -> bool:
+    weights = list(module.parameters())
+    is_own = not any(isinstance(child, nn.Embedding) for child in module.modules())
+    return is_own and "norm" in type(module).__name__.lower() and all(weight.shape == (size,) for weight in weights)
+
+
+@torch.no_grad()
+def norm_form(norm: nn.Module, size: int) -> tuple[bool | None, bool]:
+    """(whether it subtracts the mean, whether it adds 1 to its weight), from what it makes of random numbers."""
+    norm.to_empty(device="cpu")
+    random = torch.Generator().manual_seed(0)
+    for weight in norm.parameters():
+        weight.data = torch.randn(size, generator=random)
+    hidden = 3 + torch.randn(size, generator=random)
+    own, found = dict(norm.named_parameters()), norm(hidden)
+    for centres in (False, True):
+        normed = functional.layer_norm(hidden, (size,)) if centres else functional.rms_norm(hidden, (size,))
+        for added in (0, 1):
+            weighted = normed * (own["weight"] + added) if "weight" in own else normed
+            wanted = weighted + own["bias"] if "bias" in own else weighted
+            if (found - wanted).norm() <= SAME * wanted.norm():
+                return centres, bool(added)
+    return None, False
+
+
+def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) -> dict[str, Any]:
+    """`logit_scale` and `has_softcap`, from what the class makes of random hidden states and a small lm_head."""
+    random = torch.Generator().manual_seed(0)
+    weight = torch.randn(PROBED, config.hidden_size, generator=random)
+    hidden = torch.randn(1, 1, config.hidden_size, generator=random)
+    hidden /= (hidden @ weight.T).norm()  # logits of about 1
+    path, owner = ends.norm.split(".")[:-1], ends.lm_head.rpartition(".")[0]
+    outer = len(common_parts(ends.norm, owner))
+
+    def logits(size: float) -> Float[Tensor, " tokens"]:
+        for end in range(outer + 1, len(path) + 1):  # whichever of them the class asks for the last hidden states
+            twin.get_submodule(".".join(path[:end])).forward = lambda *args, **kwargs: Output(hidden * size)
+        twin.get_submodule(ends.lm_head).forward = lambda states: states @ weight.T
+        found: Tensor = twin.get_submodule(owner)(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
+        return found[0, -1]
+
+    plain, cap = (hidden @ weight.T)[0, -1], config.final_logit_softcap
+    scale = float(f"{float(logits(SMALL).norm() / (SMALL * plain.norm())):.6g}")  # without its rounding
+    if cap is None:
+        return {"logit_scale": scale}
+    capped = cap * torch.tanh(plain)
+    return {"logit_scale": scale, "has_softcap": bool((logits(cap / scale) - capped).norm() <= SAME * capped.norm())}
+
+
+class Output(tuple[Tensor]):
+    """What a decoder returns, with these last hidden states and nothing else."""
+
+    def __new__(cls, last_hidden_state: Tensor) -> "Output":
+        return super().__new__(cls, (last_hidden_state,))
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
