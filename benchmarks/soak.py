@@ -100,7 +100,7 @@ class Server:
 
 
 def start(options: list[str]) -> Server:
-    command = [sys.executable, "-m", "headstart.inference.serve.command", "--port", "0", *options]
+    command = [sys.executable, "-m", "headstart.cli", "serve", "--port", "0", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:

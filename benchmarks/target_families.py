@@ -28,13 +28,15 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
-from tiny_targets import TYPES, VOCAB, WORDS, make_target
+from tiny_targets import FIRST_WORD, TYPES, VOCAB, WORDS, make_target
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,12 +48,13 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.compare import divergence
+from headstart.inference.targets.loading import in_one_line
 from headstart.inference.targets.model import TargetModel
 
 LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
 # Never a token for padding, which takes no position in some families.
-SAMPLED = Sampling(1.0, seed=3, logit_bias=dict.fromkeys(range(3), -100.0))
+SAMPLED = Sampling(1.0, seed=3, logit_bias=tuple((token, -100.0) for token in range(3)))
 PATIENCE = 300.0  # seconds for one family
 FOLDER = Path("runs")
 
@@ -95,11 +98,20 @@ class PartlyRight:
         return tokens, parents
 
 
+@dataclass(frozen=True)
+class Different:
+    """A text that differs from its reference."""
+
+    way: str  # of decoding
+    place: str  # tokens of the prompt + new tokens before the first difference
+    margin: float  # of the scores there
+
+
 def check(name: str) -> dict[str, Any]:
     """The outcome for one type, with what is known about its tiny model."""
     found: dict[str, Any] = {"family": name}
     random = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, WORDS, (length,), generator=random).tolist() for length in LENGTHS]
+    prompts = [torch.randint(FIRST_WORD, WORDS, (length,), generator=random).tolist() for length in LENGTHS]
     try:
         model = make_target(name)
         found["weights"] = sum(parameter.numel() for parameter in model.parameters())
@@ -109,21 +121,25 @@ def check(name: str) -> dict[str, Any]:
     try:
         target = TargetModel(model, taps=())
         differences = list(differing(target, prompts, texts, target.grows_trees, found))
+    except ValueError as error:
+        at = last_line(error)
+        is_ours = str(at.line).startswith("raise ") and "site-packages" not in at.filename
+        return {**found, "outcome": f"refused: {in_one_line(error)}" if is_ours else f"crash: {in_short(error)}"}
     except Exception as error:
-        is_ours = isinstance(error, ValueError) and "site-packages" not in last_line(error).filename
-        return {**found, "outcome": f"{'refused' if is_ours else 'crash'}: {in_short(error)}"}
+        return {**found, "outcome": f"crash: {in_short(error)}"}
     if not differences:
         return {**found, "outcome": target.way}
-    what, margin = max(differences, key=lambda each: each[1])
+    place, margin = max(((each.place, each.margin) for each in differences), key=itemgetter(1))
+    ways = dict.fromkeys(each.way for each in differences)
     lead = "near-tie" if margin < TIE else "differs"
-    return {**found, "outcome": f"{lead}: {what}, margin {margin:.2g}; {len(differences)} texts in all"}
+    return {**found, "outcome": f"{lead}: {', '.join(ways)}; largest margin {margin:.2g} after {place} tokens"}
 
 
 def own_text(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     """What transformers' own greedy `generate` writes. Raises ValueError for a model that does not continue text."""
     tokens = torch.tensor([prompt])
     with torch.inference_mode():
-        written: Any = model.generate(
+        written: Any = cast(Any, model).generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             do_sample=False,
@@ -155,8 +171,8 @@ def own_choices(model: PreTrainedModel, prompt: list[int], text: list[int]) -> l
 
 def differing(
     target: TargetModel, prompts: list[list[int]], texts: list[list[int]], branches: bool, found: dict[str, Any]
-) -> Iterator[tuple[str, float]]:
-    """Each text that differs from its reference: in words, with the margin at its first difference."""
+) -> Iterator[Different]:
+    """The texts that differ from their reference."""
     for what, sampling, wanted in (("greedy", GREEDY, texts), ("T = 1", SAMPLED, None)):
         requests = [Request(prompt, NEW_TOKENS, sampling) for prompt in prompts]
         plain = [generate_batch(target, [request])[0].tokens for request in requests]
@@ -171,16 +187,16 @@ def differing(
             for number, (text, other) in enumerate(zip(written, wanted, strict=True)):
                 if text != other:
                     at = divergence(number, prompts[number], text, other, target, sampling)
-                    yield f"{what}, {way}, {len(prompts[number])} tokens + {at.position}", at.margin
+                    yield Different(f"{what} {way}", f"{len(prompts[number])} + {at.position}", at.margin)
 
 
-def in_short(error: BaseException) -> str:
+def in_short(error: Exception) -> str:
     """Its message in one line, with the place where it was raised."""
     place = last_line(error)
-    return f"{' '.join(str(error).split())[:400]} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
+    return f"{in_one_line(error)} ({type(error).__name__}, {Path(place.filename).name}:{place.lineno})"
 
 
-def last_line(error: BaseException) -> traceback.FrameSummary:
+def last_line(error: Exception) -> traceback.FrameSummary:
     """Where it was raised."""
     return traceback.extract_tb(error.__traceback__)[-1]
 

@@ -25,7 +25,7 @@ from headstart.inference.targets.architecture import attention_code
 
 TYPES = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 VOCAB = 128
-WORDS = 96  # tokens below this one are text; tokens of images and sounds follow
+FIRST_WORD, WORDS = 3, 96  # the tokens of text; tokens of images and sounds follow
 LAYERS = 4  # and more where a family has more kinds of layers
 WINDOW = 16
 
@@ -36,9 +36,8 @@ SIZES: list[tuple[str, Any]] = [
     (r"depth", 2),
     (r"(num_|n_)?(hidden_|en|de|coder_)*layers?|num_blocks|num_layers_per_stack", LAYERS),
     (r"index_topk", WINDOW),
-    (r"index_n_heads", 16),  # so many that a key's score is hardly ever 0, for which no order is certain
     (r".*(key_value|kv|key)_heads|kv_n_heads", 2),
-    (r"mamba_n_heads|mamba_num_heads", 8),
+    (r"mamba_n_heads|mamba_num_heads|index_n_heads", 8),  # scores of few index heads would often tie at 0
     (r".*heads|n_head", 4),
     (r".*rope_head_dim", 8),
     (r".*(head_dim|headdim|d_head|dim_head|head_size)|kv_channels|d_kv|d_rel", 16),
@@ -52,7 +51,8 @@ SIZES: list[tuple[str, Any]] = [
     (r".*vocab_size.*|encoder_hash_byte_group_vocab", VOCAB),
     (r"max_position_embeddings|n_positions|max_seq_len|n_ctx|max_(source|target)_positions|model_max_length", 256),
     (r".*(sliding_window|window_size|window_len).*|local_attention|log_scaling_n_floor", WINDOW),
-    (r".*chunk_size|keep_window_size|block_size", WINDOW),
+    (r".*chunk_size|block_size", WINDOW),
+    (r"index_block_size", 4),
     (r".*(d_state|state_size)", 8),
     (r"first_k_dense_replace|num_dense_layers", 1),
     (r"(max_)?image_size", 16),
@@ -62,8 +62,10 @@ SIZES: list[tuple[str, Any]] = [
 ]
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-ALTERNATING = {"layer_types": [SLIDING, FULL] * 2, "rope_parameters": {SLIDING: ROPE, FULL: ROPE}}
+FEW = {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+MIXED = {"layer_types": [SLIDING, FULL] * 2}
 MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
+UNEVEN = ROPE | {"mrope_section": [3, 3, 2]}
 TEXT_ENDS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
 # What the names do not say, by type.
@@ -72,22 +74,26 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": ALTERNATING,
+    "cohere_compass_text": MIXED | {"rope_parameters": {SLIDING: UNEVEN, FULL: UNEVEN}},
+    "mllama_text_model": {"cross_attention_layers": [1]},  # the last layer has none in a real one either
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 4.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": FEW,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
-    "dots1": {
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "layer_types": [SLIDING, FULL] * 2,
+    "deepseek_v4": {
+        "layer_types": [SLIDING, "heavily_compressed_attention", "compressed_sparse_attention"],
+        "mlp_layer_types": ["hash_moe", "moe", "moe"],
+        "num_hidden_layers": 3,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 4,
     },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
+    # Of more tokens than this, Doge keeps those with the largest scores, which tie exactly where a token repeats.
+    "doge": {"keep_window_size": 256},
+    "dots1": MIXED | FEW | {"n_routed_experts": 8, "n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": UNEVEN},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 2},
+    "gemma3n_text": MIXED | {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"global_head_dim": 32},
-    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 2, "global_head_dim": 32},
+    "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "global_head_dim": 32},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "glm4v_text": MROPE,
     "glm5_next_text": {"index_kpool": 4},
@@ -103,6 +109,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": [LINEAR, FULL] * 2},
     "hrm_text": {"num_layers_per_stack": ..., "num_hidden_layers": 1},
     "hunyuan_vl_text": MROPE,
+    "inkling_vision": {"num_hidden_layers": LAYERS},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
@@ -111,6 +118,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "molmo2_vision": {"image_size": [16, 16], "num_position_embeddings": 16},
+    "minimax_m3_vl_text": {
+        "layer_types": [FULL, "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
+    # transformers reads a prompt without Moshi's window, but cuts the cache to it.
+    "moshi": {"sliding_window": 256},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 100},
     "qwen2_5_omni_text": MROPE,
@@ -120,7 +134,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "qwen4_exp_text": {
         "eos_token_id": 2,
         "ple_layer_ids": [2],
-        "indexer_n_heads": 4,
+        "indexer_n_heads": 8,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 16,
@@ -129,7 +143,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
-    "step3p5": ALTERNATING | {"sliding_window": WINDOW},
+    "step3p5": MIXED | {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}, "sliding_window": WINDOW},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},
@@ -146,7 +160,7 @@ def make_target(name: str, seed: int = 0) -> PreTrainedModel:
         with torch.no_grad():
             for field, parameter in model.named_parameters():
                 if parameter.ndim == 1:  # large biases would outweigh the text
-                    parameter += (0.06 if "bias" in field else 0.3) * torch.randn_like(parameter)
+                    parameter.add_((0.06 if "bias" in field else 0.3) * torch.randn_like(parameter))
     if model.can_generate():
         model.generation_config.eos_token_id = VOCAB  # never written, so texts end by their length
         model.generation_config.forced_eos_token_id = None
@@ -183,7 +197,7 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
         elif name in lists:
             new[name] = [smaller(name, value[place]) for place in kept]
         elif name in TEXT_ENDS:
-            new[name] = None if value is None else TEXT_ENDS.index(name)
+            new[name] = TEXT_ENDS.index(name) if isinstance(value, list) or (value or 0) >= FIRST_WORD else value
         elif name == "head_dim" and value is None and "kv_lora_rank" not in fields:
             new[name] = 16
         elif re.fullmatch(r".*_token_(id|index)|.*_patch_id|im_\w+_id", name) and isinstance(value, int):

@@ -13,19 +13,18 @@ if __name__ == "__main__":
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 
 import torch
 from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
 from headstart.common.launcher import end_with_launcher
-from headstart.data_pipelines.disk_space import check_disk, forecast_disk
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
-from headstart.data_pipelines.preflight import check_harvest
+from headstart.data_pipelines.preflight import check_disk, check_harvest
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.prompts.responses import (
     Writer,
@@ -100,14 +99,6 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
 
 
 @dataclass(frozen=True)
-class Prompts:
-    """The tokens of the prompts, and how they are divided into shards."""
-
-    stage: Stage
-    shards: list[ShardPrompts]
-
-
-@dataclass(frozen=True)
 class Harvest:
     """The stages before training. One that is complete and matches the recipe is reused.
 
@@ -125,31 +116,38 @@ class Harvest:
         if self.state.is_main_process:
             print(line, flush=True)
 
-    def prompts(self) -> Prompts:
+    @cached_property
+    def shards(self) -> list[ShardPrompts]:
+        """The prompts, once they are made, as they are divided into shards."""
+        return prompt_shards(self.recipe)
+
+    def prompts(self) -> Stage:
         write_own_candidates(self.recipe, self.load)
         with self.state.main_process_first():
             stage = make_prompts(self.recipe)
         self.say(describe_prompts(self.recipe))
-        return Prompts(stage, prompt_shards(self.recipe))
+        return stage
 
-    def responses(self, prompts: Prompts) -> Stage | None:
+    def responses(self, prompts: Stage) -> Stage | None:
         """The target's answers to the prompts; None with data.store, which needs none."""
-        recipe, shards = self.recipe, prompts.shards
+        recipe, shards = self.recipe, self.shards
         if recipe.data.store is not None:
             return None
-        responses = responses_stage(recipe, prompts.stage)
+        responses = responses_stage(recipe, prompts)
         with self.state.main_process_first():
             take_over_responses(recipe, responses, shards)
         if recipe.data.online is None and not responses.is_complete():
-            self.say(forecast_disk(recipe, self.config, self.taps, shards))
-        make, finish = partial(self.make_responses, shards), partial(finish_responses, recipe, responses, shards)
-        run_stage(responses, self.state, make, finish)
+            rows = [row for shard in shards for row in shard.rows]
+            given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+            written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
+            self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+        run_stage(responses, self.state, self.make_responses, partial(finish_responses, recipe, responses, shards))
         self.say(describe_responses(recipe, responses))
         return responses
 
-    def make_responses(self, shards: list[ShardPrompts]) -> None:
+    def make_responses(self) -> None:
         """Write this rank's share of the responses, by the writer that the recipe names."""
-        recipe, data, ranks = self.recipe, self.recipe.data, Ranks()
+        recipe, data, shards, ranks = self.recipe, self.recipe.data, self.shards, Ranks()
         if data.responses == "given":
             for shard in ranks.share(shards):
                 write_given(recipe, shard)
@@ -169,9 +167,9 @@ class Harvest:
 
         ranks.carry_out(writer, work)
 
-    def features(self, prompts: Prompts, responses: Stage | None) -> Stage:
+    def features(self, prompts: Stage, responses: Stage | None) -> Stage:
         """The target's hidden states: data.store if the recipe names one; with data.online the responses instead."""
-        recipe, shards = self.recipe, prompts.shards
+        recipe, shards = self.recipe, self.shards
         if responses is None:
             assert recipe.data.store is not None
             taps = stored_taps(head_taps(recipe.head, self.config), self.config.num_layers)
@@ -182,20 +180,21 @@ class Harvest:
         made_from = shard_identities(features, responses, shards)
         with self.state.main_process_first():
             take_over_features(recipe, features, shards, made_from)
-        make = partial(self.make_features, responses, shards, made_from)
-        finish = partial(finish_features, recipe, features, shards, prompts.stage, responses)
+        make = partial(self.make_features, responses, made_from)
+        finish = partial(finish_features, recipe, features, shards, prompts, responses)
         run_stage(features, self.state, make, finish)
         self.say(describe_store(features.folder))
         return features
 
-    def make_features(self, responses: Stage, shards: list[ShardPrompts], made_from: dict[str, str]) -> None:
+    def make_features(self, responses: Stage, made_from: dict[str, str]) -> None:
         """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
-        recipe, target = self.recipe, self.load()
+        recipe, shards, target = self.recipe, self.shards, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-        if target.config.has_towers:
+        if self.config.has_towers:
             self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-        self.say(check_disk(recipe, target.config, target.taps, responses))
+        tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
+        self.say(check_disk(recipe, target.config, target.taps, tokens, tokens))
         share = target.ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:

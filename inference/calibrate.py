@@ -13,11 +13,6 @@ depth given the true tokens before it. Three things are then chosen so that the 
 Training does this at its end. This command does it for any head and writes the result into the head's config.json.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -226,7 +221,3 @@ def calibrate(recipe: Recipe) -> None:
     for name, values in head.calibration.to_config().items():
         if name != "tree":
             print(f"  {name:8}", *(f"{value:.2f}" for value in values))
-
-
-if __name__ == "__main__":
-    main()

@@ -8,8 +8,12 @@ import pytest
 
 
 def slow_unless(fast: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    """The values of a parameter, with all but the fast ones marked slow."""
-    return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """The values of a parameter, or tuples of several's, with all but the fast ones marked slow."""
+    return [value if value in fast else slow(value) for value in values]
+
+
+def slow(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
 
 
 def keep_each_value(items: list[pytest.Item]) -> None:

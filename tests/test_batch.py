@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow_unless
 from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
 from torch.testing import assert_close
 
@@ -72,12 +73,13 @@ BATCH_DRAFTERS = [
     "truth hidden in a tree",
     "duplicate siblings",
 ]
+SOME = ("head, wide tree", "half right head, fixed tree", "half right head, adaptive", "truth hidden in a tree")
 # These choose one tree shape for all rows, so a row's steps depend on the others.
 ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, adaptive")
 
 
 @pytest.mark.filterwarnings("error")  # for example about a row in which no token has any probability left
-@pytest.mark.parametrize("drafter_name", BATCH_DRAFTERS)
+@pytest.mark.parametrize("drafter_name", slow_unless(SOME, BATCH_DRAFTERS))
 def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts: Texts, drafter_name: str) -> None:
     """Token for token and step for step, for any number of rows, with dynamic and with static shapes.
 
@@ -101,7 +103,11 @@ def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetMod
         assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.9)], ids=["greedy", "T=1, top-p"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_p=0.9)],
+    ids=["greedy", "T=1, top-p"],
+)
 def test_rows_that_sample_alike_write_the_same_in_static_steps(
     target: TargetModel, make_head: MakeHead, sampling: Sampling
 ) -> None:
@@ -298,7 +304,7 @@ def test_greedy_text_is_the_same_under_any_acceptance_rule(
     assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
 
 
-@pytest.mark.parametrize("growth", REJECTION_GROWTHS)
+@pytest.mark.parametrize("growth", slow_unless(("chain",), REJECTION_GROWTHS))
 def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
     target: TargetModel, texts: Texts, growth: str
 ) -> None:

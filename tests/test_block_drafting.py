@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
-from families import FAMILIES
+from families import FAMILIES, SOME_FAMILIES
+from matrix import slow_unless
 from scripted import paths
 from torch.testing import assert_close
 
@@ -186,7 +187,10 @@ def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "gpt_oss"])  # its rope type is refused
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(SOME_FAMILIES, [name for name in FAMILIES if name != "gpt_oss"]),  # its rope type is refused
+)
 @pytest.mark.parametrize("markov_rank", [6, 0], ids=["DSpark's slots", "DFlash's slots"])
 def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> None:
     """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.optimizers import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
-from headstart.trainers.step import refuse_misfit
 
 
 def snapshot(step: int, target: dict[str, Tensor] | None = None) -> Snapshot:
@@ -148,11 +147,3 @@ def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, op
     update(again, optimizers_again, 3)
     for name, tensor in head.state_dict().items():
         assert again.state_dict()[name].equal(tensor), name
-
-
-def test_a_checkpoint_of_another_head_is_refused_tensor_by_tensor() -> None:
-    head = nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})
-    refuse_misfit(head, snapshot(5))
-    wrong = Snapshot(5, {"fc.weight": torch.zeros(3, 5)}, {"norm.weight.exp_avg": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"checkpoint \(3, 5\), head \(3, 4\); norm.weight.exp_avg: no such"):
-        refuse_misfit(head, wrong)

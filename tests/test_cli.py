@@ -1,4 +1,4 @@
-"""Laws of the `headstart` command: each subcommand is the module that `python -m` runs, and --help is quick."""
+"""Laws of the `headstart` command: each subcommand runs the main of its module, and --help is quick."""
 
 import subprocess
 import sys
@@ -11,6 +11,7 @@ import pytest
 from headstart import cli
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import recipe_from_command_line
+from headstart.trainers import eagle
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
@@ -44,13 +45,6 @@ def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
     assert seen == [[f"headstart {name}", *arguments]]
 
 
-def test_every_module_runs_its_main_with_python_m() -> None:
-    for module in MODULES.values():
-        source = import_module(module).__file__
-        assert source is not None
-        assert Path(source).read_text().endswith('\n\nif __name__ == "__main__":\n    main()\n')
-
-
 @pytest.mark.parametrize(
     ("recipe", "script"),
     [
@@ -63,12 +57,11 @@ def test_every_module_runs_its_main_with_python_m() -> None:
 def test_train_runs_the_script_of_the_recipes_kind_of_head(
     recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen: list[Recipe] = []
+    seen: list[tuple[Recipe, str]] = []
     monkeypatch.chdir(ROOT)
-    module = import_module("headstart." + script.removesuffix(".py").replace("/", "."))
-    monkeypatch.setattr(module, "train", lambda recipe, given: seen.append(recipe))
+    monkeypatch.setattr(eagle, "train", lambda recipe, given, script: seen.append((recipe, script)))
     headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
-    assert seen == [load_recipe(f"recipes/{recipe}", ["train.steps=1"])]
+    assert seen == [(load_recipe(f"recipes/{recipe}", ["train.steps=1"]), script)]
     assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
 
 
@@ -110,14 +103,14 @@ def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
     assert max(map(len, printed.splitlines())) <= 120
 
 
-# Type every command in one process, as `headstart NAME`, as `python -m MODULE` and as a script, and print those after
-# which a slow library is loaded.
+# Type every command in one process, as `headstart NAME` or as a script or module that accelerate launches, and print
+# those after which a slow library is loaded.
 TYPE_EVERYTHING = """
 import contextlib, io, runpy, sys
 from headstart import cli
 
 def type_all(arguments):
-    for start in ["headstart", *cli.COMMANDS, *MODULES, "trainers/eagle.py", "trainers/medusa.py", "trainers/block.py"]:
+    for start in ["headstart", *cli.COMMANDS, *LAUNCHED]:
         said = io.StringIO()
         wrong = [] if arguments == ["--help"] or start not in PLAIN else ["--stepz"]  # they take no recipe
         sys.argv = ["headstart"] * (start in cli.COMMANDS) + [start, *arguments, *wrong]
@@ -136,13 +129,12 @@ def type_all(arguments):
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
 def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
     """A typo in a recipe took 4.7 s to be reported."""
-    modules = [*(module.removeprefix("headstart.") for module in MODULES.values()), "data_pipelines.prompts.prompts"]
+    launched = ["headstart.data_pipelines.harvest", *(f"trainers/{name}.py" for name in ("eagle", "medusa", "block"))]
     plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
-    plain += [MODULES[name].removeprefix("headstart.") for name in plain]
-    program = f"MODULES, PLAIN = {modules}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
+    program = f"LAUNCHED, PLAIN = {launched}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
     ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
     lines = ended.stdout.splitlines()
-    assert len(lines) == 1 + len(cli.COMMANDS) + len(modules) + 3
+    assert len(lines) == 1 + len(cli.COMMANDS) + len(launched)
     assert not [line for line in lines if not line.endswith(" is quick")]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, WINDOW, make_family
+from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
+from matrix import slow_unless
 from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
 
 from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
@@ -47,7 +48,6 @@ SAMPLINGS = {
 }
 MakeHead = Callable[..., Eagle3Head]
 Plain = Callable[..., list[int]]
-all_samplings = pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 MAIN_NAMES = ("greedy", "T=1", "all at once")
 main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
 
@@ -94,11 +94,12 @@ def test_any_drafter_writes_what_plain_decoding_writes(
     assert generate(target, PROMPT, NEW_TOKENS, sampling, drafter).tokens == wanted
 
 
-@all_samplings
-def test_plain_decoding_equals_one_full_forward_per_token(
-    target: TargetModel, plain: Plain, sampling: Sampling
-) -> None:
+@pytest.mark.parametrize(
+    "sampling", slow_unless([SAMPLINGS[name] for name in MAIN_NAMES], SAMPLINGS.values()), ids=SAMPLINGS
+)
+def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, plain: Plain, name: str) -> None:
     """The reference needs no cache: each token is the argmax of log p plus the Gumbel noise of its position."""
+    sampling = SAMPLINGS[name]
     output: list[int] = []
     for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
         logits = target.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
@@ -190,7 +191,7 @@ def check_family(
             assert choices[-1 - count : -1].tolist() == text[-count:]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
     """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1."""
     prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2)]

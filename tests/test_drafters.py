@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from families import FAMILIES, WINDOW
+from matrix import slow_unless
 from scripted import paths
 from tiny_run import build_tokenizer
 from torch import nn
@@ -128,7 +129,8 @@ LEAST_ACCEPTANCE_LENGTH = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
+# The others draft in one batch below, with any family.
+@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "corpus lookup", "other tokenizer"), NAMES))
 def test_every_drafter_yields_the_text_of_plain_decoding(
     target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
 ) -> None:
@@ -141,13 +143,8 @@ def test_every_drafter_yields_the_text_of_plain_decoding(
     assert DecodeStats.sum_of(parts).acceptance_length > LEAST_ACCEPTANCE_LENGTH.get(name, 1.0)
 
 
-SOME_FAMILIES = ("gemma3", "gpt2")  # sliding windows and a scaled embedding; learned positions
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name in SOME_FAMILIES else pytest.mark.slow) for name in FAMILIES],
-)
+# Sliding windows and a scaled embedding; learned positions.
+@pytest.mark.parametrize("family", slow_unless(("gemma3", "gpt2"), FAMILIES))
 def test_every_drafter_works_with_every_model_family(family: str) -> None:
     target = TargetModel(FAMILIES[family](), ())
     draft = TargetModel(FAMILIES[family](), ())
@@ -236,12 +233,11 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
     drafter = ModelDrafter(noisy_copy(target, 0.0), Dynamic.chain(4), target)
     short, long = Request([3], 7, Sampling(1.0, seed=2)), Request([5, 6, 7], 61, Sampling(1.0, seed=1))
     always = [12] * 4  # every one of the 12 steps after the prefill accepts all four draft tokens
-    for page in (256, 16):
-        for module in ("headstart.inference.engine.batch", "headstart.inference.core.cache"):
-            monkeypatch.setattr(f"{module}.PAGE", page)
-        for requests, static in (([long], False), ([short, long], False), ([short, long], True)):
-            stats = generate_batch(target, requests, drafter, 2, static)[-1].stats
-            assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), (page, static)
+    for module in ("headstart.inference.engine.batch", "headstart.inference.core.cache"):
+        monkeypatch.setattr(f"{module}.PAGE", 16)
+    for requests, static in (([long], False), ([short, long], False), ([short, long], True)):
+        stats = generate_batch(target, requests, drafter, 2, static)[-1].stats
+        assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), static
 
 
 def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[tuple[int, ...]]:

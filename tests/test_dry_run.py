@@ -25,8 +25,8 @@ def frozen(harvested: Path) -> FrozenTarget:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["train.batch_size=13"], r"train\.batch_size: 13 given, up to 12 is allowed for 12 training samples"),
-        (["train.accumulate=4"], r"train\.accumulate: 4 given, up to 3 is allowed for the 3 sequences of each rank"),
+        (["train.batch_size=13"], r"train\.batch_size: 13 given, up to 12 is allowed"),
+        (["train.accumulate=4"], r"train\.accumulate: 4 given, up to 3 is allowed"),
     ],
 )
 def test_sizes_that_cannot_work_are_refused_before_anything_is_written(
@@ -42,7 +42,7 @@ def test_sizes_that_cannot_work_are_refused_before_anything_is_written(
 def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..., Recipe]) -> None:
     recipe = make_recipe("run")
     refuse_sizes(recipe, 3, 12, 4)
-    with pytest.raises(ValueError, match=r"train\.batch_size: 3 given, 4 or more is allowed on 4 ranks"):
+    with pytest.raises(ValueError, match=r"train\.batch_size: 3 given, 4 or more is allowed; raise it for 4 ranks"):
         refuse_sizes(recipe, 4, 12, 4)
     with pytest.raises(ValueError, match="no samples to train on"):
         refuse_sizes(recipe, 1, 0, 4)

@@ -8,7 +8,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch import Tensor
@@ -89,7 +90,7 @@ def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_a
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
-    assert f"features will take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
+    assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])
@@ -140,8 +141,25 @@ def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
     target = TargetModel.load(recipe.target, ())
-    monkeypatch.setattr(target.ranks, "agreed", lambda found: found - 1)
+    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
     assert texts_together.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
+
+
+def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
+    tmp_path: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    monkeypatch.setattr(texts_together, "SMALL", 0)
+    with pretended_cuda():
+        target = TargetModel(on_two_cards(make_model()), ())
+        slot = 2 * 2 * 8 * 4  # bytes of a token in one layer
+        assert [StepMemory.on(device, target).cached for device in (CUDA, SECOND)] == [4 * slot, 3 * slot]
+        room = {CUDA: 10**9, SECOND: int(2.5 * StepMemory.on(SECOND, target).needed(1, 1, 36) / ROOM)}
+        monkeypatch.setattr(texts_together, "free_memory", room.__getitem__)
+        assert texts_together.texts_together(recipe, target, 36) == 2
+    assert "3 given, 2 decode together, as cuda:1 has" in capsys.readouterr().out
 
 
 def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> None:
@@ -204,7 +222,7 @@ def server() -> Iterator[tuple[str, type[Server]]]:
         "Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([]), "together": None, "odd": None}
     )
     running = Patient(("127.0.0.1", 0), handler)
-    threading.Thread(target=running.serve_forever, daemon=True).start()
+    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
     yield f"http://127.0.0.1:{running.server_port}", handler
     running.shutdown()
     running.server_close()

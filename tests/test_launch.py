@@ -88,7 +88,7 @@ def test_muon_is_refused_where_ranks_hold_slices() -> None:
     refuse_muon(TrainSection(steps=1), "FSDP2")
     with pytest.raises(
         ValueError,
-        match=r"train\.optimizer: muon given, only adamw is allowed under FSDP2, .*"
+        match=r"train\.optimizer: muon given, only adamw is allowed; FSDP2 slices .*"
         r" or launch with recipes/launch/ddp\.yaml",
     ):
         refuse_muon(TrainSection(steps=1, optimizer="muon"), "FSDP2")

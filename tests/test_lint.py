@@ -1,6 +1,7 @@
 """Laws of heads.formats.lint: it finds each mistake that engines silently ignore, for the engines it concerns."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import torch
 from exported import LIMITED, edit_config, edit_tensors, exported
 from torch import Tensor
 
-from headstart.heads.formats.contracts import RULES
+from headstart.heads.files import HeadFiles
+from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.lint import lint, main
+from headstart.heads.frozen import FrozenTarget
 
 MakeHead = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -361,3 +364,20 @@ def test_the_exit_code_is_1_if_lint_finds_an_error(
     lines = capsys.readouterr().out.splitlines()
     well = f"{folder}: all is well; nothing was found for vllm"
     assert lines == [well if good else "vllm: error: tensor fc.weight: missing; shape [32, 96] is required"]
+
+
+@pytest.mark.parametrize(
+    ("family", "engines"),
+    [("llama", set()), ("qwen3_next", set()), ("gemma2", {"vllm", "sglang"}), ("glm4_moe_lite", {"vllm"})],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_an_engine_that_refuses_the_family_of_the_target_is_named(
+    make_head: MakeHead, frozen: FrozenTarget, target_folder: Path, tmp_path: Path, family: str, engines: set[str]
+) -> None:
+    """The engine would load the weights, and end when it asks the target for hidden states. EAGLE-1 needs none."""
+    for_family = replace(frozen, config=replace(frozen.config, model_type=family))
+    for kind, expected in (("eagle3", engines), ("eagle1", set())):
+        folder = exported(make_head(kind), tmp_path / kind, target_folder, "vllm")
+        found = violations(HeadFiles.read(folder), for_family, ["vllm", "sglang"])
+        assert {each.engine for each in found if each.where == "the target's model_type"} == expected
+        assert not [each for each in found if each.where != "the target's model_type"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow_unless
 
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
@@ -23,7 +24,11 @@ MEBIBYTE = 2**20
 GROWTH = Dynamic(3, 3, 8)
 
 
-@pytest.fixture(params=["none", "head", "medusa", "block head", "draft model", "early exit"])
+PARTS = ["none", "head", "medusa", "block head", "draft model", "early exit"]
+some_parts = pytest.mark.parametrize("parts", slow_unless(("head", "draft model"), PARTS), indirect=True)
+
+
+@pytest.fixture(params=PARTS)
 def parts(
     request: pytest.FixtureRequest, target: TargetModel, make_head: Any, make_model: Any
 ) -> tuple[TargetModel, Drafter]:
@@ -55,6 +60,7 @@ def assert_as_alone(target: TargetModel, drafter: Drafter, request: Request, fou
         assert found.stats.accepted_at_depth == alone.stats.accepted_at_depth
 
 
+@some_parts
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """Prompt and answer of the turns before are found again, up to their last whole block; so are the head's drafts."""
@@ -88,6 +94,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("parts", slow_unless(("none", "head", "medusa", "block head"), PARTS), indirect=True)
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""
@@ -145,7 +152,10 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
-@pytest.mark.parametrize("how", ["together", "piece by piece", "beside rows", "apart", "static"])
+WAYS = ["together", "piece by piece", "beside rows", "apart", "static"]
+
+
+@pytest.mark.parametrize("how", slow_unless(("piece by piece", "beside rows", "static"), WAYS))
 def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
     """Also those of tokens whose states are known from an earlier prompt."""
     model = make_model()
@@ -209,6 +219,7 @@ def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: T
     assert all(cached.head is not None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
 
 
+@some_parts
 def test_a_row_without_drafts_after_a_known_prefix_disturbs_no_row_that_drafts(
     parts: tuple[TargetModel, Drafter],
 ) -> None:

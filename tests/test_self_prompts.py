@@ -13,6 +13,7 @@ import pytest
 from bad_inputs import Says, assert_raises
 from chat_run import build_chat_run, build_letters
 from launches import finish, launch_module
+from matrix import slow_unless
 from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -26,7 +27,6 @@ from headstart.data_pipelines.prompts.self_written import candidates as self_pro
 from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.self_written.selection import (
     SIMILARITY,
-    HeldOutFile,
     SeenTexts,
     Selection,
     jaccard,
@@ -98,7 +98,7 @@ def test_every_candidate_that_was_left_out_is_counted_with_its_reason(folder: Pa
     assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
 
 
-@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("batch", slow_unless((64,), (1, 64)))
 def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch: int) -> None:
     recipe = own_recipe(folder, tmp_path, f"data.generate_batch={batch}")
     make_prompts_alone(recipe)
@@ -169,6 +169,7 @@ def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, 
     assert prompt_files(more) == prompt_files(fresh)
 
 
+@pytest.mark.slow
 def test_other_settings_never_take_over_candidates(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path)
     make_prompts_alone(recipe)
@@ -283,8 +284,9 @@ def candidate(number: int, words: str, rejected: str | None = None) -> Json:
 
 
 def test_a_prompt_that_repeats_another_or_a_held_out_one_is_left_out() -> None:
-    file = HeldOutFile([{"id": 0, "tokens": [6], "cut": False}], RowReport("file"), ["Which planets have rings?"])
-    selection = Selection(data_section(num_prompts=100, heldout_prompts="heldout.jsonl"), file)
+    rows = [{"id": 0, "tokens": [6], "cut": False}]
+    data = data_section(num_prompts=100, heldout_prompts="heldout.jsonl")
+    selection = Selection(data, rows, RowReport("file"), ["Which planets have rings?"])
     texts = [
         "Write a poem about the autumn wind, please",
         "write a  poem about the autumn wind, please!",

@@ -115,7 +115,7 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
         6.0,
         3.0,
     )
-    requests = [replace(LONG, max_new_tokens=120, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
+    requests = [replace(LONG, max_new_tokens=80, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
     for request in requests:
         loop.submit(request)
     behind = set()
@@ -188,6 +188,7 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
     assert len(drafter.trees) > 40
 
 
+@pytest.mark.slow
 def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
     """Nothing is given here: the observed acceptance decides."""
     requests = [LONG, *(replace(SHORT, sampling=Sampling(1.0, seed=seed)) for seed in range(4))]

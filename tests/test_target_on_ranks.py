@@ -148,6 +148,6 @@ def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., R
     recipe = make_recipe("run", "target.split=tensor", "train.eval_prompts=2")
     refuse_lone_decoding(recipe, 1)
     refuse_lone_decoding(make_recipe("run", "target.split=tensor"), 2)
-    message = r"train\.eval_prompts: 2 given, only 0 is allowed with target\.split tensor on 2 ranks"
+    message = r"train\.eval_prompts: 2 given, only 0 with target\.split tensor on 2 ranks is allowed"
     with pytest.raises(ValueError, match=message):
         refuse_lone_decoding(recipe, 2)

@@ -1,7 +1,5 @@
 """Training of draft heads: one script for each family of heads. Importing this does not load torch."""
 
-from importlib import import_module
-
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import Recipe
 
@@ -14,5 +12,7 @@ SCRIPTS = {
 
 
 def run(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    """Train the recipe's head with the script for its kind; a dry run may plan for `given` devices."""
-    import_module("headstart." + SCRIPTS[recipe.head.kind].removesuffix(".py").replace("/", ".")).train(recipe, given)
+    """Train the recipe's head as the script for its kind does; a dry run may plan for `given` devices."""
+    from headstart.trainers.eagle import train
+
+    train(recipe, given, SCRIPTS[recipe.head.kind])

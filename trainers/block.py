@@ -6,31 +6,15 @@
 Stopped or killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """
 
+from functools import partial
+
 from headstart.common.errors import CONTINUES
-from headstart.recipes import Recipe, run_command
-from headstart.recipes.command_line import DeviceMemory
-
-
-def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    """Run the stages from prompts to head; those that are complete and match the recipe are reused."""
-    # Here, so that torch is loaded only when the recipe is known to be right.
-    from headstart.data_pipelines.harvest import open_harvest
-    from headstart.trainers.stages import TrainingRun
-
-    run = TrainingRun.start(recipe, "trainers/block.py", given)
-    if recipe.train.dry_run:
-        return run.print_plan()
-    with run.on_all_ranks():
-        with open_harvest(recipe) as harvest:
-            prompts = harvest.prompts()
-            responses = harvest.responses(prompts)
-            features = harvest.features(prompts, responses)
-        head = run.train(features)
-        run.export(head)
+from headstart.recipes import run_command
+from headstart.trainers.eagle import train
 
 
 def main() -> None:
-    run_command(__doc__, train, CONTINUES, plans=True)
+    run_command(__doc__, partial(train, script="trainers/block.py"), CONTINUES, plans=True)
 
 
 if __name__ == "__main__":

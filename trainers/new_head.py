@@ -124,15 +124,12 @@ def load_start(recipe: Recipe, frozen: FrozenTarget) -> DraftHead:
     try:
         head = load_head_for(folder, frozen)
     except ValueError as error:
-        raise ValueError(
-            f"train.start_from: {folder} given, a head of the recipe's target is allowed: {error}"
-        ) from error
+        allowed = f"a head of the recipe's target is allowed: {error}"
+        raise ValueError(f"train.start_from: {folder} given, {allowed}") from error
     wrong = differences_from(recipe, head, frozen)
     if wrong:
-        raise ValueError(
-            f"train.start_from: {folder} given, whose head differs from the recipe's: {'; '.join(wrong)}; write its "
-            f"values into the recipe's head section, or start from another head"
-        )
+        found = f"train.start_from: {folder} given, whose head differs from the recipe's: {'; '.join(wrong)}"
+        raise ValueError(f"{found}; write its values into the recipe's head section, or start from another head")
     return head
 
 

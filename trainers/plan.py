@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from headstart.common.errors import wrong_value
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.preflight import check_harvest
@@ -60,9 +61,7 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
     if recipe.train.eval_prompts and machine.is_here:
         refuse_trees_of(recipe, min(recipe.train.eval_prompts, recipe.decode.max_batch))
     if recipe.joint.mode == "lora" and not recipe.train.dry_run and find_spec("peft") is None:
-        raise ValueError(
-            "joint.mode: lora given, null or full is allowed without peft; install it with pip install -e '.[lora]'"
-        )
+        raise wrong_value("joint.mode", "lora", "null or full is", "install peft: pip install -e '.[lora]'")
     return target
 
 
@@ -72,23 +71,16 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
-        raise ValueError(
-            f"data.heldout_prompts: {recipe.data.heldout_prompts} given, which yields no held-out sample; add prompts"
-        )
+        given = recipe.data.heldout_prompts
+        raise ValueError(f"data.heldout_prompts: {given} given, which yields no held-out sample; add prompts")
     if size < num_ranks:
-        raise ValueError(
-            f"train.batch_size: {size} given, {num_ranks} or more is allowed on {num_ranks} ranks; raise it"
-        )
+        raise wrong_value("train.batch_size", size, f"{num_ranks} or more is", f"raise it for {num_ranks} ranks")
     if (most := size // num_ranks) < accumulate:
-        raise ValueError(
-            f"train.accumulate: {accumulate} given, up to {most} is allowed for the {most} sequences of each rank "
-            f"(train.batch_size {size} on {num_ranks} ranks); lower it or raise train.batch_size"
-        )
+        remedy = f"lower it or raise train.batch_size, {size} for {num_ranks} ranks"
+        raise wrong_value("train.accumulate", accumulate, f"up to {most} is", remedy)
     if size > num_samples:
-        raise ValueError(
-            f"train.batch_size: {size} given, up to {num_samples} is allowed for {num_samples} training samples; lower "
-            "it or raise data.num_prompts"
-        )
+        remedy = f"lower it, or raise data.num_prompts for more training samples than {num_samples}"
+        raise wrong_value("train.batch_size", size, f"up to {num_samples} is", remedy)
 
 
 def refuse_few_rows(recipe: Recipe) -> None:
@@ -108,17 +100,14 @@ def refuse_large_head(recipe: Recipe, target: TargetConfig, machine: Machine) ->
         head = head_without_weights(recipe, target)
     except (RuntimeError, TypeError) as error:  # sizes that overflow, or that a layer refuses
         sizes = ", ".join(f"{name} {value}" for name, value in recipe.head.model_dump().items() if value is not None)
-        raise ValueError(
-            f"head: {sizes} given, sizes that fit the target are allowed ({error}); leave them out for the target's own"
-        ) from error
+        remedy = f"leave them out for the target's own ({error})"
+        raise wrong_value("head", sizes, "sizes that fit the target are", remedy) from error
     weights = num_parameters(head) * FLOAT32
     needed, free = GRADIENTS_AND_WEIGHTS * weights // machine.ranks, machine.memory
     if needed > free:
-        raise ValueError(
-            f"head: {decimal(weights)} of weights given, {decimal(needed)} per rank with their gradients, and "
-            f"{machine.device} has {decimal(free)} free, which is the most that is allowed; lower "
-            "head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
-        )
+        given = f"{decimal(weights)} of weights, {decimal(needed)} per rank with their gradients"
+        remedy = "lower head.intermediate_size, num_heads, hidden_size or draft_vocab_size"
+        raise wrong_value("head", given, f"up to the {decimal(free)} free on {machine.device} is", remedy)
 
 
 @dataclass(frozen=True)

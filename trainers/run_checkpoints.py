@@ -101,10 +101,8 @@ class Checkpoints:
                 flush(self.folder)
         except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
-            raise ValueError(
-                f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}; {remedy(error)}, which "
-                "continues from the newest"
-            ) from error
+            failed = f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}"
+            raise ValueError(f"{failed}; {remedy(error)}, which continues from the newest") from error
         for old in self.steps()[:-KEPT]:
             remove(self.path(old))
 
@@ -175,10 +173,8 @@ class RunStart:
         except FileNotFoundError:
             return None
         except (ValueError, TypeError) as error:
-            raise ValueError(
-                f"{path} cannot be read ({error}); it says which draft vocabulary the checkpoints have. Restore it, or "
-                f"remove {folder} to start over"
-            ) from error
+            holds = f"{path} cannot be read ({error}); it says which draft vocabulary the checkpoints have"
+            raise ValueError(f"{holds}: restore it, or remove {folder} to start over") from error
 
     def save(self, folder: Path) -> None:
         write_text(folder / "start.json", json.dumps(asdict(self)))

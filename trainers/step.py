@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Batch, SampleStore, pack
 from headstart.heads.base import DraftHead
@@ -49,9 +49,8 @@ class Training:
     def start(
         cls, recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator, found: Snapshot | None
     ) -> "Training":
-        """Start a new run, or continue from a snapshot; raises ValueError if the snapshot does not fit the head."""
+        """Start a new run, or continue from a snapshot of this head."""
         if found is not None:
-            refuse_misfit(head, found)
             head.load_state_dict(found.weights)
             if inputs.target is not None:
                 inputs.target.restore(found.target)
@@ -112,20 +111,6 @@ def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> Unrol
     if isinstance(head, BlockHead):
         return TrainedBlocks(head, teacher, objective, section.anchors, section.activation_checkpointing)
     return UnrolledHead(head, teacher, objective, section.activation_checkpointing)
-
-
-def refuse_misfit(head: nn.Module, found: Snapshot) -> None:
-    """Raise ValueError unless the snapshot has exactly the head's tensors, each of the same shape."""
-    shapes, tensors = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}, found.weights
-    wrong = [
-        f"{name}: checkpoint {tuple(tensors[name].shape) if name in tensors else 'nothing'}, head {shapes.get(name)}"
-        for name in sorted(shapes.keys() | tensors.keys())
-        if name not in tensors or tuple(tensors[name].shape) != shapes.get(name)
-    ]
-    wrong += [f"{key}: no such weight" for key in sorted(found.optimizers) if key.rpartition(".")[0] not in shapes]
-    if wrong:
-        what = f"the checkpoint of step {found.step} does not fit the head"
-        raise ValueError(f"{what}: {'; '.join(wrong[:8])}; choose another run_dir")
 
 
 def refuse_nothing_to_learn(training: Training) -> None:

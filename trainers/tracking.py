@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl, write_text
 from headstart.common.progress import Progress
 from headstart.recipes import Recipe
@@ -100,20 +101,15 @@ def refuse_unusable_wandb(recipe: Recipe) -> None:
     setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
     mode = wandb_mode(setting)
     if mode not in allowed:
-        raise ValueError(
-            f"log.wandb: {setting} given with WANDB_MODE={mode}, one of {', '.join(allowed)} is allowed; change either"
-        )
+        given = f"{setting} with WANDB_MODE={mode}"
+        raise wrong_value("log.wandb", given, f"one of {', '.join(allowed)} is", "change either")
     if mode != "disabled" and not has_wandb():
-        raise ValueError(
-            f"log.wandb: {setting} given, auto or disabled is allowed without wandb, which is not installed; run pip "
-            "install -e '.[wandb]', or write log.wandb=disabled"
-        )
+        remedy = "wandb is not installed: run pip install -e '.[wandb]', or write log.wandb=disabled"
+        raise wrong_value("log.wandb", setting, "auto or disabled is", remedy)
     if mode != "online" or "WANDB_API_KEY" in os.environ:  # with a key, login would wait for the network
         return
     import wandb
 
     if not wandb.login(prompt=False, verify=False):
-        raise ValueError(
-            f"log.wandb: {setting} given, offline or disabled is allowed without a key of Weights & Biases; run wandb "
-            "login, set WANDB_API_KEY, or write log.wandb=offline"
-        )
+        remedy = "no key was found: run wandb login, set WANDB_API_KEY, or write log.wandb=offline"
+        raise wrong_value("log.wandb", setting, "offline or disabled is", remedy)

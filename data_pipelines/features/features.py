@@ -162,21 +162,17 @@ def finite_states(recipe: Recipe, states: States, taps: tuple[int, ...], of: str
         return stored
     refuse_non_finite(recipe.target.dtype, states, of)
     largest = max(float(part.abs().max()) for part in (states.taps, states.last_hidden) if part.numel())
-    raise ValueError(
-        f"data.dtype: {recipe.data.dtype} given, but the target's hidden states reach {largest:,.0f} ({of}), and the "
-        f"largest number is {torch.finfo(compute_dtype(recipe.data.dtype)).max:,.0f}; bfloat16, float32, int8 and "
-        "float8 are allowed: choose one of them"
-    )
+    most = torch.finfo(compute_dtype(recipe.data.dtype)).max
+    found = f"{recipe.data.dtype} given, of up to {most:,.0f}, but hidden states reach {largest:,.0f} ({of})"
+    raise ValueError(f"data.dtype: {found}; choose one of bfloat16, float32, int8 and float8")
 
 
 def refuse_non_finite(dtype: str, states: States, of: str) -> None:
     """Raise ValueError if the target itself computes states that are not finite; `dtype` is its number format."""
     if not all(part.isfinite().all() for part in (states.taps, states.last_hidden)):
-        raise ValueError(
-            f"target.dtype: {dtype} given, but the target's hidden states are not finite in it ({of}); choose "
-            f"{'bfloat16 or float32' if dtype == 'float16' else 'float32'}, and if that does not help, copy or "
-            "download the model again"
-        )
+        wider = "bfloat16 or float32" if dtype == "float16" else "float32"
+        found = f"target.dtype: {dtype} given, but the target's hidden states are not finite in it ({of})"
+        raise ValueError(f"{found}; choose {wider}, or else copy or download the model again")
 
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -123,9 +123,7 @@ class TargetProcess:
                 self._pipe.send(texts)
                 answer = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
-            raise ValueError(
-                f"data.online: the target's process on {self.device} has ended; see its error message above"
-            ) from error
+            raise ValueError(f"data.online: the target's process on {self.device} ended; see its error") from error
         return States(**load(answer))
 
     def close(self) -> None:

@@ -145,10 +145,8 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
     if not path.exists():
         return False
     if made_from(path) != wanted:
-        raise ValueError(
-            f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, this run needs "
-            f"{wanted!r}): remove it ({shlex.join(['rm', str(path)])}) or choose another run_dir"
-        )
+        other = f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, not {wanted!r})"
+        raise ValueError(f"{other}: remove it ({shlex.join(['rm', str(path)])}) or choose another run_dir")
     return True
 
 

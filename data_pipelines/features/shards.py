@@ -162,20 +162,15 @@ def read_manifest(folder: Path) -> Json:
     """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise ValueError(
-            f"{folder} holds no features (no {MANIFEST}); give a folder of features, such as runs/tiny/features, or "
-            "make one with headstart harvest RECIPE"
-        )
+        advice = "give a folder of features, such as runs/tiny/features, or make one with headstart harvest RECIPE"
+        raise ValueError(f"{folder} holds no features (no {MANIFEST}); {advice}")
     try:
         about: Json = json.loads(path.read_text())
         if not is_manifest(about):
             raise ValueError("it has no list of shards, with sizes, or of taps")
     except ValueError as error:
-        again = shlex.join(["rm", str(path.with_name("stage.json")), str(path)])
-        raise ValueError(
-            f"{path} cannot be read ({error}); a harvest's manifest is needed. Remove it and stage.json ({again}), "
-            "and harvest again, which reuses undamaged shards"
-        ) from error
+        needed = f"{path} cannot be read ({error}); a harvest's manifest is needed"
+        raise ValueError(f"{needed}; {repair(folder, [])}") from error
     if not all(CHECKSUM in shard for shard in about["shards"]):
         raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about

@@ -7,11 +7,6 @@
 A recipe trains on a merged store with data.store=runs/all/features.
 """
 
-from headstart.data_pipelines.features.store_options import store_options
-
-if __name__ == "__main__":
-    store_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import json
 import shlex
 import shutil
@@ -32,6 +27,7 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
+from headstart.data_pipelines.features.store_options import store_options
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
@@ -49,7 +45,7 @@ def verify(folder: Path) -> dict[Path, str]:
 
 
 def refuse_damage(folder: Path) -> None:
-    """Raise ValueError if a store is not sound, with the command that mends it."""
+    """Raise ValueError, with what to do, if a store is damaged or holds numbers that are not finite."""
     if problems := verify(folder):
         foreign = foreign_shards(folder)
         count = "1 shard is" if len(problems) == 1 else f"{len(problems)} shards are"
@@ -57,21 +53,13 @@ def refuse_damage(folder: Path) -> None:
         only_foreign = len(foreign) == len(problems)
         remedy = f"remove: {shlex.join(['rm', *map(str, foreign)])}" if only_foreign else repair(folder, problems)
         raise ValueError("\n  ".join(lines) + f"\n{remedy}")
-    refuse_non_finite_store(folder)
-
-
-def refuse_non_finite_store(folder: Path) -> None:
-    """Raise ValueError for the first shard of a sound store that holds numbers that are not finite."""
     about = read_manifest(folder)
     for path in (folder / shard["file"] for shard in about["shards"]):
         opened = open_shard(path)
         for name in opened.keys():  # noqa: SIM118 (it is no dict)
             if non_finite({name: opened.get_tensor(name)}):
-                raise ValueError(
-                    f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}, and no "
-                    "head can be trained on them; harvest again in another run_dir with another data.dtype, such as "
-                    "bfloat16"
-                )
+                found = f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}"
+                raise ValueError(f"{found}; harvest again in another run_dir with another data.dtype, such as bfloat16")
 
 
 def stats(folder: Path) -> Json:
@@ -104,10 +92,8 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
             lines = "\n  ".join(["these stores cannot be merged:", *different])
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
-    if problems := [problem for source in sources for problem in verify(source).values()]:
-        raise ValueError("\n  ".join(["stores to merge are damaged:", *problems]))
     for source in sources:
-        refuse_non_finite_store(source)
+        refuse_damage(source)
     partial = into.with_name(into.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with removed_on_failure(partial):
@@ -138,10 +124,8 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
 def refuse_sources(into: Path, sources: list[Path]) -> None:
     """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
     if not sources:
-        raise ValueError(
-            f"store merge: only {into} is given, the folder of the new store; one or more stores must follow it, as in "
-            f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
-        )
+        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
     if into.exists():
         raise ValueError(
             f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
@@ -195,10 +179,9 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     about = read_manifest(folder)
     identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
     if target_digest(about) != identity:
-        raise ValueError(
-            f"data.store: {folder} was made with other weights or another config ({about.get('target')}), which is not "
-            f"target.path, {recipe.target.path}; give a store of this target, or remove data.store to harvest one"
-        )
+        given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
+        advice = "give a store of this target, or remove data.store to harvest one"
+        raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")
     if not set(taps) <= set(about["taps"]):
         lacking, stored = sorted(set(taps) - set(about["taps"])), sum(shard["bytes"] for shard in about["shards"])
         needed = decimal(stored * (len(taps) + 1) // (len(about["taps"]) + 1))  # the last hidden state is in both
@@ -234,7 +217,3 @@ def main() -> None:
         else:
             refuse_damage(arguments.folder)
             print(f"{arguments.folder}: every shard matches the manifest, and all numbers are finite")
-
-
-if __name__ == "__main__":
-    main()

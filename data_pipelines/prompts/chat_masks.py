@@ -12,7 +12,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
@@ -105,7 +105,7 @@ class ChatMasks:
         """The text that the target writes in turn `place` after the prompt `asked`, up to and with its end mark."""
         before, turn = conversation.first(place), conversation.messages[place]
         full = self.render(conversation.first(place + 1))
-        around = self.render(append(before, {"role": "assistant", "content": STAND_IN}))
+        around = self.render(replace(before, messages=[*before.messages, {"role": "assistant", "content": STAND_IN}]))
         opening, words, tail = around.partition(STAND_IN)
         if turn.get("tool_calls"):
             marks = list(self.template.special.finditer(full))
@@ -231,10 +231,6 @@ def texts_in(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for each in value:
             yield from texts_in(each)
-
-
-def append(conversation: Conversation, turn: Json) -> Conversation:
-    return Conversation([*conversation.messages, turn], conversation.tools, conversation.variables)
 
 
 def runs(mask: Sequence[int]) -> list[Span]:

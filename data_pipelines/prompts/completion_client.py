@@ -72,10 +72,9 @@ class CompletionClient:
         try:
             found: Json = dict(answer.json()[key][0])
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(
-                f"data.server: {self.url} answers without {key} ({answer.text[:200]}); an OpenAI-compatible server is "
-                "needed, such as vLLM or SGLang: check the URL"
-            ) from error
+            lacking = f"data.server: {self.url} answers without {key} ({answer.text[:200]})"
+            needed = "an OpenAI-compatible server is needed, such as vLLM or SGLang: check the URL"
+            raise ValueError(f"{lacking}; {needed}") from error
         return found
 
     def _tokens(self, choice: Json) -> list[int]:
@@ -100,7 +99,5 @@ class CompletionClient:
             why = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code not in RETRIED_STATUSES:
                 break
-        raise ValueError(
-            f"data.server: {self.url}{path} gave no answer ({why}); check the server and run the command again, which "
-            "keeps the finished responses"
-        )
+        advice = "check the server and run the command again, which keeps the finished responses"
+        raise ValueError(f"data.server: {self.url}{path} gave no answer ({why}); {advice}")

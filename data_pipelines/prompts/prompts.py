@@ -3,11 +3,6 @@
 headstart prompts recipes/tiny.yaml
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import hashlib
 import json
 import shlex
@@ -26,7 +21,7 @@ from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
-from headstart.data_pipelines.prompts.self_written.selection import HeldOutFile, Selection, opening_texts
+from headstart.data_pipelines.prompts.self_written.selection import Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import start_processes
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities, writes_date
@@ -167,10 +162,9 @@ def read_reports(recipe: Recipe) -> list[RowReport]:
         train, heldout = json.loads(path.read_text())
         return [RowReport.from_json(train), RowReport.from_json(heldout)]
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
-        raise ValueError(
-            f"{path} cannot be read ({error}); it must say what became of the rows. Remove the prompts' stage.json, "
-            f"and the same command makes both again: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
-        ) from error
+        advice = "Remove the prompts' stage.json, and the same command makes both again"
+        removal = f"{advice}: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
+        raise ValueError(f"{path} cannot be read ({error}); it must say what became of the rows. {removal}") from error
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -224,7 +218,7 @@ def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:
         return Selection(data)
     report = RowReport(source, data.heldout_samples, "data.heldout_samples")
     rows = read_prompts(template, data, None, report, vocab_size=num_tokens(recipe))
-    return Selection(data, HeldOutFile(rows, report, list(opening_texts(source, template))))
+    return Selection(data, rows, report, opening_texts(source, template))
 
 
 def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
@@ -316,7 +310,3 @@ def main() -> None:
         print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
 
     run_command(__doc__, show)
-
-
-if __name__ == "__main__":
-    main()

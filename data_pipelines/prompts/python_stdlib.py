@@ -58,9 +58,7 @@ def stdlib_prompts(
         found = [row for row in encoded if tuple(row) not in held_out]
         fruitless = 0 if found else fruitless + 1
         if fruitless == FRUITLESS_DRAWS:
-            raise ValueError(
-                f"data.prompt_tokens: {length} given, but {PYTHON_STDLIB} has hardly a text of that many tokens; lower "
-                "it, or name a file in data.prompts"
-            )
+            few = f"{PYTHON_STDLIB} has hardly a text of that many tokens; lower it, or name a file in data.prompts"
+            raise ValueError(f"data.prompt_tokens: {length} given, but {few}")
         tokens += found
     return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]

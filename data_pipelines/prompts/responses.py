@@ -166,15 +166,11 @@ def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Text]) -> No
     """Raise ValueError unless a token of some text can be predicted by a head, which reads two tokens before it."""
     source = "data.prompts" if split == "train" else "data.heldout_prompts"
     if all(is_empty(recipe, text) for text in texts):
-        raise ValueError(
-            f"{source}: the target's responses to all {len(texts)} prompts are empty, tokens to train on are needed; "
-            "give the prompts in the form that it answers, such as messages, or choose data.responses=given"
-        )
+        advice = "give prompts in the form that it answers, such as messages, or choose data.responses=given"
+        raise ValueError(f"{source}: the target's responses to all {len(texts)} prompts are empty; {advice}")
     if not any(any(text.loss_mask[2:]) for text in texts):
-        raise ValueError(
-            f"{source}: none of the {len(texts)} texts is trained on after its second token, and a head predicts "
-            "tokens from the third on; train on more of each text (loss_mask, data.turns), or lengthen the prompts"
-        )
+        found = f"{source}: none of the {len(texts)} texts is trained on after its second token, where a head begins"
+        raise ValueError(f"{found}; train on more of each text (loss_mask, data.turns), or lengthen the prompts")
 
 
 def is_empty(recipe: Recipe, text: Text) -> bool:
@@ -258,10 +254,8 @@ def server_writer(recipe: Recipe, url: str) -> Writer:
         answers = client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
         for number, tokens in answers:
             if max(tokens, default=0) >= vocab_size:
-                raise ValueError(
-                    f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target is "
-                    "allowed; start the server with the target of target.path"
-                )
+                answered = f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target"
+                raise ValueError(f"{answered} is allowed; start the server with the target of target.path")
             yield number, tokens
 
     return write

@@ -61,10 +61,9 @@ class RowReport:
             raise ValueError("\n  ".join([what, *named, *more]) + "\nfix or remove them")
         if len(self.held_out) > MAX_OVERLAP * self.rows:
             lines = ", ".join(map(str, self.held_out[:SHOWN])) + (", ..." if len(self.held_out) > SHOWN else "")
-            raise ValueError(
-                f"data.heldout_prompts: {len(self.held_out)} of {self.rows} rows of {self.source} are held out too "
-                f"({self.counts} {lines}), up to {MAX_OVERLAP:.0%} are allowed; remove them from one of the two files"
-            )
+            found = f"{len(self.held_out)} of {self.rows} rows of {self.source} are held out too"
+            allowed = f"up to {MAX_OVERLAP:.0%} are allowed; remove them from one of the two files"
+            raise ValueError(f"data.heldout_prompts: {found} ({self.counts} {lines}), {allowed}")
         if self.samples == 0:
             read = ", ".join([f"{self.rows} rows read", *self.dropped()])
             raise ValueError(f"{self.source} has no prompts ({read}); give at least one usable row")

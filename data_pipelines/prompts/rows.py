@@ -13,6 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
+from headstart.common.errors import wrong_value
 from headstart.data_pipelines.prompts.arrow_rows import NotJson, arrow_rows
 from headstart.data_pipelines.stages.stage import Json, file_digest
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DataSection
@@ -57,10 +58,8 @@ def read_rows(source: str) -> Iterator[Row]:
         return dataset_rows(disk_dataset(path))
     readers = {".jsonl": json_rows, ".json": json_rows, ".parquet": parquet_rows, ".txt": text_rows}
     if path.suffix.lower() not in readers:
-        raise ValueError(
-            f"data: {source} given, a file that ends in {', '.join(readers)}, a dataset folder or "
-            f"{HUB_PREFIX}org/name:split is allowed; convert it to one of them"
-        )
+        allowed = f"a file that ends in {', '.join(readers)}, a dataset folder or {HUB_PREFIX}org/name:split is"
+        raise wrong_value("data", source, allowed, "convert it to one of them")
     return readers[path.suffix.lower()](path)
 
 
@@ -119,10 +118,9 @@ def json_array(path: Path, first: bytes) -> list[Json | BadRow] | None:
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         if is_json(first):
             return None
-        raise ValueError(
-            f"data: {path} starts as a JSON array but cannot be read as one ({error}); a whole array or one JSON "
-            "object on each line is allowed, so fix the file there or write it again"
-        ) from error
+        found = f"data: {path} starts as a JSON array but cannot be read as one ({error})"
+        allowed = "a whole array or one JSON object on each line is allowed, so fix the file there or write it again"
+        raise ValueError(f"{found}; {allowed}") from error
     return [checked_object(row, has_escapes=rb"\u" in content) for row in listed]
 
 
@@ -184,9 +182,8 @@ def parquet_rows(path: Path) -> Iterator[Row]:
         batches = parquet.ParquetFile(path).iter_batches(batch_size=BATCH)
         yield from good_rows(batches)
     except errors as error:
-        raise ValueError(
-            f"data: {path} cannot be read as parquet ({error}); a whole parquet file is needed, so write it again"
-        ) from error
+        needed = "a whole parquet file is needed, so write it again"
+        raise ValueError(f"data: {path} cannot be read as parquet ({error}); {needed}") from error
 
 
 def good_rows(batches: Iterable[Any]) -> Iterator[Row]:
@@ -205,9 +202,8 @@ def disk_dataset(folder: Path) -> Any:
     try:
         found = datasets.load_from_disk(str(folder))
     except Exception as error:  # the readers raise many types
-        raise ValueError(
-            f"data: {folder} is not a dataset ({in_one_line(error)}); give a folder written by save_to_disk, or a file"
-        ) from error
+        advice = "give a folder written by save_to_disk, or a file"
+        raise ValueError(f"data: {folder} is not a dataset ({in_one_line(error)}); {advice}") from error
     if not isinstance(found, dict):
         return found
     if "train" not in found and len(found) > 1:
@@ -222,23 +218,18 @@ def hub_dataset(name: str) -> Any:
     try:
         builder = datasets.load_dataset_builder(name)
     except Exception as error:  # the hub client and the readers raise many types
-        raise ValueError(
-            f"data: {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)}); {HUB_PREFIX}org/name:split is allowed, "
-            "so check the name and the network"
-        ) from error
+        allowed = f"{HUB_PREFIX}org/name:split is allowed, so check the name and the network"
+        raise ValueError(f"data: {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)}); {allowed}") from error
     stored_as = type(builder).__module__.rpartition(".")[2]
     if stored_as not in PLAIN_FORMATS:
-        raise ValueError(
-            f"data: {HUB_PREFIX}{name} is stored as {stored_as}, {', '.join(PLAIN_FORMATS)} are allowed; convert it"
-        )
+        allowed = f"{', '.join(PLAIN_FORMATS)} are allowed; convert it"
+        raise ValueError(f"data: {HUB_PREFIX}{name} is stored as {stored_as}, {allowed}")
     try:
         builder.download_and_prepare()
         return builder.as_dataset(split=split or "train")
     except Exception as error:
-        raise ValueError(
-            f"data: split {split or 'train'} of {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)}); give one "
-            f"of its splits, as in {HUB_PREFIX}{name}:train"
-        ) from error
+        wrong = f"data: split {split or 'train'} of {HUB_PREFIX}{name} cannot be loaded ({in_one_line(error)})"
+        raise ValueError(f"{wrong}; give one of its splits, as in {HUB_PREFIX}{name}:train") from error
 
 
 def in_one_line(error: Exception) -> str:

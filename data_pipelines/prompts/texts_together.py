@@ -18,12 +18,15 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
 
     It is one at the least, which decoding refuses if not even that fits. All ranks must call this.
     """
-    wanted, free = recipe.data.generate_batch, max(free_memory(target.device), SMALL)
-    needed = StepMemory.of(target.config, target.dtype).needed(1, nodes, length)
-    found = target.ranks.agreed(max(min(wanted, int(ROOM * free) // needed), 1))
+    wanted, rooms = recipe.data.generate_batch, []
+    for device in dict.fromkeys(target.layout.devices):
+        free, needed = max(free_memory(device), SMALL), StepMemory.on(device, target).needed(1, nodes, length)
+        rooms.append((int(ROOM * free) // needed, free, needed, device))
+    most, free, needed, device = min(rooms, key=lambda room: room[0])
+    found = target.ranks.least(max(min(wanted, most), 1))
     if found < wanted and target.ranks.rank == 0:
         print(
-            f"data.generate_batch: {wanted} given, {found} decode together, as {target.device} has {decimal(free)} "
+            f"data.generate_batch: {wanted} given, {found} decode together, as {device} has {decimal(free)} "
             f"free and a text of {length} tokens needs {decimal(needed)}"
         )
     return found

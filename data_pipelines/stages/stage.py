@@ -140,20 +140,14 @@ class Stage:
         """The content of stage.json; raises ValueError if it is broken."""
         try:
             found = json.loads(self.path.read_text())
-        except ValueError as error:
-            raise ValueError(self._broken(str(error))) from error
-        missing = [key for key in ("inputs", "complete") if not isinstance(found, dict) or key not in found]
-        if missing or (found["complete"] and "facts" not in found):
-            raise ValueError(self._broken(f"it lacks {' and '.join(missing or ['facts'])}"))
-        recorded: Json = found
-        return recorded
-
-    def _broken(self, why: str) -> str:
-        return (
-            f"{self.path} cannot be read ({why}); it must say what the {self.name} were made from. If recipe, data and "
-            "target have not changed since, remove this file, and the same command continues with what is there: "
-            f"{shlex.join(['rm', str(self.path)])}. Otherwise {self._start_anew()}"
-        )
+            facts = found["facts"] if found["complete"] else None
+            return {"inputs": found["inputs"], "complete": found["complete"], "facts": facts}
+        except (ValueError, KeyError, TypeError) as error:
+            broken = f"{self.path} cannot be read ({type(error).__name__}: {error})"
+            must = f"it must say what the {self.name} were made from. If recipe, data and target have not changed since"
+            continues = "remove this file, and the same command continues with what is there"
+            removal = shlex.join(["rm", str(self.path)])
+            raise ValueError(f"{broken}; {must}, {continues}: {removal}. Otherwise {self._start_anew()}") from error
 
     def _start_anew(self) -> str:
         """The remedy for a folder that does not fit the recipe."""

@@ -7,6 +7,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from headstart.common.files import read_json
 from headstart.data_pipelines.stages.stage import Json, file_digest
 
 WEIGHTS = "the target's config and weights"  # the name of `target_identity` among a stage's inputs
@@ -64,14 +65,7 @@ def generation_identity(folder: Path) -> str | None:
 
 def read_object(path: Path) -> Json:
     """The JSON object in a file of the target, empty if there is no such file."""
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(
-            f"target.path: {path} cannot be read ({error}); a JSON object is needed: copy the file there again"
-        ) from error
+    found = read_json(path, "copy it there again") if path.is_file() else {}
     return found if isinstance(found, dict) else {}
 
 

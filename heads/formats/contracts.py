@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats import block_rules, config_rules, medusa_rules, target_families, tensor_rules
 from headstart.heads.formats.options import AUTHORS
 from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
@@ -23,6 +23,7 @@ SHARED: tuple[Rule, ...] = (
 )
 EAGLE3: tuple[Rule, ...] = (
     *SHARED,
+    target_families.gives_hidden_states,
     config_rules.draft_vocabulary,
     config_rules.norms,
     config_rules.taps,

@@ -380,8 +380,10 @@ class KVCache(Cache):
         return KVCache(self.target.row(number, count), head, states, self.make_layers)
 
     def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
-        """Take in each row's path through the tree that the target has just read, and its tokens; returns the bytes
-        moved."""
+        """Take in each row's path through the tree of these tokens that the target has just read.
+
+        Returns the bytes moved.
+        """
         if self.states is not None:
             self.states.keep(paths, tokens)
         return self.target.keep(paths)

@@ -42,16 +42,16 @@ class RowStates(ABC):
         return max((len(self.window(row)) for row in range(rows)), default=0)
 
     def keep(self, paths: Sequence[list[int]], tokens: Sequence[list[int]]) -> None:
-        """Follow a pass of which these paths were accepted: chains that begin at the root, with their tokens."""
+        """Follow a pass over trees of these tokens, of which these chains, which begin at the root, were accepted."""
         whole = []
-        for row, (path, accepted) in enumerate(zip(paths, tokens, strict=True)):
+        for row, path in enumerate(paths):
             count = self.counts[row]
             if len(self.window(row)) + len(path) == count and (count == self.width or not self.pads):
                 whole.append(row)
                 self.windows[self.first + row] = []
             else:
                 assert not self.is_sure
-                self.window(row).extend(accepted)
+                self.window(row).extend(tokens[row][node] for node in path)
         self.commit(whole)
 
     @abstractmethod

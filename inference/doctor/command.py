@@ -14,11 +14,6 @@ Each finding is one line: what was found, what would be right, what it costs, an
 Exit code 1 if anything is found, 0 otherwise.
 """
 
-from headstart.inference.doctor.options import Options, doctor_options
-
-if __name__ == "__main__":
-    doctor_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,6 +42,7 @@ from headstart.inference.doctor.findings import (
     with_unmeasured,
 )
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
+from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.trials import check_number_format, compare_parts, find_better_variants
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
@@ -206,7 +202,3 @@ def with_length_cost(found: list[Finding], replays: list[ReplayedText], head: In
     if past:
         cost = f"{past / sum(lengths):.0%} of the replayed tokens are after position {limit}"
     return [replace(one, cost=cost) if one.category == "context length" else one for one in found]
-
-
-if __name__ == "__main__":
-    main()

@@ -27,17 +27,6 @@ MAX_ROUNDING = 0.3  # relative difference of weights that a coarse number format
 MIN_DTYPE_LOSS = 0.02  # loss of mean accuracy that is reported; less is the normal price of a narrower format
 
 
-@dataclass(frozen=True)
-class ComparedPart:
-    """One part of a head in which its export may differ."""
-
-    category: str
-    same: Callable[[Interpretation, Interpretation], bool]  # do head and export agree?
-    show: Callable[[Interpretation], str]
-    take: Callable[[Interpretation, Interpretation], Interpretation]  # the head with this part of the export
-    advice: str
-
-
 def norm_settings(head: Interpretation) -> dict[str, Any]:
     """The keys of config.json that concern norms; an absent flag is off."""
     flags = {flag: bool(head.config.get(flag)) for flag in NORM_FLAGS}
@@ -46,16 +35,6 @@ def norm_settings(head: Interpretation) -> dict[str, Any]:
 
 def tensors_of(head: Interpretation, norms: bool) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in head.tensors.items() if ("norm" in name) == norms}
-
-
-def take_norms(head: Interpretation, export: Interpretation) -> Interpretation:
-    tensors = tensors_of(head, norms=False) | tensors_of(export, norms=True)
-    return replace(head.with_config(**norm_settings(export)), tensors=tensors)
-
-
-def take_rope(head: Interpretation, export: Interpretation) -> Interpretation:
-    kept = {key: value for key, value in head.config.items() if key not in ROPE_KEYS}
-    return replace(head, config=kept).with_config(**Rope.from_config(export.config).to_config())
 
 
 def same_norms(head: Interpretation, export: Interpretation) -> bool:
@@ -80,41 +59,36 @@ def show_ids(head: Interpretation) -> str:
     return f"{len(head.ids)} tokens {head.ids[:4].tolist()}... (hash {digest})"
 
 
-PARTS = (
-    ComparedPart(
-        "taps",
-        lambda head, export: head.taps == export.taps,
-        lambda head: str(list(head.taps)),
-        lambda head, export: replace(head, taps=export.taps),
-        "write the trained taps in the engine's own numbering",
-    ),
-    ComparedPart("norm", same_norms, show_norms, take_norms, "export again with all flags and weights of the norms"),
-    ComparedPart(
-        "vocabulary map",
-        lambda head, export: torch.equal(head.ids, export.ids),
-        show_ids,
-        lambda head, export: replace(head, ids=export.ids),
-        "d2t must hold target id minus draft id, in the order of lm_head's rows",
-    ),
-    ComparedPart(
-        "RoPE base",
-        lambda head, export: head.rope == export.rope,
-        lambda head: str(asdict(head.rope)),
-        take_rope,
-        "write the trained RoPE, both as rope_theta and in rope_parameters",
-    ),
-)
-
-
 def compare_parts(head: Interpretation, export: Interpretation, measure: Measure) -> Iterator[Finding]:
     """Yield a finding for each part that differs; its cost is measured with every other part as it was trained."""
     right = measure(head)
-    for part in PARTS:
-        if not part.same(head, export):
-            cost, _ = cost_of(part.take(head, export), right, measure)
-            its, mine = f"EXPORT has {part.show(export)}", f"HEAD was trained with {part.show(head)}"
-            yield Finding(part.category, its, mine, cost, part.advice)
+    for part in parts_of(head, export):
+        cost, _ = cost_of(part.interpretation, right, measure)
+        yield Finding(part.category, part.found, part.right, cost, part.advice)
     yield from compare_weights(head, export, measure, right)
+
+
+def parts_of(head: Interpretation, export: Interpretation) -> Iterator["Variant"]:
+    """The head with each part of the export in which the two differ, one at a time; weights apart."""
+
+    def part(category: str, show: Callable[[Interpretation], object], taken: Interpretation, advice: str) -> "Variant":
+        return Variant(category, f"EXPORT has {show(export)}", f"HEAD was trained with {show(head)}", taken, advice)
+
+    if head.taps != export.taps:
+        advice = "write the trained taps in the engine's own numbering"
+        yield part("taps", lambda one: list(one.taps), replace(head, taps=export.taps), advice)
+    if not same_norms(head, export):
+        tensors = tensors_of(head, norms=False) | tensors_of(export, norms=True)
+        taken = replace(head.with_config(**norm_settings(export)), tensors=tensors)
+        yield part("norm", show_norms, taken, "export again with all flags and weights of the norms")
+    if not torch.equal(head.ids, export.ids):
+        advice = "d2t must hold target id minus draft id, in the order of lm_head's rows"
+        yield part("vocabulary map", show_ids, replace(head, ids=export.ids), advice)
+    if head.rope != export.rope:
+        kept = {key: value for key, value in head.config.items() if key not in ROPE_KEYS}
+        taken = replace(head, config=kept).with_config(**export.rope.to_config())
+        advice = "write the trained RoPE, both as rope_theta and in rope_parameters"
+        yield part("RoPE base", lambda one: asdict(one.rope), taken, advice)
 
 
 def cost_of(changed: Interpretation, right: list[float], measure: Measure) -> tuple[str, list[float] | None]:
@@ -164,7 +138,7 @@ def distance(mine: dict[str, Tensor], its: dict[str, Tensor]) -> tuple[float, fl
 
 @dataclass(frozen=True)
 class Variant:
-    """Another interpretation of the head's files, and the finding to report if it guesses better."""
+    """The head with one thing changed, and the finding to report if that matters."""
 
     category: str
     found: str

@@ -52,7 +52,8 @@ class Batch:
             self.nodes += WINDOW  # a row with a shorter window than another's is filled up
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.layout.shapes, drafter.cache_shape) if shape is not None]
-        self.budget = CacheBudget(memory, shapes, target.dtype, {*target.layout.devices}, max_rows, self.is_lazy)
+        devices, states = {*target.layout.devices}, target.layout.state_bytes
+        self.budget = CacheBudget(memory, shapes, target.dtype, devices, max_rows, self.is_lazy, states)
         self.prefixes = (
             None
             if prefix_memory is None

@@ -27,14 +27,22 @@ class CacheBudget:
     """Reserves the cache of each text up to its longest possible end, so that no text ever has to give way."""
 
     def __init__(
-        self, memory: int | None, shapes: list[Shape], dtype: torch.dtype, devices: Devices, rows: int, lazy: bool
+        self,
+        memory: int | None,
+        shapes: list[Shape],
+        dtype: torch.dtype,
+        devices: Devices,
+        rows: int,
+        lazy: bool,
+        states: int = 0,
     ) -> None:
-        """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's.
+        """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's, and
+        `states` the bytes that the target keeps of each row besides slots.
 
         A `lazy` cache takes up what its rows have written. Any other is one block of memory, in which all `rows` have
         the room of the longest. Raises ValueError for more memory than the target's devices have left.
         """
-        self.memory, self.rows, self.lazy = memory, rows, lazy
+        self.memory, self.rows, self.lazy, self.states = memory, rows, lazy, states
         parts = [part for shape in shapes for layer in layer_shapes(shape) for part in layer] or [(1, 1)]
         self.slot = sum(heads * size * dtype.itemsize for heads, size in parts)  # bytes of a token
         # Each layer and key head writes pages of its own; the smallest heads fill a page with the most tokens.
@@ -45,8 +53,9 @@ class CacheBudget:
     def needed(self, slots: int) -> int:
         """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
         if not self.lazy:
-            return self.rows * slots * self.slot
-        return (math.ceil(slots / self.grain) + 1) * self.grain * self.slot  # it may begin and end within a page
+            return self.rows * (slots * self.slot + self.states)
+        # It may begin and end within a page.
+        return (math.ceil(slots / self.grain) + 1) * self.grain * self.slot + self.states
 
     def refuse_too_long(self, request: Request, nodes: int) -> None:
         """Raise ValueError for a request that would not fit even if it were the only one."""
@@ -87,11 +96,20 @@ class StepMemory:
     cached: int  # bytes of one token in the target's KV cache
     vocab_size: int
     element: int  # bytes of one number
+    states: int = 0  # bytes of what the target keeps of a text besides its KV cache
 
     @classmethod
     def of(cls, target: TargetConfig, dtype: torch.dtype) -> "StepMemory":
         cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim * dtype.itemsize
         return cls(cached, target.vocab_size, dtype.itemsize)
+
+    @classmethod
+    def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
+        """Of one device, which caches the layers that lie on it, with the key heads that this rank has of them."""
+        layers = zip(target.layout.shapes, target.layout.devices, strict=True)
+        entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
+        states = target.layout.state_bytes
+        return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize, states)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
         """Bytes for `rows` texts of up to `length` tokens, each with a tree of `nodes` nodes after it.
@@ -99,7 +117,7 @@ class StepMemory:
         Counted are the cache, the target's logits, its mask, and the product of two matrices that gives the mask.
         """
         of_tree = nodes * (self.vocab_size * self.element + nodes * (self.element + 2 * torch.float32.itemsize))
-        return rows * ((length + nodes) * self.cached + of_tree)
+        return rows * ((length + nodes) * self.cached + of_tree + self.states)
 
     def most_nodes(self, rows: int, length: int, free: int) -> int:
         """The largest tree that fits into `free` bytes."""
@@ -107,8 +125,9 @@ class StepMemory:
 
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
-    """Raise ValueError if its devices lack memory for a step of `rows` texts with trees of `nodes` nodes."""
-    refuse_large_trees(StepMemory.of(target.config, target.dtype), {*target.layout.devices}, rows, nodes, length)
+    """Raise ValueError if a device of it lacks memory for a step of `rows` texts with trees of `nodes` nodes."""
+    for device in {*target.layout.devices}:
+        refuse_large_trees(StepMemory.on(device, target), device, rows, nodes, length)
 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:
@@ -120,20 +139,20 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     given = (
         "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
     )
-    refuse_large_trees(step, [device], rows, nodes, recipe.decode.max_new_tokens, given)
+    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
 
 
 def refuse_large_trees(
-    step: StepMemory, devices: Devices, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
-    if needed < SMALL or needed <= (free := sum(map(free_memory, devices))):
+    if needed < SMALL or needed <= (free := free_memory(device)):
         return
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
         f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
-        f"{decimal(needed)} or more, and {decimal(free)} is free on {', '.join(map(str, devices))}; lower "
+        f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
         f"{given.partition(':')[0]}{fewer}"
     )
 

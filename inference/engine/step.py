@@ -75,8 +75,7 @@ class DecodeStep:
             output, accepted = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
-        paths = [found.path for found in accepted]
-        bytes_moved = self.batch.cache.keep(paths, [[found.nodes[node] for node in found.path] for found in accepted])
+        bytes_moved = self.batch.cache.keep([found.path for found in accepted], [found.nodes for found in accepted])
         blocks = self._record(accepted, output, bytes_moved)
         self.last_step = started, time.perf_counter()
         return blocks, others

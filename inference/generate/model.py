@@ -24,8 +24,9 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, History, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
+from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import loop_of
-from headstart.inference.generate.prompts import check_lengths, check_tokenizer, read_prompts, read_stop_strings
+from headstart.inference.generate.prompts import check_tokenizer, read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
     Settings,
@@ -217,7 +218,7 @@ class SpeculativeModel:
             remedy = "only 1 is allowed without do_sample=True; set it, or leave num_return_sequences out"
             raise ValueError(f"num_return_sequences: {copies} given, {remedy}")
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
-        check_lengths(prompts, limit, self.target.max_positions)
+        check_length(self.target, max(prompts, key=len), limit, "max_new_tokens")
         sampling = forbid(sampling, read_forbidden(settings, vocab_size))
         rules = [read_rules(settings, prompt, width, limit, vocab_size) for prompt in prompts]
         if rules[0].min_new_tokens >= limit and rules[0].forced_eos is None:  # a bias is faster than a constraint

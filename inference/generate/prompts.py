@@ -91,17 +91,6 @@ def read_prompts(
     return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
 
 
-def check_lengths(prompts: list[list[int]], max_new_tokens: int, max_positions: int) -> None:
-    """Raise ValueError if a prompt with its new tokens would not fit the target's positions."""
-    longest = max(map(len, prompts))
-    room = max_positions - longest
-    if max_new_tokens < 1 or max_new_tokens > room:
-        allowed = f"1 to {room} is allowed" if room >= 1 else "no new token fits"
-        after = f"after a prompt of {longest} tokens, as the target has {max_positions} positions"
-        remedy = "lower max_new_tokens or shorten the prompt"
-        raise ValueError(f"max_new_tokens: {max_new_tokens} given, {allowed} {after}; {remedy}")
-
-
 def read_stop_strings(settings: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> StopStrings | None:
     """The call's stop strings, or None.
 

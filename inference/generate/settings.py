@@ -27,9 +27,8 @@ def read_integer(name: str, given: Any) -> int:
     try:
         return operator.index(found)
     except TypeError:
-        raise wrong_value(
-            name, reprlib.repr(given), "a whole number is", "write it without a point or quotes"
-        ) from None
+        remedy = "write it without a point or quotes"
+        raise wrong_value(name, reprlib.repr(given), "a whole number is", remedy) from None
 
 
 def read_count(name: str, given: Any) -> int:

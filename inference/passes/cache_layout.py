@@ -17,7 +17,7 @@ from transformers.cache_utils import (
 
 from headstart.inference.core.cache import HoldsTarget, KVCache, SlotLayer
 from headstart.inference.core.cache_memory import LayerShape
-from headstart.inference.core.states import LayerStates, OwnCaches, RowStates
+from headstart.inference.core.states import LayerStates, OwnCaches, RowStates, states_of
 
 # A sliding window is part of the mask here, so its layers keep every position.
 SLOTS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer)
@@ -44,6 +44,7 @@ class CacheLayout:
     shapes: tuple[LayerShape, ...]
     devices: list[torch.device]
     empty: tuple[Any, ...] | None  # transformers' own layers before their first token; None: only the model knows them
+    state_bytes: int = 0  # of one row's states
 
     @property
     def has_states(self) -> bool:
@@ -87,7 +88,7 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         return own  # whether it decodes at all is seen when its passes are checked
     if found is not cache or not all(map(is_known, empty)) or windows_by_slot(model):
         return own
-    shapes, devices = [], []
+    shapes, devices, state_bytes = [], [], 0
     for layer in cache.layers:
         parts = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
         parts = [part if part is None or part.ndim == 4 else part.unsqueeze(1) for part in parts]
@@ -95,10 +96,10 @@ def cache_layout(model: PreTrainedModel, num_layers: int) -> CacheLayout:
         if known and len({(part.shape[0], part.shape[2]) for part in known}) > 1:
             return own
         shapes.append(tuple((part.shape[1], part.shape[3]) for part in known))
-        states = [state for value in vars(layer).values() if isinstance(value, dict) for state in value.values()]
-        tensors = [*known, *(state for state in states if isinstance(state, torch.Tensor))]
-        devices.append(tensors[0].device if tensors else model.device)
-    return CacheLayout(tuple(shapes), devices, tuple(empty))
+        states = [*states_of(layer).values()]
+        state_bytes += sum(state.nbytes for state in states)
+        devices.append(next((part.device for part in (*known, *states)), model.device))
+    return CacheLayout(tuple(shapes), devices, tuple(empty), state_bytes)
 
 
 def windows_by_slot(model: PreTrainedModel) -> bool:

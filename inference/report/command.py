@@ -20,15 +20,9 @@ An interrupted report continues where it stopped if recipe, prompts, heads and m
 The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
 same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
 
-Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report, and a searched
-tree as tree.png. They also have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct
-tokens.
+Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report. They also have
+the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
 """
-
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
 import json
 import platform
@@ -55,7 +49,7 @@ from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.build import load_drafting_head, searched_tree
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
@@ -128,8 +122,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
-    drawn = draw_searched_trees(recipe, benchmark.heads)  # before the work, because it fails for a head without a tree
-    about = journal.made_from(recipe, machine(), folders, benchmark.prompts, benchmark.methods)
+    about = journal.made_from(recipe, machine(), folders, benchmark.prompts)
     measured = Journal(recipe.report_dir / journal.NAME, about)
     groups = measure(recipe, benchmark, measured)
     text = partial(text_of, benchmark.chat.template.tokenizer)
@@ -137,7 +130,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
-    written = write_report(recipe, folders, groups, traces, text) + drawn
+    written = write_report(recipe, folders, groups, traces, text)
     measured.path.unlink()  # the same command measures again
     console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
     if drawing_module() is None:
@@ -246,17 +239,6 @@ def drawing_module() -> ModuleType | None:
     return import_module("headstart.inference.report.figures") if find_spec("matplotlib") else None
 
 
-def draw_searched_trees(recipe: Recipe, heads: Mapping[str, DraftHead]) -> list[str]:
-    """Draw each head's searched tree if the recipe drafts with it; returns the file names."""
-    files, figures = [], drawing_module()
-    for name, head in heads.items() if recipe.decode.growth.startswith("searched") else ():
-        tree = searched_tree(head)
-        if figures is not None:
-            files.append("tree.png" if name == OWN_HEAD else f"tree_{name}.png")
-            figures.save_png(figures.draw_tree(tree, recipe.decode.nodes), recipe.report_dir / files[-1])
-    return files
-
-
 def write_report(
     recipe: Recipe,
     folders: Mapping[str, Path],
@@ -287,7 +269,3 @@ def write_report(
         return ["report.json", "report.md", "report.html"]
     figures.save_png(figures.draw(groups), folder / "report.png")
     return ["report.json", "report.md", "report.html", "report.png"]
-
-
-if __name__ == "__main__":
-    main()

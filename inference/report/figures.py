@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 from io import StringIO
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
@@ -12,13 +12,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
 
 from headstart.common.files import whole_file
-from headstart.heads.calibration import Path, StaticTree
 from headstart.inference.report.compare import Outcome
 
 ALT = "tokens per second, acceptance length and acceptance rate by depth of each method; the tables have the figures"
 
 
-def save_png(figure: Figure, path: FilePath) -> None:
+def save_png(figure: Figure, path: Path) -> None:
     with whole_file(path) as partial:
         figure.savefig(partial, format="png", dpi=150)
 
@@ -80,31 +79,3 @@ def draw_bars(panel: Axes, title: str, number: str, outcomes: list[Outcome], val
     panel.set_title(title)
     panel.tick_params(axis="x", rotation=30 if len(names) > 5 or max(map(len, names)) > 12 else 0)
     panel.margins(y=0.15)
-
-
-def draw_tree(tree: StaticTree, nodes: int) -> Figure:
-    """A tree of fixed shape from left to right; the thicker an edge, the likelier its draft token is accepted."""
-    paths = tree.best(nodes)
-    places = rows_of(paths)
-    depth, height = max(map(len, paths)), max(places.values())
-    figure = Figure(figsize=(2.2 * depth + 2, 0.32 * height + 1.2), layout="constrained")
-    panel: Axes = figure.subplots()
-    for path, chance in zip(paths, tree.chances, strict=False):
-        above = path[:-1]
-        panel.plot([len(above), len(path)], [-places[above], -places[path]], color="C0", lw=0.4 + 5 * chance, zorder=1)
-        panel.text(len(path) + 0.04, -places[path], f"{path[-1]}: {chance:.2f}", fontsize=7, va="center")
-    panel.scatter([len(path) for path in places], [-row for row in places.values()], s=14, color="C1", zorder=2)
-    panel.set_title(f"{len(paths)} draft tokens, expected acceptance length {tree.expected(nodes):.2f}", fontsize=9)
-    panel.set_axis_off()
-    panel.set_xlim(-0.2, depth + 0.6)
-    return figure
-
-
-def rows_of(paths: tuple[Path, ...]) -> dict[Path, int]:
-    """The row of each node, the root included: leaves take one row each, a parent shares the row of its first child."""
-    known, leaf = set(paths), 0
-    places: dict[Path, int] = {}
-    for path in sorted([(), *paths]):
-        places[path] = leaf
-        leaf += (*path, 0) not in known
-    return places

@@ -12,7 +12,6 @@ from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.heads.files import MODEL
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.request import DecodeStats
-from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Place, Round, Run
 from headstart.recipes import Recipe
@@ -51,11 +50,7 @@ class Journal:
 
 
 def made_from(
-    recipe: Recipe,
-    machine: Mapping[str, Any],
-    folders: Mapping[str, Path],
-    prompts: Sequence[Prompt],
-    methods: Sequence[Method],
+    recipe: Recipe, machine: Mapping[str, Any], folders: Mapping[str, Path], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """The facts that must agree before an earlier run's figures are reused; `folders` holds the heads' by name."""
     target = locate_target(recipe.target.path, recipe.target.revision)
@@ -66,5 +61,4 @@ def made_from(
         "target": {name: [found.st_size, found.st_mtime_ns] for name, found in weights.items()},
         "heads": {name: hashlib.sha256((folder / MODEL).read_bytes()).hexdigest() for name, folder in folders.items()},
         "prompts": hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest(),
-        "methods": [method.name for method in methods],
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 
 from headstart.inference.core.request import Detokenize
 from headstart.inference.report.compare import Outcome
@@ -9,26 +10,7 @@ from headstart.inference.report.tables import COLUMNS, NOTE, acceptance_lines, c
 from headstart.inference.report.trace import Trace, coloured
 from headstart.inference.show.colours import LIGHT_INK, SHADES
 
-STYLE = """
-:root { color-scheme: light dark; --ink: #222; --faint: #666; --paper: #fff; --panel: #f6f6f6; --line: #ddd;
-  --taken: #0f6f2b; --bonus: #c2680b }
-@media (prefers-color-scheme: dark) { :root { --ink: #ddd; --faint: #999; --paper: #181818; --panel: #242424;
-  --line: #444; --taken: #6abb6b; --bonus: #f0a04a } }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1000px; padding: 0 1rem 12rem;
-  color: var(--ink); background: var(--paper) }
-.wide { overflow-x: auto } table { border-collapse: collapse; font-size: 13px; margin: 0 0 1em; white-space: nowrap }
-td, th { padding: 2px 8px; text-align: right } td:first-child, th:first-child { text-align: left }
-tr:nth-child(even) { background: var(--panel) } svg { color: var(--ink) } svg text { fill: var(--ink) }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--panel); padding: 1em;
-  border: 1px solid var(--line) }
-.prompt { color: var(--faint) } .step { cursor: default } .step:hover, .step:focus { outline: 1px solid var(--ink) }
-.bonus { border-bottom: 2px solid var(--bonus) }
-.tree { display: none; position: fixed; z-index: 1; bottom: 1rem; right: 1rem; max-width: calc(100vw - 2rem);
-  box-sizing: border-box; overflow: hidden; pointer-events: none; white-space: pre; padding: 6px;
-  font: min(11px, 2.5vw)/1.4 monospace; color: var(--faint); background: var(--paper); border: 1px solid var(--ink) }
-.step:hover .tree, .step:focus .tree { display: block }
-.tree span, .tree b { display: inline-block; width: 10ch } .tree b { color: var(--taken) }
-"""
+STYLE = Path(__file__).with_name("page.css")
 
 
 def style() -> str:
@@ -37,7 +19,7 @@ def style() -> str:
         f".d{depth} {{ background: {colour}; color: {'#fff' if depth >= LIGHT_INK else '#111'} }}"
         for depth, colour in enumerate(SHADES, start=1)
     )
-    return f"{STYLE}{shades}\n"
+    return f"{STYLE.read_text(encoding='utf-8')}{shades}\n"
 
 
 def page(

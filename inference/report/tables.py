@@ -10,7 +10,7 @@ from rich.table import Table
 from headstart.inference.report.compare import CategoryFigures, Divergence, Interval, Outcome
 
 COLUMNS = {
-    "method": "how the prompts were decoded; generate is transformers' own, plain is our loop without drafts",
+    "method": "generate: transformers' own; plain: no drafts; chain, tree: a head's drafts; untrained: a random head's",
     "acceptance length": "mean number of tokens per target step, the bonus token included (tau)",
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",
@@ -23,16 +23,9 @@ COLUMNS = {
     "p95 (ms)": "95th percentile of the time per later token",
 }
 SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "same text")  # the columns on a terminal
-LEGEND = "\n".join(f"{column}: {COLUMNS[column]}" for column in SHORT[1:])
+LEGEND = "\n".join(f"{column}: {COLUMNS[column]}" for column in SHORT)
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
-METHODS = {  # the commonest methods in plain words
-    "generate": "transformers' generate",
-    "plain": "plain decoding",
-    "untrained": "untrained head, tree",
-    "chain": "head, chain",
-    "tree": "head, tree",
-}
 
 
 def cells(outcomes: list[Outcome]) -> list[list[str]]:
@@ -143,9 +136,7 @@ def heading(outcomes: list[Outcome]) -> str:
 def short_table(outcomes: list[Outcome]) -> Table:
     """The main columns, for the terminal; the caption says where texts differ from plain decoding's."""
     rows = [[row[list(COLUMNS).index(column)] for column in SHORT] for row in cells(outcomes)]
-    rows[1:] = [
-        [METHODS.get(method, method), *figures, fill(same, HEADER_WIDTH)] for method, *figures, same in rows[1:]
-    ]
+    rows[1:] = [[*figures, fill(same, HEADER_WIDTH)] for *figures, same in rows[1:]]
     table = rich_table(heading(outcomes), rows)
     table.caption, table.caption_justify = "\n".join(divergence_lines(outcomes)), "left"
     return table

@@ -9,11 +9,6 @@ Requests decode together, and each gets the text that it would get alone and wit
 What is refused is refused with a status and the name of the field; docs/serving.md lists all fields and limits.
 """
 
-from headstart.inference.serve.options import ServeOptions, serve_options
-
-if __name__ == "__main__":
-    serve_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import asyncio
 import json
 import os
@@ -37,6 +32,7 @@ from headstart.inference.generate.loading import load_model
 from headstart.inference.serve.http.app import build_app
 from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.metrics import promised_length
+from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
 
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
@@ -152,7 +148,3 @@ def introduction(listening: socket.socket, options: ServeOptions, service: Servi
         f"http://{shown}:{port}/  chat page; the API is below /v1; model {options.settings.names[0]}, drafts by "
         f"{options.model.drafts} ({about['growth']}), {about['dtype']} on {about['device']}"
     )
-
-
-if __name__ == "__main__":
-    main()

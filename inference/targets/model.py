@@ -185,7 +185,7 @@ class TargetModel(Passes):
     ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
         """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
         are enabled."""
-        self.model(input_ids=tokens, use_cache=False, logits_to_keep=1)
+        self.model(input_ids=tokens, use_cache=False, **({"logits_to_keep": 1} if self.selects_logits else {}))
         return self._take_seen(tokens)
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:

@@ -44,6 +44,10 @@ class Ranks:
         """What all ranks use of what each of them found, such as times. All ranks must call this."""
         return found
 
+    def least(self, found: int) -> int:
+        """The same for what the rank with the least of it allows, such as rows that fit. All ranks must call this."""
+        return found
+
 
 class TensorParallel(Ranks):
     """All ranks compute every forward pass together: rank 0 does the work and broadcasts the arguments of each pass.
@@ -77,6 +81,12 @@ class TensorParallel(Ranks):
         """Rank 0's."""
         agreed: Item = broadcast(found)
         return agreed
+
+    def least(self, found: int) -> int:
+        """The smallest of all ranks'."""
+        every = [found] * self.count
+        dist.all_gather_object(every, found)
+        return min(every)
 
 
 def broadcast(message: Any) -> Any:

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
+from headstart.common.errors import wrong_value
 from headstart.common.launcher import refuse_separate_processes
 from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
@@ -64,27 +65,21 @@ def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: T
 
 def refuse_contradiction(section: TrainSection) -> None:
     """Raise ValueError if the launch sets another precision or accumulation than the recipe."""
-    precision, launched = ACCELERATE_PRECISION[section.precision], os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if launched not in ("no", precision):
-        raise ValueError(
-            f"train.precision: {section.precision} in the recipe contradicts --mixed_precision {launched} of "
-            "accelerate launch (or mixed_precision in its configuration); drop the latter"
-        )
-    steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "1")
-    if steps not in ("1", str(section.accumulate)):
-        raise ValueError(
-            f"train.accumulate: {section.accumulate} in the recipe contradicts --gradient_accumulation_steps {steps} "
-            "of accelerate launch (or gradient_accumulation_steps in its configuration); drop the latter"
-        )
+    precision, accumulate = ACCELERATE_PRECISION[section.precision], str(section.accumulate)
+    for given, option, off, same in (
+        (f"train.precision: {section.precision}", "mixed_precision", "no", precision),
+        (f"train.accumulate: {accumulate}", "gradient_accumulation_steps", "1", accumulate),
+    ):
+        if (launched := os.environ.get(f"ACCELERATE_{option.upper()}", off)) not in (off, same):
+            configured = f"--{option} {launched} of accelerate launch (or {option} in its configuration)"
+            raise ValueError(f"{given} in the recipe contradicts {configured}; drop the latter")
 
 
 def refuse_muon(section: TrainSection, sharding: str) -> None:
     """Raise ValueError if Muon, which needs whole matrices, should train slices of them."""
     if section.optimizer == "muon":
-        raise ValueError(
-            f"train.optimizer: muon given, only adamw is allowed under {sharding}, where each rank holds slices of the "
-            "weights; choose adamw, or launch with recipes/launch/ddp.yaml or one.yaml"
-        )
+        remedy = f"{sharding} slices the weights: choose adamw, or launch with recipes/launch/ddp.yaml or one.yaml"
+        raise wrong_value("train.optimizer", "muon", "only adamw is", remedy)
 
 
 def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
@@ -92,9 +87,7 @@ def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     sharded = holds_slices(accelerator)
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
-        raise ValueError(
-            f"joint.mode: {mode} given, only null is allowed under {launched}; launch with recipes/launch/one.yaml"
-        )
+        raise wrong_value("joint.mode", mode, f"only null under {launched} is", "launch with recipes/launch/one.yaml")
 
 
 def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
@@ -110,7 +103,6 @@ def refuse_deepspeed(plugin: DeepSpeedPlugin) -> None:
 def refuse_lone_decoding(recipe: Recipe, num_ranks: int) -> None:
     """Raise ValueError if the main rank should decode alone with a target that all ranks hold together."""
     if recipe.target.split == "tensor" and recipe.train.eval_prompts and num_ranks > 1:
-        raise ValueError(
-            f"train.eval_prompts: {recipe.train.eval_prompts} given, only 0 is allowed with target.split tensor on "
-            f"{num_ranks} ranks, since the main rank decodes alone; write 0, or train in one process with split layers"
-        )
+        allowed = f"only 0 with target.split tensor on {num_ranks} ranks is"
+        remedy = "the main rank decodes alone: write 0, or train in one process with split layers"
+        raise wrong_value("train.eval_prompts", recipe.train.eval_prompts, allowed, remedy)

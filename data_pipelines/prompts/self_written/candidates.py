@@ -19,6 +19,7 @@ from pathlib import Path
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
@@ -71,24 +72,19 @@ class UserTemplate:
 
     def __init__(self, template: ChatTemplate, data: DataSection) -> None:
         if not template.exists:
-            raise ValueError(
-                f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none; choose "
-                "the chat version of the model, add its chat_template.jinja, or name a file of prompts in data.prompts"
-            )
+            needs = f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none"
+            advice = "choose the chat version of the model, add its chat_template.jinja, or name a file of prompts"
+            raise ValueError(f"{needs}; {advice} in data.prompts")
         if not isinstance(template.tokenizer, FastTokenizer):
-            raise ValueError(
-                f"data.prompts: {SELF} given, which needs the place of each token in a text, and the target's "
-                "tokenizer is one in Python, which does not give it; name a file of prompts in data.prompts"
-            )
+            found = "the target's tokenizer is one in Python, which does not give the places of tokens in a text"
+            raise ValueError(f"data.prompts: {SELF} given, but {found}; name a file of prompts in data.prompts")
         self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
             used = len(self.opening(system).tokens)
             if used >= data.prompt_tokens:
-                raise ValueError(
-                    f"data.prompt_tokens: {data.prompt_tokens} given, but {used} tokens stand before the user's words; "
-                    f"{used + 1} or more are allowed: raise it"
-                )
+                remedy = f"raise it, as {used} tokens stand before the user's words"
+                raise wrong_value("data.prompt_tokens", data.prompt_tokens, f"{used + 1} or more are", remedy)
 
     def _opening(self, system: str | None) -> Opening:
         try:
@@ -124,22 +120,16 @@ class UserTemplate:
         return self.chat.prompt(Conversation([{"role": "user", "content": words}]))
 
 
+@dataclass(frozen=True)
 class CandidateWriter:
-    """Writes candidates with a function that carries out requests; the end tokens and number of tokens are the
-    target's."""
+    """Writes candidates with a function that carries out requests."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        template: UserTemplate,
-        write: Write,
-        end_tokens: Sequence[int],
-        vocab_size: int,
-        complete: Callable[[Request], Request] = lambda request: request,
-    ) -> None:
-        """`complete` adds the target's own settings to a request."""
-        self.recipe, self.template, self.write, self.complete = recipe, template, write, complete
-        self.end_tokens, self.vocab_size = tuple(end_tokens), vocab_size
+    recipe: Recipe
+    template: UserTemplate
+    write: Write
+    end_tokens: Sequence[int]  # the target's
+    vocab_size: int  # the target's
+    complete: Callable[[Request], Request] = lambda request: request  # adds the target's own settings
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""

@@ -6,8 +6,7 @@ Near-duplicates share most of their sequences of five letters. MinHash finds the
 
 import re
 from collections import Counter, deque
-from collections.abc import Iterator, Set
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, TokenRow, parse_row
@@ -57,9 +56,8 @@ def optional_rensa() -> Any:
     try:
         import rensa
     except ImportError as error:
-        raise ValueError(
-            f"data.prompts: {SELF} given, which needs rensa; run pip install -e '.[self]', or choose other prompts"
-        ) from error
+        advice = "run pip install -e '.[self]', or choose other prompts"
+        raise ValueError(f"data.prompts: {SELF} given, which needs rensa; {advice}") from error
     return rensa
 
 
@@ -76,34 +74,27 @@ def jaccard(one: Set[str], other: Set[str]) -> float:
     return len(one & other) / max(len(one | other), 1)
 
 
-@dataclass(frozen=True)
-class HeldOutFile:
-    """The prompts of data.heldout_prompts, which no prompt of the target's may repeat."""
-
-    rows: list[Json]
-    report: RowReport
-    texts: list[str]  # what the user says first in each
-
-
 class Selection:
-    """Takes candidates by number until there are enough; without a file of held-out prompts, the first are held out."""
+    """Takes candidates by number until there are enough."""
 
-    def __init__(self, data: DataSection, file: HeldOutFile | None = None) -> None:
+    def __init__(
+        self, data: DataSection, rows: Sequence[Json] = (), report: RowReport | None = None, texts: Iterable[str] = ()
+    ) -> None:
+        """`rows` are a held-out file's, with its report and what users say first; else the first are held out."""
         self.data = data
-        self.num_heldout = data.heldout_samples if file is None else 0
+        self.num_heldout = data.heldout_samples if report is None else 0
         self.train: list[Json] = []
-        self.heldout: list[Json] = [] if file is None else file.rows
-        own = RowReport(SELF, data.heldout_samples, "data.heldout_samples", CANDIDATE)
+        self.heldout = [*rows]
         self.reports = [
             RowReport(SELF, data.num_prompts, "data.num_prompts", CANDIDATE),
-            own if file is None else file.report,
+            report or RowReport(SELF, data.heldout_samples, "data.heldout_samples", CANDIDATE),
         ]
         self.next = 0  # the number of the candidate that is taken next
         self.accepted = 0
         self.recent: deque[bool] = deque(maxlen=WINDOW)  # whether each of the last candidates became a prompt
-        self.held_out_keys = set() if file is None else {tuple(row["tokens"]) for row in file.rows}
+        self.held_out_keys = {tuple(row["tokens"]) for row in rows}
         self.held_out_texts, self.openings = SeenTexts(), SeenTexts()
-        for text in [] if file is None else file.texts:
+        for text in texts:
             self.held_out_texts.add(text)
 
     @property

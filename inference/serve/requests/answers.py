@@ -48,8 +48,7 @@ class Answer:
 
     def opening(self) -> list[Json]:
         """The chunks before the first token."""
-        found = [self.first_of(choice) for choice in self.exchange.choices]
-        return [self.chunk({**each, **ending(None)}) for each in found if each is not None]
+        return []
 
     def chunks(self, choice: Choice, output: Output) -> list[Json]:
         """The chunks of a step: its text, then its finish reason; after the last one the usage, if it is asked for.
@@ -96,10 +95,6 @@ class Answer:
         """The text of one token; in place of parts of characters it has replacement characters."""
         return bytes_of(self.tokenizer, token).decode(errors="replace")
 
-    def first_of(self, choice: Choice) -> Json | None:
-        """The first chunk of a choice, if there is one before its first token."""
-        raise NotImplementedError
-
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
         """A whole choice, or what a step added to it."""
         raise NotImplementedError
@@ -108,8 +103,9 @@ class Answer:
 class ChatAnswer(Answer):
     prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def first_of(self, choice: Choice) -> Json | None:
-        return {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+    def opening(self) -> list[Json]:
+        first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, **ending(None)}
+        return [self.chunk({"index": choice.index, **first}) for choice in self.exchange.choices]
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
         text, calls, logprobs = output.text, output.calls, self.logprobs(output)
@@ -137,9 +133,6 @@ class ChatAnswer(Answer):
 
 class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
-
-    def first_of(self, choice: Choice) -> Json | None:
-        return None
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
         return {"index": choice.index, "text": output.text, "logprobs": self.logprobs(output)}

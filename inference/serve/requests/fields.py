@@ -165,26 +165,31 @@ class SamplingFields(Fields):
     frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
 
 
-class TextRequest(SamplingFields):
-    """The fields that chats and completions have in common."""
+class CommonFields(SamplingFields):
+    """The fields of every request for text."""
 
     model: Text | None = None
+    seed: Seed | None = None
+    structured_outputs: StructuredOutputs = StructuredOutputs()
+    speculative: Flag = True
+    priority: Priority = 0
+    stream: Flag = False
+    stream_options: StreamOptions = StreamOptions()
+
+
+class TextRequest(CommonFields):
+    """The fields that chats and completions have in common."""
+
     n: Annotated[int, Range(1, 128)] = 1
     max_tokens: Annotated[int, Range(1)] | None = None
     min_tokens: Annotated[int, Range(0)] = 0
     logit_bias: dict[str, Any] = {}  # its tokens and values are checked when it is read
-    seed: Seed | None = None
     stop: Annotated[Stop | Stops, Allowed(STOPS)] = []
     include_stop_str_in_output: Flag = False
     stop_token_ids: Annotated[list[int], Field(max_length=1000), Allowed("a list of at most 1000 token ids is")] = []
     ignore_eos: Flag = False
     skip_special_tokens: Flag = True
     response_format: ResponseFormat = ResponseFormat()
-    structured_outputs: StructuredOutputs = StructuredOutputs()
-    speculative: Flag = True
-    priority: Priority = 0
-    stream: Flag = False
-    stream_options: StreamOptions = StreamOptions()
     headstart: Extension = Extension()
 
 

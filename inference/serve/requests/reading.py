@@ -75,9 +75,8 @@ class RequestReader:
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
         if seed + fields.n > 2**63:
-            raise wrong(
-                "seed", seed, f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is", "lower it"
-            )
+            allowed = f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is"
+            raise wrong("seed", seed, allowed, "lower it")
         calls = self.tool_calls(fields)
         sampling, grammar = self.sampling(fields), self.form(fields, calls)
         least = fields.min_tokens if "min_tokens" in fields.model_fields_set else None
@@ -189,9 +188,8 @@ class RequestReader:
         if len(given) + (format_.type != "text") > 1:
             raise wrong("structured_outputs", given, "one format is", "leave the others out")
         if given and calls.is_forced:
-            raise wrong(
-                "structured_outputs", given, "none is, as tool_choice forces a call,", "leave one of the two out"
-            )
+            allowed = "none is, as tool_choice forces a call,"
+            raise wrong("structured_outputs", given, allowed, "leave one of the two out")
         name = "response_format.json_schema.schema"
         if format_.type == "json_schema" and format_.json_schema.schema_ is None:
             raise ApiError(400, f"{name}: missing; a JSON schema is needed; write one", "response_format")

@@ -12,21 +12,17 @@ from headstart.inference.serve.requests.answers import Answer, Json, metrics, us
 from headstart.inference.serve.requests.fields import (
     Allowed,
     ChatRequest,
+    CommonFields,
     Fields,
     Flag,
     Format,
-    Priority,
+    JsonSchema,
     Range,
-    SamplingFields,
-    Seed,
-    StreamOptions,
-    StructuredOutputs,
     Text,
     refusal,
 )
 
-SHARED = {*SamplingFields.model_fields, "model", "seed", "priority", "speculative", "stream"}
-SHARED |= {"chat_template_kwargs", "structured_outputs"}
+SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
 # A chat's names of fields in messages of errors, and those of this API.
 OWN_WORDS = {
     r"^messages(\[\d+\])?": "input",
@@ -60,12 +56,8 @@ class Item(BaseModel, strict=True):
     output: Content | None = None
 
 
-class TextFormat(Fields):
+class TextFormat(JsonSchema):
     type: Annotated[Format, Allowed("text, json_object, json_schema is")] = "text"
-    name: Any = None
-    description: Any = None
-    strict: Any = None
-    schema_: Any = Field(None, alias="schema")
 
 
 class TextOptions(Fields):
@@ -83,10 +75,9 @@ def as_items(given: Any) -> Any:
     return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
 
-class ResponsesRequest(SamplingFields):
+class ResponsesRequest(CommonFields):
     """A body of /v1/responses."""
 
-    model: Text | None = None
     input: Annotated[list[Item], BeforeValidator(as_items)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Range(1)] | None = None
@@ -99,13 +90,7 @@ class ResponsesRequest(SamplingFields):
     previous_response_id: Annotated[
         None, Allowed("nothing is stored, so only null here, and the whole conversation as input, is")
     ] = None
-    stream: Flag = False
-    stream_options: StreamOptions = StreamOptions()
-    seed: Seed | None = None
-    priority: Priority = 0
-    speculative: Flag = True
     chat_template_kwargs: dict[str, Any] = Field({})
-    structured_outputs: StructuredOutputs = StructuredOutputs()
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
