@@ -9,7 +9,7 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-vllm check-speculators check-clients check-page walk docs clean
+.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-targets check-vllm check-speculators check-clients check-page walk docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -71,6 +71,9 @@ bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer 
 		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml decode.head=assets/demo_head; done
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
+
+check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers' 270 types, and compare with generate (20 minutes on two cores)
+	$(BIN)/python benchmarks/target_families.py
 
 # vLLM and speculators each get an environment of their own. torch is pinned, and the packages for images and sound that
 # come with them are removed: they are built for another torch, and are imported if they are there.

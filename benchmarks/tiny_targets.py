@@ -62,8 +62,10 @@ SIZES: list[tuple[str, Any]] = [
 ]
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-ALTERNATING = {"layer_types": [SLIDING, FULL] * 2, "rope_parameters": {SLIDING: ROPE, FULL: ROPE}}
+FEW = {"num_experts_per_tok": 2, "first_k_dense_replace": 1}
+MIXED = {"layer_types": [SLIDING, FULL] * 2}
 MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
+UNEVEN = ROPE | {"mrope_section": [3, 3, 2]}
 TEXT_ENDS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
 # What the names do not say, by type.
@@ -72,13 +74,10 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
     "codegen": {"rotary_dim": 8},
-    "cohere_compass_text": {
-        "layer_types": [SLIDING, FULL] * 2,
-        "rope_parameters": dict.fromkeys((SLIDING, FULL), ROPE | {"mrope_section": [3, 3, 2]}),
-    },
+    "cohere_compass_text": MIXED | {"rope_parameters": {SLIDING: UNEVEN, FULL: UNEVEN}},
     "mllama_text_model": {"cross_attention_layers": [1]},  # the last layer has none in a real one either
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 4.0}},
-    "deepseek_v2": {"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "deepseek_v2": FEW,
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
     "deepseek_v4": {
         "layer_types": [SLIDING, "heavily_compressed_attention", "compressed_sparse_attention"],
@@ -89,18 +88,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     # Of more tokens than this, Doge keeps those with the largest scores, which tie exactly where a token repeats.
     "doge": {"keep_window_size": 256},
-    "dots1": {
-        "n_routed_experts": 8,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "layer_types": [SLIDING, FULL] * 2,
-    },
-    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": ROPE | {"mrope_section": [3, 3, 2]}},
+    "dots1": MIXED | FEW | {"n_routed_experts": 8, "n_shared_experts": 1},
+    "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": UNEVEN},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
-    "gemma3n_text": {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 2},
+    "gemma3n_text": MIXED | {"num_kv_shared_layers": 2},
     "gemma4_unified_text": {"global_head_dim": 32},
-    "gemma4_text": {"num_kv_shared_layers": 2, "layer_types": [SLIDING, FULL] * 2, "global_head_dim": 32},
+    "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "global_head_dim": 32},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
     "glm4v_text": MROPE,
     "glm5_next_text": {"index_kpool": 4},
@@ -131,6 +124,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     # transformers reads a prompt without Moshi's window, but cuts the cache to it.
     "moshi": {"sliding_window": 256},
+    "muse_spark_audio": {"num_hidden_layers": 4},
     "paddleocr_vl_text": MROPE,
     "qwen2_5_omni_thinker": {"vision_start_token_id": 100},
     "qwen2_5_omni_text": MROPE,
@@ -149,7 +143,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
-    "step3p5": ALTERNATING | {"sliding_window": WINDOW},
+    "step3p5": MIXED | {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}, "sliding_window": WINDOW},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},

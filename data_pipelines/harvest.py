@@ -191,7 +191,7 @@ class Harvest:
         recipe, shards, target = self.recipe, self.shards, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-        if target.config.has_towers:
+        if self.config.has_towers:
             self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
         tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
         self.say(check_disk(recipe, target.config, target.taps, tokens, tokens))

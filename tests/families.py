@@ -125,6 +125,20 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_h1": ("falcon_h1", {**GROUPED, **MAMBA, "mamba_d_ssm": 32}),  # each layer has attention and a state
     "lfm2": ("lfm2", {**GROUPED, "num_hidden_layers": 4, "layer_types": ["conv", FULL, "conv", FULL]}),
 }
+# Its passes over several tokens do not go on from its states.
+JAMBA: dict[str, Any] = {
+    **GROUPED,
+    "num_hidden_layers": 4,
+    "attn_layer_period": 2,
+    "attn_layer_offset": 1,
+    "expert_layer_period": 2,
+    "expert_layer_offset": 1,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "mamba_d_state": 8,
+    "mamba_dt_rank": 8,
+    "use_mamba_kernels": False,
+}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "deepseek_v3",
@@ -156,7 +170,7 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
     """A random float32 model of a family; norms, biases and sinks are random too. `config` overrides its config."""
-    model_type, sizes = {**CONFIGS, **STATEFUL, **OTHERS}[name]
+    model_type, sizes = {**CONFIGS, **STATEFUL, **OTHERS, "jamba": ("jamba", JAMBA)}[name]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         settings = AutoConfig.for_model(model_type, **{**sizes, **config})

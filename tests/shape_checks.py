@@ -1,5 +1,5 @@
-"""Checks of tensor shapes in the tests: the first calls of each function in each test, as checking all costs as much
-time as the tests themselves. Functions that name no shapes are left to mypy.
+"""Checks of tensor shapes in the tests: the first calls of each function in each file, as checking all costs as much
+time as the tests themselves; in each test where the slow ones run too. Functions without shapes are left to mypy.
 
 shared_fixtures.py imports this before any of our modules, whose functions jaxtyping's import hook decorates.
 """
@@ -12,27 +12,26 @@ from typing import Any, get_args
 
 import jaxtyping
 
-FIRST = 2  # calls of one function in one test
 jaxtyped = jaxtyping.jaxtyped
-test = 0  # the number of the running test
+period, checked_calls = 0, 0  # the number of the file or test that runs, and how many calls of a function are checked
 
 
-def begin_test() -> None:
-    """Check the first calls again."""
-    global test
-    test += 1
+def check_first(calls: int) -> None:
+    """Check so many calls of each function from here on."""
+    global period, checked_calls
+    period, checked_calls = period + 1, calls
 
 
 def first_calls(checked: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is checked in its first calls of each test."""
+    """A function that is checked in its first calls of each period."""
     last, calls = 0, 0
 
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal last, calls
-        if last != test:
-            last, calls = test, 0
-        if calls == FIRST:
+        if last != period:
+            last, calls = period, 0
+        if calls == checked_calls:
             return plain(*args, **kwargs)
         calls += 1
         return checked(*args, **kwargs)

@@ -35,10 +35,16 @@ ModelFactory = Callable[..., LlamaForCausalLM]
 HeadFactory = Callable[..., Any]  # returns a head of the requested kind
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _shapes_of_a_file() -> None:
+    shape_checks.check_first(10)
+
+
 @pytest.fixture(autouse=True)
-def _fixed_seed() -> None:
-    """Seed torch, so that no test depends on those before it, and check shapes from the first call on."""
-    shape_checks.begin_test()
+def _fixed_seed(request: pytest.FixtureRequest) -> None:
+    """Seed torch, so that no test depends on those before it."""
+    if request.config.option.markexpr != "not slow":
+        shape_checks.check_first(2)
     # Without a GPU, torch.manual_seed notes the stack of each call for when one may be used.
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
@@ -188,3 +194,12 @@ def make_recipe(harvested: Path, tmp_path: Path, log_every_step: None) -> Callab
         return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *overrides)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def client(server: Any) -> Iterator[Any]:
+    """OpenAI's own client of the module's `server`, which a fixture of that name starts."""
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found

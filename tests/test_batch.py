@@ -103,7 +103,11 @@ def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetMod
         assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.9)], ids=["greedy", "T=1, top-p"])
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_p=0.9)],
+    ids=["greedy", "T=1, top-p"],
+)
 def test_rows_that_sample_alike_write_the_same_in_static_steps(
     target: TargetModel, make_head: MakeHead, sampling: Sampling
 ) -> None:
@@ -300,7 +304,7 @@ def test_greedy_text_is_the_same_under_any_acceptance_rule(
     assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
 
 
-@pytest.mark.parametrize("growth", REJECTION_GROWTHS)
+@pytest.mark.parametrize("growth", slow_unless(("chain",), REJECTION_GROWTHS))
 def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
     target: TargetModel, texts: Texts, growth: str
 ) -> None:

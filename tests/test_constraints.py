@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import draft, new_cache, verified
+from matrix import slow_unless
 from scripted import paths
 from tiny_run import build_target, build_tokenizer
 from transformers import PreTrainedTokenizerBase
@@ -116,7 +117,11 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize(
-    "name", ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"]
+    "name",
+    slow_unless(
+        ("none", "head of 40 tokens", "early exit", "prompt lookup"),
+        ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"],
+    ),
 )
 @pytest.mark.parametrize("static", [False, True])
 def test_constrained_texts_are_valid_and_the_same_with_drafts(

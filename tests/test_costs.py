@@ -12,9 +12,12 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from families import make_family
 from matrix import slow_unless
 
+from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
@@ -23,6 +26,7 @@ from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, su
 from headstart.inference.drafters.costs import (
     NODES,
     WINDOW,
+    AdaptiveChain,
     CostAware,
     CostAwareShape,
     CostSurface,
@@ -32,7 +36,7 @@ from headstart.inference.drafters.costs import (
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, loop_of
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
+from headstart.recipes.schema import DecodeSection, Eagle3Section
 
 PROMPT, NEW_TOKENS = [5, 17, 3], 24
 SURFACE = CostSurface((1, 2, 8, 32), (1.0, 1.1, 1.3, 2.0), 32, (1e-4, 4e-4), (0.1, 0.3), (0.2, 1e-5), (0.1, 1e-5))
@@ -133,7 +137,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 }
 
 
-@pytest.mark.parametrize("symptom", slow_unless(("cut", "other key", "negative"), DAMAGES))
+@pytest.mark.parametrize("symptom", slow_unless(("cut", "negative"), DAMAGES))
 def test_a_broken_or_foreign_file_is_measured_anew(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, symptom: str
 ) -> None:
@@ -295,3 +299,13 @@ def test_captured_steps_are_measured_and_observed_too(
         found = generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth), static=True)
         assert found.tokens == plain.tokens
         assert growth.watch.costs.observed
+
+
+def test_the_costs_of_a_target_that_verifies_chains_are_measured(folder: Path) -> None:
+    """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws."""
+    target = TargetModel(make_family("qwen3_next"), (1, 2, 3))
+    head = new_head(Eagle3Section(kind="eagle3", taps=target.taps), target.frozen, DraftVocab.full(97), seed=1).eval()
+    growth = growth_from_recipe(DecodeSection(growth="cost_aware", depth=3), target, head)
+    assert isinstance(growth, AdaptiveChain) and growth.watch.costs.surface.tokens[-1] >= 4
+    plain = generate(target, PROMPT, NEW_TOKENS)
+    assert generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth)).tokens == plain.tokens

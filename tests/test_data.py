@@ -143,8 +143,8 @@ def set_end_tokens(target: Path) -> None:
     ("change", "stage", "named"),
     [
         (set_template, "prompts", "the target's chat template"),
-        (set_template_in_settings, "prompts", "the target's chat template"),
-        (set_tokenizer, "prompts", "the target's tokenizer"),
+        pytest.param(set_template_in_settings, "prompts", "the target's chat template", marks=pytest.mark.slow),
+        pytest.param(set_tokenizer, "prompts", "the target's tokenizer", marks=pytest.mark.slow),
         (set_end_tokens, "responses", "the target's generation_config.json"),
     ],
 )

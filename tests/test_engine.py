@@ -179,7 +179,7 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("piece", [1, 7, 64])
+@pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
     target: TargetModel, make_head: MakeHead, piece: int, static: bool
@@ -304,13 +304,13 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
     finish(loop)
     assert [loop.generations[number].tokens for number in range(3)] == alone
     growing = make_paced(target, None, 5)
-    growing.submit(Request([3], 200))
+    growing.submit(Request([3], 80))
     growing.step()
     growing.step()
     growing.submit(requests[2])
     finish(growing)
     assert growing.generations[1].tokens == alone[2]
-    assert growing.generations[0].tokens == generate(target, [3], 200).tokens
+    assert growing.generations[0].tokens == generate(target, [3], 80).tokens
 
 
 def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None:
@@ -494,10 +494,10 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
 
 
 def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
-    """A token is 896 bytes, and pages hold 128 tokens each, so that a text of 101 tokens may touch two of them."""
+    """A token is 896 bytes, and pages hold 128 tokens each, so that a text of 21 tokens may touch two of them."""
     loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 896)
     for number in range(4):
-        loop.submit(Request([3 + number], 100, priority=number == 3))
+        loop.submit(Request([3 + number], 20, priority=number == 3))
     seen = []
     while not loop.idle:
         loop.step()
@@ -505,7 +505,7 @@ def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: Targe
     assert max(seen) == 2
     assert [number for number, _ in loop.take_ended()] == [3, 0, 1, 2]
     for number in range(4):
-        assert loop.generations[number].tokens == generate(target, [3 + number], 100).tokens
+        assert loop.generations[number].tokens == generate(target, [3 + number], 20).tokens
 
 
 def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
@@ -528,7 +528,7 @@ def test_memory_that_is_not_there_is_refused(target: TargetModel, memory: int) -
 
 def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:
     loop = DecodeLoop(target, max_batch=4, memory=4 * 128 * 896)
-    for count in (100, 200, 100):  # the second does not fit beside the first; the third would
+    for count in (20, 140, 20):  # the second does not fit beside the first; the third would
         loop.submit(Request([3], count))
     finish(loop)
     assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
@@ -539,7 +539,7 @@ def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, m
     loop = DecodeLoop(target, max_batch=4, memory=memory)
     usages = [loop.batch.cache_usage]
     for _ in range(2):
-        loop.submit(Request([3], 100, end_tokens=()))
+        loop.submit(Request([3], 40, end_tokens=()))
         loop.step()
         usages.append(loop.batch.cache_usage)
     assert 0 == usages[0] < usages[1] <= 0.5
@@ -584,7 +584,7 @@ def decode_alone(target: TargetModel, request: Request) -> Generation:
     return loop.generations[0]
 
 
-@pytest.mark.parametrize(("seed", "static"), [(0, False), pytest.param(1, False, marks=pytest.mark.slow), (2, True)])
+@pytest.mark.parametrize(("seed", "static"), slow_unless([(0, False)], [(0, False), (1, False), (2, True)]))
 def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool
 ) -> None:

@@ -236,7 +236,7 @@ def train_elsewhere(command: list[str], run_dir: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))
 def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
     """Training said that the head was complete, and every other command that it was damaged."""
     typed(0, "train")

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from matrix import slow_unless
 from server_run import NAME, load_served, running, without
 from tiny_run import build_run, tiny_recipe
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -103,8 +104,13 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
+SOME_FILES = (
+    *("n-grams", "the longest text and prompt", "an older end token", "a least length", "words", "a forced end"),
+    *("a configuration beside it", "a call that switches some off"),
+)
 
-@pytest.mark.parametrize("case", FILES)
+
+@pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
 def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo, tmp_path: Path) -> None:
     """All of it was dropped in silence."""
     own, call = FILES[case]

@@ -82,10 +82,13 @@ OPTIONAL_LIBRARIES = {
 }
 
 
+parsed = cache(ast.parse)  # of the text of a file
+
+
 def imported_names(source: str) -> set[str]:
     """Top-level names of all modules that a source imports, also inside functions; `headstart` for our own."""
     modules = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module is not None:
@@ -117,7 +120,7 @@ def violations(file: str, source: str) -> list[str]:
 def imported_modules(source: str) -> set[str]:
     """Our own files that a source imports, also inside functions, relative to the repository."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(parsed(source)):
         if isinstance(node, ast.Import):
             modules = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module is not None:

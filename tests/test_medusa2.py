@@ -219,7 +219,8 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     assert 0.6 * saved.num_bytes < activations < 1.6 * saved.num_bytes
 
 
-@in_lora
+@pytest.mark.slow
+@modes
 def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
     """Loss and divergence, with adapters and AdamW's state in float32."""
     found = {}
@@ -245,9 +246,8 @@ def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, 
     assert not [name for name in state if name.endswith("exp_avg")]
 
 
-@pytest.mark.each_value
-@modes
-@pytest.mark.parametrize("step", [2, 7])
+@in_full
+@pytest.mark.parametrize("step", slow_unless((7,), (2, 7)))
 def test_a_resumed_run_ends_like_an_uninterrupted_one(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
 ) -> None:
@@ -262,6 +262,7 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(
         assert one == other
 
 
+@pytest.mark.slow
 def test_the_same_command_writes_a_tuned_target_that_is_missing(make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("run", *MEDUSA, joint("lora"))
     run(recipe)

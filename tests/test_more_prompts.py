@@ -45,7 +45,7 @@ def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("rows", "count"),
     [
-        pytest.param(33, 33, id="more rows and a larger num_prompts"),
+        pytest.param(33, 33, id="more rows and a larger num_prompts", marks=pytest.mark.slow),
         pytest.param(33, 15, id="the last shard is filled up exactly"),
         pytest.param(14, 13, id="one more prompt of the same file"),
     ],
@@ -94,7 +94,8 @@ def kill_in_the_responses(recipe: Recipe) -> None:
     stage.write_text(json.dumps({**json.loads(stage.read_text()), "complete": False}))
 
 
-@pytest.mark.parametrize("kill", [pytest.param(kill_in_the_features, marks=pytest.mark.slow), kill_in_the_responses])
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [kill_in_the_features, kill_in_the_responses])
 def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
     kill(tiny_recipe(folder))
     grow(folder, 40)
@@ -111,7 +112,7 @@ def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Calla
         pytest.param("claim", 4, marks=pytest.mark.slow),
         pytest.param("claim", 5, marks=pytest.mark.slow),
         pytest.param("unlink", 1, marks=pytest.mark.slow),
-        ("unlink", 2),
+        pytest.param("unlink", 2, marks=pytest.mark.slow),
         pytest.param("unlink", 5, marks=pytest.mark.slow),
         pytest.param("write_text", 2, marks=pytest.mark.slow),
     ],

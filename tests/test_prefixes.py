@@ -94,6 +94,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
 
 
 @pytest.mark.each_value
+@pytest.mark.parametrize("parts", slow_unless(("none", "head", "medusa", "block head"), PARTS), indirect=True)
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""
@@ -151,7 +152,10 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         assert_as_alone(target, drafter, request, loop.generations[number])
 
 
-@pytest.mark.parametrize("how", ["together", "piece by piece", "beside rows", "apart", "static"])
+WAYS = ["together", "piece by piece", "beside rows", "apart", "static"]
+
+
+@pytest.mark.parametrize("how", slow_unless(("piece by piece", "beside rows", "static"), WAYS))
 def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
     """Also those of tokens whose states are known from an earlier prompt."""
     model = make_model()

@@ -148,7 +148,7 @@ def test_plain_decoding_follows_the_target(name: str) -> None:
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("children", [1, pytest.param(2, marks=pytest.mark.slow), 3])
-@pytest.mark.parametrize("name", SAMPLINGS)
+@pytest.mark.parametrize("name", slow_unless(("warped", "top two"), SAMPLINGS))
 def test_rejection_sampling_keeps_the_distribution(name: str, children: int) -> None:
     sampling = replace(SAMPLINGS[name], rule="rejection")
     assert p_value(decode(Scheme(children), sampling), sampling) > 0.001

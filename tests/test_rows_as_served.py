@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from matrix import slow_unless
 from test_chat_masks import FAMILIES, Family, template_of
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from tokenizers.processors import TemplateProcessing
@@ -377,7 +378,7 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(messages=conversations())
 def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:

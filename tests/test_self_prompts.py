@@ -13,6 +13,7 @@ import pytest
 from bad_inputs import Says, assert_raises
 from chat_run import build_chat_run, build_letters
 from launches import finish, launch_module
+from matrix import slow_unless
 from test_chat_masks import FAMILIES, template_of
 from tiny_run import contents, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
@@ -97,7 +98,7 @@ def test_every_candidate_that_was_left_out_is_counted_with_its_reason(folder: Pa
     assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
 
 
-@pytest.mark.parametrize("batch", [1, 64])
+@pytest.mark.parametrize("batch", slow_unless((64,), (1, 64)))
 def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch: int) -> None:
     recipe = own_recipe(folder, tmp_path, f"data.generate_batch={batch}")
     make_prompts_alone(recipe)
@@ -168,6 +169,7 @@ def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, 
     assert prompt_files(more) == prompt_files(fresh)
 
 
+@pytest.mark.slow
 def test_other_settings_never_take_over_candidates(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path)
     make_prompts_alone(recipe)

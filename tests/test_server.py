@@ -29,12 +29,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
 def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:
     return list(server.service.served.tokenizer(text, add_special_tokens=special)["input_ids"])
 

@@ -179,7 +179,7 @@ def ask_for_anything(server: Running, count: int) -> None:
 
 
 def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
-    ask_for_anything(server, 50)
+    ask_for_anything(server, 20)
     assert "Traceback" not in capfd.readouterr().err
 
 

@@ -106,7 +106,7 @@ def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
 @contextmanager
 def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
     """A server of its own process that has begun to answer one request for so many choices, and the answer."""
-    target = build_target(folder / "target")
+    target = build_target(folder / "target", num_layers=2)
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--port", "0"]
     pipe = subprocess.PIPE
     with subprocess.Popen(

@@ -6,17 +6,20 @@ from typing import Any
 import pytest
 import torch
 from families import OTHERS, STATEFUL, make_family
-from scripted import Hidden, Moody
+from scripted import Hidden, Moody, NoThirds
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.states import WINDOW
+from headstart.inference.drafters.build import build_drafter
+from headstart.inference.drafters.lookup import Lookup, TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefixes import BLOCK
 from headstart.inference.passes import check, forward
 from headstart.inference.passes.chains import first_path
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection, TargetSection
 
 PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
 NEW = 24
@@ -26,7 +29,8 @@ Make = Callable[..., TargetModel]
 def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no way of decoding pass its check but the one with the model's own cache."""
     monkeypatch.setattr(check, "FOUND", {})
-    monkeypatch.setitem(check.PASSES, "chains", lambda *_: [("", torch.zeros(1, 1, 1), range(1))])
+    for way in ("chains", "plain"):
+        monkeypatch.setitem(check.PASSES, way, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
 
 
 @pytest.fixture(params=[*STATEFUL, "own cache"])
@@ -52,6 +56,7 @@ def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
         assert generate(stateful, prompt, NEW).tokens == stateful.generate([prompt], NEW)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("drafter", [Moody, Hidden])
 def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any], temperature: float) -> None:
@@ -63,6 +68,20 @@ def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any
         assert [*each.prompt, *found.tokens] == text
     together = generate_batch(stateful, asked, drafter(*wanted), 2)
     assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+
+
+@pytest.mark.slow
+def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel) -> None:
+    """Rows whose tokens are restricted share a batch with others; drafts come from what the texts repeat."""
+    asked = [
+        Request([*PROMPTS[0], *PROMPTS[0]], NEW, Sampling(repetition_penalty=1.3)),
+        Request(PROMPTS[1], NEW, Sampling(1.0, seed=2), constraint=NoThirds()),
+        Request(PROMPTS[2], NEW, Sampling(0.8, top_p=0.9, seed=3), speculative=False),
+    ]
+    drafter = Lookup(TreeLimits(depth=4, width=2, nodes=8))
+    together = generate_batch(stateful, asked, drafter, 3)
+    assert [each.tokens for each in together] == [generate_batch(stateful, [each])[0].tokens for each in asked]
+    assert together[0].stats.drafted
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -139,6 +158,34 @@ def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: Targ
             loop.step()
         assert found.tokens == generate(stateful, prompt, 5).tokens
         assert found.cached_tokens == (0 if number < 2 else len(PROMPTS[1]) // BLOCK * BLOCK)
+
+
+def test_a_target_whose_passes_do_not_go_on_from_its_states_decodes_plainly() -> None:
+    """Its rows still share their steps. A drafter given to the loop is not asked; one of a recipe is refused."""
+    target = TargetModel(make_family("jamba"), ())
+    assert target.way == "plain"
+    asked = requests()
+    wanted = texts(target, asked)
+    assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
+    together = generate_batch(target, asked, Moody(*wanted), 2)
+    assert [[*each.prompt, *found.tokens] for each, found in zip(asked, together, strict=True)] == wanted
+    section = DecodeSection(drafter="prompt_lookup")
+    with pytest.raises(ValueError, match="prompt_lookup given, but a 'jamba' target takes no drafts"):
+        build_drafter(section, target, TargetSection(path="jamba", dtype="float32"))
+
+
+def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    target = TargetModel(make_family("lfm2"), ())
+    section = DecodeSection(drafter="prompt_lookup", growth="dynamic")
+    source = TargetSection(path="lfm2", dtype="float32")
+    drafter = build_drafter(section, target, source)
+    assert isinstance(drafter, Lookup)
+    assert drafter.limits.width == 1
+    assert "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"decode\.drafter: early_exit given, head, draft_model"):
+        build_drafter(DecodeSection(drafter="early_exit"), target, source)
 
 
 def test_a_tree_becomes_the_chain_of_first_children() -> None:

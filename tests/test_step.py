@@ -162,11 +162,11 @@ def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
     "head",
     [
         "{kind: eagle3, draft_vocab_size: 80}",
-        "{kind: eagle1}",
-        "{kind: medusa, medusa_heads: 3}",
+        pytest.param("{kind: eagle1}", marks=pytest.mark.slow),
+        pytest.param("{kind: medusa, medusa_heads: 3}", marks=pytest.mark.slow),
         "{kind: medusa, medusa_heads: 3, sequential: true, lm_head_rank: 4}",
         "{kind: block, block_size: 3}",
-        "{kind: block, block_size: 4, markov_rank: 0}",
+        pytest.param("{kind: block, block_size: 4, markov_rank: 0}", marks=pytest.mark.slow),
     ],
 )
 def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
@@ -131,27 +131,42 @@ class Interpretation:
 Measure = Callable[[Interpretation], list[float]]  # accuracy by depth; ValueError if the head cannot be computed
 
 
-@torch.inference_mode()
 def accuracies(
     interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
 ) -> list[float]:
     """How often the head's top guess is the target's choice, by depth; ValueError if it cannot be computed."""
+    counts: dict[int, tuple[int, int]] = {}
+    for levels in right_guesses(interpretation, replays, frozen, depth):
+        for level, (right, written) in enumerate(levels):
+            hits, tried = counts.get(level, (0, 0))
+            counts[level] = hits + int((right & written).sum()), tried + int(written.sum())
+    return [hits / max(tried, 1) for hits, tried in counts.values()]
+
+
+@torch.inference_mode()
+def right_guesses(
+    interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
+) -> list[list[tuple[Bool[Tensor, " choices"], Bool[Tensor, " choices"]]]]:
+    """By replayed text and depth: is the head's top guess the target's choice, and did the target write that token?
+
+    Row t of depth k (from 0) is about the token at position t + 2 + k. Raises ValueError if it cannot be computed.
+    """
     dtype = interpretation.dtype or frozen.embedding.dtype
     head = interpretation.head(in_dtype(frozen, dtype))
     if missing := sorted(set(interpretation.taps) - replays[0].states.keys()):
         known = f"the target has hidden_states 0 to {frozen.config.num_layers}"
         raise ValueError(f"{interpretation.folder}: taps {missing} given, but {known}; correct the taps")
-    levels = min(depth, head.max_levels or depth)
-    hits, tried, ids = [0] * levels, [0] * levels, interpretation.ids.to(frozen.embedding.device)
+    depth, ids = min(depth, head.max_levels or depth), interpretation.ids.to(frozen.embedding.device)
+    guesses = []
     for replay in replays:
         taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
-        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), levels, interpretation.shift)
+        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth, interpretation.shift)
+        levels = []
         for level, found in enumerate(scored):
             right = ids[found.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
-            finite = found.without_noise.isfinite().all(dim=1)
-            hits[level] += int((right & finite & found.written).sum())
-            tried[level] += int(found.written.sum())
-    return [hit / max(count, 1) for hit, count in zip(hits, tried, strict=True)]
+            levels.append((right & found.without_noise.isfinite().all(dim=1), found.written))
+        guesses.append(levels)
+    return guesses
 
 
 def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:

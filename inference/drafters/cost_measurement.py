@@ -206,9 +206,11 @@ class Bench:
         tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts
-            rows = rows.with_gumbel(starts + 1, min(nodes, NEW_POSITIONS), self.target.config.vocab_size)
+            drawn = min(nodes, NEW_POSITIONS)
+            rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
             logits = self.target.forward_tree(tree, self.cache).logits
-            choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths + 1)
+            # A chain is deeper than the noise that is drawn here; its last nodes use that of one position.
+            choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1)
         else:
             choices = self.step.verify(tree, rows).choices
         accept(tree, choices)

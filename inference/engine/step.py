@@ -133,7 +133,8 @@ class DecodeStep:
             accepted = self._verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
             levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-            self.speculation.observe(accepted, tree, levels)
+            states = batch.cache.states
+            self.speculation.observe(accepted, tree.shape[1] if states is None else max(states.counts), levels)
         return output, accepted
 
     def _verify_roots(self, parts: list[Part]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[TargetOutput]]:
@@ -327,11 +328,14 @@ class SpeculationByLoad:
             self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
             self.steps = RECENT
 
-    def observe(self, accepted: list[Accepted], tree: Tree, levels: int) -> None:
-        """Learn from a step with drafts; rows that had none of their own do not count."""
+    def observe(self, accepted: list[Accepted], nodes: int, levels: int) -> None:
+        """Learn from a step with drafts, in which each row had this many nodes; rows without drafts do not count.
+
+        Accepted tokens that are read again count as nodes.
+        """
         taken = [len(found.tokens) for found in accepted if found.drafted]
         if taken:
             self.steps = MEMORY * self.steps + 1
             self.tokens = MEMORY * self.tokens + sum(taken) / len(taken)
-            self.nodes = MEMORY * self.nodes + tree.shape[1] - 1
+            self.nodes = MEMORY * self.nodes + nodes - 1
             self.levels = MEMORY * self.levels + levels

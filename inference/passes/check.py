@@ -34,6 +34,9 @@ def choose_way(target: Passes) -> list[str]:
 
     Raises ValueError, naming the family and the differences, if none does.
     """
+    if target.selects_logits:  # some models take the argument and ignore a list
+        three = torch.zeros(1, 3, dtype=torch.long, device=target.device)
+        target.selects_logits = target.forward(three, logits_at=[0, 2]).logits.shape[1] == 2
     layout = cache_layout(target.model, target.config.num_layers)
     known: list[Way] = [] if layout.empty is None else ["chains", "plain"] if layout.has_states else ["trees", "chains"]
     identity, failures = identity_of(target), list[str]()

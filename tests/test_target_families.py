@@ -1,0 +1,50 @@
+"""The check of every type that transformers registers, on a few of them (`make check-targets`)."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    return importlib.import_module("target_families")
+
+
+def test_only_the_ways_of_decoding_that_write_another_text_are_named(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = script.generate_batch
+
+    def wrong(target: Any, requests: Any, drafter: Any = None) -> Any:
+        written = right(target, requests, drafter)
+        if len(requests) > 1:
+            written[1].tokens[7] ^= 1
+        return written
+
+    monkeypatch.setattr(script, "generate_batch", wrong)
+    found = script.check("llama")
+    assert found["outcome"].startswith("differs: greedy batch, T = 1 batch; largest margin")
+    assert min(found["distinct, greedy"]) > 5
+    assert min(found["tokens a step, greedy"]) > 1.5
+
+
+def test_a_model_that_needs_images_is_not_built(script: ModuleType) -> None:
+    assert script.check("blip")["outcome"].startswith("not built: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("gpt_oss", {"sliding_attention", "full_attention"}),
+        ("nemotron_h", {"linear_attention", "full_attention", "moe", "mlp"}),
+    ],
+)
+def test_a_tiny_model_has_every_kind_of_layer_of_its_family(script: ModuleType, name: str, kinds: set[str]) -> None:
+    model = script.make_target(name)
+    assert {*model.config.layer_types} == kinds
+    assert 30_000 < sum(parameter.numel() for parameter in model.parameters()) < 500_000
