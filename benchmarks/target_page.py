@@ -88,7 +88,7 @@ def tables(table: FamilyTable) -> str:
 
 def counts(table: FamilyTable) -> Iterator[str]:
     yield f"## {len(table.families)} model types\n"
-    yield f"{table.source[0].upper()}{table.source[1:]}.\n"
+    yield f"Those of {table.source}.\n"
     yield "| outcome | model types |\n| --- | ---: |"
     yield from (f"| {way} | {len(names)} |" for way, names in table.by_way().items())
     yield ""

@@ -64,6 +64,12 @@ def test_a_model_type_is_described_by_its_default_configuration(capsys: pytest.C
     assert "sliding_attention 4096 tokens, by a mask" in found
 
 
+def test_a_limit_of_positions_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "llama4_text")
+    assert "limit         texts end at position 8192: " in found
+    assert "chunked_attention 8192" in found
+
+
 def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -24,7 +24,7 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import auto_class
 from headstart.inference.core.tree import Window
 from headstart.inference.passes.cache_layout import cache_layout
-from headstart.inference.targets.architecture import attention_windows
+from headstart.inference.targets.architecture import attention_windows, position_limit
 from headstart.inference.targets.families import WAYS, FamilyTable
 from headstart.inference.targets.loading import in_one_line, load_config
 from headstart.recipes.target_sizes import text_section
@@ -109,6 +109,7 @@ class Kept:
     of_row: int  # bytes of each row, however long
     dtype: torch.dtype
     windows: dict[str, Window | None]  # by type of attention; None: it sees all tokens before it
+    limit: int | None  # positions up to which a text is read the same in one pass and in several; None: all
 
 
 def memory(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
@@ -125,6 +126,8 @@ def memory(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
     windows = [f"{kind} {size}" for kind, size in sizes.items() if size is not None]
     if windows:
         yield "windows", f"{', '.join(windows)} tokens, by a mask; the cache keeps every token"
+    if kept.limit is not None:
+        yield "limit", f"texts end at position {kept.limit}: after it, several passes would not read as one does"
     each = f"{decimal(kept.of_token)} a token" if kept.of_token else ""
     row = f"{decimal(kept.of_row)} a row, however long its text is" if kept.of_row else ""
     yield "cache", f"{' and '.join(filter(None, (each, row)))}, in {str(kept.dtype).removeprefix('torch.')}"
@@ -140,7 +143,7 @@ def kept_by(config: PreTrainedConfig) -> Kept:
             model: PreTrainedModel = auto_class(config).from_config(config, dtype=given)
         model.set_experts_implementation("batched_mm")  # the others ask which tokens an expert gets
         layout = cache_layout(model, TargetConfig.from_dict(config.to_dict()).num_layers)
-        windows = attention_windows(model)[0]
+        windows, limit = attention_windows(model)[0], position_limit(model)
     except Exception as error:  # whatever a model raises when it is run so
         raise ValueError(f"{type(error).__name__}: {in_one_line(error)}") from error
     finally:
@@ -149,7 +152,7 @@ def kept_by(config: PreTrainedConfig) -> Kept:
         raise ValueError("its cache is not made of layers that transformers describes")
     layers = Counter(kind_of(bool(shape), layer) for shape, layer in zip(layout.shapes, layout.empty, strict=True))
     of_token = sum(heads * size for shape in layout.shapes for heads, size in shape) * model.dtype.itemsize
-    return Kept(dict(layers), of_token, layout.state_bytes, model.dtype, windows)
+    return Kept(dict(layers), of_token, layout.state_bytes, model.dtype, windows, limit)
 
 
 def kind_of(has_slots: bool, layer: Any) -> str:
