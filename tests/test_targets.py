@@ -9,7 +9,7 @@ import transformers
 from families import STATEFUL, make_family
 
 from headstart.inference.targets.description import MODEL_TYPES, kept_by
-from headstart.inference.targets.families import WAYS, FamilyTable
+from headstart.inference.targets.families import WAYS, Family, FamilyTable
 from headstart.inference.targets.model import TargetModel
 from headstart.targets import main
 
@@ -62,6 +62,16 @@ def test_a_model_type_is_described_by_its_default_configuration(capsys: pytest.C
     assert f"decodes by    trees: {WAYS['trees']}" in found
     assert "vLLM 0.33.0 refuses EAGLE-3 heads for this family" in found
     assert "sliding_attention 4096 tokens, by a mask" in found
+
+
+def test_no_export_is_told_where_no_head_can_be_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = FamilyTable("5", "today", {"llama": Family("trees", harvest="no: it has no final norm")})
+    monkeypatch.setattr(FamilyTable, "packaged", lambda: table)
+    found = printed(capsys, "llama")
+    assert "heads         cannot be trained for it: it has no final norm" in found
+    assert "exports" not in found
 
 
 def test_a_limit_of_positions_is_told(capsys: pytest.CaptureFixture[str]) -> None:

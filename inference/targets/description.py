@@ -57,8 +57,11 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
         return
     if family.is_target or family.way == "not tried":
         config = config_of(folder, model_type)
-        yield "heads", HEADS.get(family.harvest, f"cannot be trained for it ({family.harvest})")
-        yield "exports", engines(text_section(config.to_dict()).get("model_type", model_type))
+        if family.harvest in HEADS:
+            yield "heads", HEADS[family.harvest]
+            yield "exports", engines(text_section(config.to_dict()).get("model_type", model_type))
+        else:
+            yield "heads", f"cannot be trained for it: {str(family.harvest).removeprefix('no: ')}"
         yield from memory(config)
     yield "known from", f"{table.source}; loading a model tries its own weights"
 
