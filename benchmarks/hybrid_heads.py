@@ -45,7 +45,7 @@ from headstart.inference.report.command import machine
 from headstart.inference.targets.model import TargetModel
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
-from pretrain import Settings, held_out_loss, token_stream
+from pretrain import Settings, held_out_loss, learning_rate_factor, next_token_loss, sample_batch, token_stream
 
 DEMO = ROOT / "assets" / "demo_target"
 SIZES: dict[str, Any] = {
