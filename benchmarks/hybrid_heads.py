@@ -5,15 +5,14 @@
 
 Two tiny targets with the demo target's tokenizer are trained a little on its corpus: one in the manner of Qwen3.5, with
 three layers of linear attention to one of full attention, and one in the manner of DeepSeek-V3, with latent attention
-and experts. For each, trainers/eagle.py trains a head by the demo's recipe with fewer prompts and steps, and the head
-is exported and decodes held-out prompts greedily: as a chain, as a tree where the target verifies trees, alone and in
-batches. Each text must equal plain decoding's and that of transformers' `generate`, in float32.
+and experts. For each, trainers/eagle.py trains a head by the demo's recipe with fewer prompts and steps. The head is
+calibrated, exported, and decodes held-out prompts greedily: as a chain, as a tree where the target verifies trees,
+alone and in batches. Each text must equal plain decoding's and that of transformers' `generate`, in float32.
 
 The acceptance length of the chain is compared with what the doctor's teacher-forced guesses promise: a walk over its
 replayed texts that accepts the right guesses after each root and goes on after the first wrong one. They differ if
 decoding gives the head other hidden states than training, or takes steps without drafts; *drafting steps* is the ratio
-over the steps that drafted. Exit code 1 if a text differs or a ratio is off by more than 5 %. An interrupted run goes
-on.
+over the steps that drafted. Exit code 1 if a text differs or a ratio is off by more than 5 %.
 """
 
 import argparse
@@ -42,6 +41,7 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import machine
+from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
@@ -59,11 +59,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-LINEAR = {f"linear_{part}": size for part, size in (("num_key_heads", 2), ("num_value_heads", 2))}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": (
         "qwen3_5_text",
-        {**SIZES, **LINEAR, "num_key_value_heads": 2, "head_dim": 32}
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
         | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
     "latent": (
@@ -81,6 +80,7 @@ RECIPE = [
     "train.steps=100",
     "train.checkpoint_every=100",
     "train.eval_prompts=0",
+    "decode.max_new_tokens=64",
     "log.wandb=disabled",
 ]
 DEPTH, WIDTH, NODES, NEW_TOKENS, PROMPTS, ROWS = 5, 4, 16, 64, 16, 8
@@ -95,9 +95,10 @@ def make_target(name: str, folder: Path) -> None:
     kind, sizes = TARGETS[name]
     torch.manual_seed(TRAINING.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    files, tokenizer = list(source_files()), Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    stream = token_stream(tokenizer, [file for file in files if not file.held_out])
-    held = token_stream(tokenizer, [file for file in files if file.held_out])
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    stream, held = (
+        token_stream(tokenizer, [f for f in source_files() if f.held_out is part]) for part in (False, True)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=TRAINING.adam_lr, betas=(0.9, 0.95))
     for step in range(TRAINING.steps):
         optimizer.param_groups[0]["lr"] = TRAINING.adam_lr * learning_rate_factor(step, TRAINING)
@@ -113,24 +114,27 @@ def make_target(name: str, folder: Path) -> None:
     print(f"{name}: {model.num_parameters():,} weights, held-out loss {nats:.2f} nats per token", flush=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "heldout_prompts.jsonl"):
         shutil.copy(DEMO / file, folder)
-    model.eval().save_pretrained(folder)
+    with no_bars_of_transformers():
+        model.eval().save_pretrained(folder)
 
 
 def train_head(run: Path, target: Path, threads: int) -> Path:
-    """Harvest, training and export with the commands of a user; returns the head's folder."""
+    """Harvest, training, calibration and export with the commands of a user; returns the head's folder."""
     recipe = [str(ROOT / "recipes" / "tiny.yaml"), f"run_dir={run}", f"target.path={target}", *RECIPE]
     recipe.append(f"data.heldout_prompts={target / 'heldout_prompts.jsonl'}")
     if not (run / "export").is_dir():
         launch = ["accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", str(threads)]
         call([sys.executable, "-m", *launch, str(ROOT / "trainers" / "eagle.py"), *recipe], run)
-        call([sys.executable, "-m", "headstart.cli", "export", *recipe], run)
+        for command in ("calibrate", "export"):
+            call([sys.executable, "-m", "headstart.cli", command, *recipe], run)
     return run / "head"
 
 
 def own_texts(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' greedy `generate` writes."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with no_bars_of_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
@@ -145,11 +149,10 @@ def promised(trained: Interpretation, replays: list[ReplayedText], target: Targe
     for one, levels in zip(replays, right_guesses(trained, replays, target.frozen, DEPTH), strict=True):
         root, last = one.prompt, one.text.shape[1] - 1
         while root < last:
-            drafts = [right[root - 1] for right, _ in levels if root - 1 < len(right)]
+            drafts = [right[root - 1] for right, _ in levels if root < len(right)]  # the last token is no draft
             accepted = next((depth for depth, right in enumerate(drafts) if not right), len(drafts))
-            kept = min(accepted + 1, last - root)
-            stats.count_step(accepted, kept, len(drafts))
-            root += kept
+            stats.count_step(accepted, accepted + 1, len(drafts))
+            root += accepted + 1
     return stats
 
 
@@ -166,9 +169,7 @@ def measure(name: str, folder: Path, head_folder: Path, table: Table) -> bool:
     wanted, replays = own_texts(folder, prompts), replay(target, prompts, NEW_TOKENS)
     head, doctor = load_drafting_head(head_folder, target), promised(trained, replays, target)
     good = True
-    growths = {"chain": Dynamic.chain(DEPTH)}
-    if target.grows_trees:
-        growths["tree"] = Dynamic(DEPTH, WIDTH, NODES)
+    growths = {"chain": Dynamic.chain(DEPTH)} | ({"tree": Dynamic(DEPTH, WIDTH, NODES)} if target.grows_trees else {})
     for growth, rows in [("plain", 1), *((growth, rows) for growth in growths for rows in (1, ROWS))]:
         drafter = head_drafter(head, growths[growth]) if growth in growths else None
         found = generate_batch(target, [Request(prompt, NEW_TOKENS) for prompt in prompts], drafter, rows)
@@ -187,7 +188,7 @@ def measure(name: str, folder: Path, head_folder: Path, table: Table) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' and '.join(TARGETS)}; default: both")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(TARGETS)}; default: both")
     parser.add_argument("--folder", type=Path, default=Path("runs/hybrid_heads"), help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all cores")
     given = parser.parse_args()
