@@ -5,14 +5,14 @@
 
 Two tiny targets with the demo target's tokenizer are trained a little on its corpus: one in the manner of Qwen3.5, with
 three layers of linear attention to one of full attention, and one in the manner of DeepSeek-V3, with latent attention
-and experts. For each, trainers/eagle.py trains a head by the demo's recipe with fewer prompts and steps, and the head
-is exported and decodes held-out prompts greedily: as a chain, as a tree where the target verifies trees, alone and in
-batches. Each text must equal plain decoding's and that of transformers' `generate`, in float32.
+and experts. For each, trainers/eagle.py trains a head by the demo's recipe with fewer prompts and steps. The head is
+calibrated, exported, and decodes held-out prompts greedily: as a chain, as a tree where the target verifies trees,
+alone and in batches. Each text must equal plain decoding's and that of transformers' `generate`, in float32.
 
 The acceptance length of the chain is compared with what the doctor's teacher-forced guesses promise: a walk over its
 replayed texts that accepts the right guesses after each root and goes on after the first wrong one. They differ if
-decoding gives the head other hidden states than training, or takes steps without drafts; *drafting steps* is the same
-over the steps that drafted. Exit code 1 if a text differs or a ratio is off by more than 5 %. An interrupted run goes on.
+decoding gives the head other hidden states than training, or takes steps without drafts; *drafting steps* is the ratio
+over the steps that drafted. Exit code 1 if a text differs or a ratio is off by more than 5 %.
 """
 
 import argparse
@@ -25,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer
+from torch import nn
 from train_quality import ROOT, call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -40,10 +41,11 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import machine
+from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
-from pretrain import Settings, held_out_loss, token_stream, train
+from pretrain import Settings, held_out_loss, learning_rate_factor, next_token_loss, sample_batch, token_stream
 
 DEMO = ROOT / "assets" / "demo_target"
 SIZES: dict[str, Any] = {
@@ -57,11 +59,10 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 0,
     "tie_word_embeddings": False,
 }
-LINEAR = {f"linear_{part}": size for part, size in (("num_key_heads", 2), ("num_value_heads", 2))}
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": (
         "qwen3_5_text",
-        {**SIZES, **LINEAR, "num_key_value_heads": 2, "head_dim": 32}
+        {**SIZES, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
         | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
     "latent": (
@@ -71,17 +72,18 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_intermediate_size": 128, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     ),
 }
-TRAINING = Settings(steps=500, batch_tokens=1024, short_length=128, long_share=0.0, max_positions=128)
+TRAINING = Settings(steps=300, batch_tokens=1024, short_length=128, warmup_steps=30, adam_lr=4e-3)
+HELD_OUT = 8_000  # tokens
 RECIPE = [
-    "data.num_prompts=256",
-    "data.response_tokens=96",
-    "train.steps=150",
-    "train.checkpoint_every=150",
+    "data.num_prompts=160",
+    "data.response_tokens=64",
+    "train.steps=100",
+    "train.checkpoint_every=100",
     "train.eval_prompts=0",
-    "head.intermediate_size=352",
+    "decode.max_new_tokens=64",
     "log.wandb=disabled",
 ]
-DEPTH, WIDTH, NODES, NEW_TOKENS, PROMPTS, ROWS = 5, 4, 16, 96, 24, 8
+DEPTH, WIDTH, NODES, NEW_TOKENS, PROMPTS, ROWS = 5, 4, 16, 64, 16, 8
 BAR = 0.05
 
 
@@ -93,34 +95,46 @@ def make_target(name: str, folder: Path) -> None:
     kind, sizes = TARGETS[name]
     torch.manual_seed(TRAINING.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
-    files, tokenizer = list(source_files()), Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     stream, held = (
-        token_stream(tokenizer, [file for file in files if file.held_out is part]) for part in (False, True)
+        token_stream(tokenizer, [f for f in source_files() if f.held_out is part]) for part in (False, True)
     )
-    with torch.compiler.set_stance("force_eager"):  # compiling the recurrence takes longer than the steps
-        train(model, stream, held, TRAINING, folder / "training.ckpt")
-    nats = held_out_loss(model, held[:20_000], TRAINING.max_positions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=TRAINING.adam_lr, betas=(0.9, 0.95))
+    for step in range(TRAINING.steps):
+        optimizer.param_groups[0]["lr"] = TRAINING.adam_lr * learning_rate_factor(step, TRAINING)
+        windows = TRAINING.batch_tokens // TRAINING.short_length
+        loss = next_token_loss(model, sample_batch(stream, step, windows, TRAINING.short_length, TRAINING))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % 50 == 0:
+            print(f"{name}: step {step + 1} of {TRAINING.steps}, loss {loss.item():.2f} nats per token", flush=True)
+    nats = held_out_loss(model, held[:HELD_OUT], TRAINING.short_length)
     print(f"{name}: {model.num_parameters():,} weights, held-out loss {nats:.2f} nats per token", flush=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "heldout_prompts.jsonl"):
         shutil.copy(DEMO / file, folder)
-    model.eval().save_pretrained(folder)
+    with no_bars_of_transformers():
+        model.eval().save_pretrained(folder)
 
 
 def train_head(run: Path, target: Path, threads: int) -> Path:
-    """Harvest, training and export with the commands of a user; returns the head's folder."""
+    """Harvest, training, calibration and export with the commands of a user; returns the head's folder."""
     recipe = [str(ROOT / "recipes" / "tiny.yaml"), f"run_dir={run}", f"target.path={target}", *RECIPE]
     recipe.append(f"data.heldout_prompts={target / 'heldout_prompts.jsonl'}")
     if not (run / "export").is_dir():
         launch = ["accelerate.commands.launch", "--quiet", "--num_processes", "1", "--num_machines", "1"]
         launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--num_cpu_threads_per_process", str(threads)]
         call([sys.executable, "-m", *launch, str(ROOT / "trainers" / "eagle.py"), *recipe], run)
-        call([sys.executable, "-m", "headstart.cli", "export", *recipe], run)
+        for command in ("calibrate", "export"):
+            call([sys.executable, "-m", "headstart.cli", command, *recipe], run)
     return run / "head"
 
 
 def own_texts(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
     """What transformers' greedy `generate` writes."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with no_bars_of_transformers():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = []
     for prompt in prompts:
         tokens = torch.tensor([prompt])
@@ -135,11 +149,10 @@ def promised(trained: Interpretation, replays: list[ReplayedText], target: Targe
     for one, levels in zip(replays, right_guesses(trained, replays, target.frozen, DEPTH), strict=True):
         root, last = one.prompt, one.text.shape[1] - 1
         while root < last:
-            drafts = [right[root - 1] for right, _ in levels if root - 1 < len(right)]
+            drafts = [right[root - 1] for right, _ in levels if root < len(right)]  # the last token is no draft
             accepted = next((depth for depth, right in enumerate(drafts) if not right), len(drafts))
-            kept = min(accepted + 1, last - root)
-            stats.count_step(accepted, kept, len(drafts))
-            root += kept
+            stats.count_step(accepted, accepted + 1, len(drafts))
+            root += accepted + 1
     return stats
 
 
@@ -156,9 +169,7 @@ def measure(name: str, folder: Path, head_folder: Path, table: Table) -> bool:
     wanted, replays = own_texts(folder, prompts), replay(target, prompts, NEW_TOKENS)
     head, doctor = load_drafting_head(head_folder, target), promised(trained, replays, target)
     good = True
-    growths = {"chain": Dynamic.chain(DEPTH)}
-    if target.grows_trees:
-        growths["tree"] = Dynamic(DEPTH, WIDTH, NODES)
+    growths = {"chain": Dynamic.chain(DEPTH)} | ({"tree": Dynamic(DEPTH, WIDTH, NODES)} if target.grows_trees else {})
     for growth, rows in [("plain", 1), *((growth, rows) for growth in growths for rows in (1, ROWS))]:
         drafter = head_drafter(head, growths[growth]) if growth in growths else None
         found = generate_batch(target, [Request(prompt, NEW_TOKENS) for prompt in prompts], drafter, rows)
@@ -177,7 +188,7 @@ def measure(name: str, folder: Path, head_folder: Path, table: Table) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' and '.join(TARGETS)}; default: both")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"{' or '.join(TARGETS)}; default: both")
     parser.add_argument("--folder", type=Path, default=Path("runs/hybrid_heads"), help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all cores")
     given = parser.parse_args()

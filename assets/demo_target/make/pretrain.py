@@ -24,7 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.common.errors import CONTINUES, errors_as_messages
 from headstart.common.files import whole_file, write_text
@@ -191,7 +191,7 @@ def optimizers_of(
     return [muon, torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)], rest
 
 
-def train(model: PreTrainedModel, stream: Tensor, held_out: Tensor, settings: Settings, checkpoint: Path) -> None:
+def train(model: LlamaForCausalLM, stream: Tensor, held_out: Tensor, settings: Settings, checkpoint: Path) -> None:
     optimizers, rest = optimizers_of(model, settings.muon_lr, settings.adam_lr, settings.weight_decay)
     first = 0
     if checkpoint.exists():
