@@ -37,7 +37,8 @@ SIZES: list[tuple[str, Any]] = [
     (r"(num_|n_)?(hidden_|en|de|coder_)*layers?|num_blocks|num_layers_per_stack", LAYERS),
     (r"index_topk", WINDOW),
     (r".*(key_value|kv|key)_heads|kv_n_heads", 2),
-    (r"mamba_n_heads|mamba_num_heads|index_n_heads", 8),  # scores of few index heads would often tie at 0
+    (r"index_n_heads", 32),  # scores of few index heads tie at 0, for which no order is certain
+    (r"mamba_n_heads|mamba_num_heads", 8),
     (r".*heads|n_head", 4),
     (r".*rope_head_dim", 8),
     (r".*(head_dim|headdim|d_head|dim_head|head_size)|kv_channels|d_kv|d_rel", 16),

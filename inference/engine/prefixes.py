@@ -22,6 +22,7 @@ from headstart.inference.core.cache import SlotContents
 from headstart.inference.core.states import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends at a whole block, unless states were kept within one
+MESSAGE, LONG = 64, 192  # tokens of a last message, at most, and of what comes before it, at least
 Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
 
 
@@ -92,10 +93,17 @@ class PrefixIndex:
         """How many tokens of a prompt `find` would find."""
         return sum(len(tokens) for _, tokens in self._usable(prompt[:-1]))
 
-    def branches_at(self, prompt: list[int]) -> int:
-        """Where a prompt leaves the blocks of others, in tokens, if the states there are missing; else 0."""
-        known = len(self._known(prompt[:-1])) * BLOCK if self.has_states else 0
-        return known if known > self.known_tokens(prompt) else 0
+    def copies_at(self, prompt: list[int]) -> int:
+        """After how many tokens of a prompt the target's states are worth a copy, before its end; 0 for nowhere.
+
+        That is where it leaves the blocks of others, if the states there are missing; else, in a long prompt, before
+        what is probably its last message.
+        """
+        if not self.has_states:
+            return 0
+        known, usable = len(self._known(prompt[:-1])) * BLOCK, self.known_tokens(prompt)
+        early = (len(prompt) - MESSAGE) // BLOCK * BLOCK
+        return known if known > usable else early if early - usable > LONG else 0
 
     def use(self, prompt: list[int]) -> Prefix | None:
         """`find`, counted as a query, which makes the blocks the most recently used ones."""

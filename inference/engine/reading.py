@@ -83,7 +83,7 @@ class PromptReader:
         if rows:
             prefixes = [None if row.request.prompt_logprobs else batch.use_prefix(row.text) for row in rows]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            stop = 0 if batch.prefixes is None or len(rows) > 1 else batch.prefixes.branches_at(rows[0].text)
+            stop = 0 if batch.prefixes is None or len(rows) > 1 else batch.prefixes.copies_at(rows[0].text)
             if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None):
                 return self._seat(rows, prefixes)
             ((row, prefix),) = zip(rows, prefixes, strict=True)
