@@ -25,7 +25,7 @@ from typing import Any
 import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
-from headstart.inference.drafters.build import load_costs
+from headstart.inference.drafters.build import fitting, load_costs
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
@@ -59,7 +59,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
     """Load the target and its drafter, in the `thread` that will decode; ValueError for a head that does not fit."""
     model, template, section = load_model(options.model)
     assert model.drafter is not None
-    decode = options.model.decode
+    decode = fitting(options.model.decode, model.target)
     return Served(
         target=model.target,
         template=template,
