@@ -100,23 +100,30 @@ class Slots:
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Write a block [batch, kv_heads, nodes, head_dim] and return all keys and values up to its end."""
-        return self.append_part(layer, 0, key), self.append_part(layer, 1, value)
+        keys, values = self._append(self.layers[layer][:2], (key, value))
+        return keys, values
 
     def append_part(
         self, layer: int, part: int, states: Float[Tensor, "rows heads block size"]
     ) -> Float[Tensor, "rows heads keys size"]:
         """Write a block of one of a layer's parts and return all of it up to the block's end."""
-        block = states.shape[2]
+        return self._append([self.layers[layer][part]], (states,))[0]
+
+    def _append(self, parts: list[Tensor], blocks: tuple[Tensor, ...]) -> list[Tensor]:
+        count, block = len(self.lengths), blocks[0].shape[2]
         end = max(self.lengths) + self.pending + block
         if end > self.reach:
             raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
-        slots = self.layers[layer][part][: len(self.lengths)]
-        if self.even:
-            slots[:, :, end - block : end] = states
-        else:
-            rows, columns = self._places(block, slots.device)
-            slots[rows, :, columns] = states.transpose(1, 2).to(slots.dtype)
-        return slots[:, :, : self.reach if self.static else end]
+        reach, even, found = self.reach if self.static else end, self.even, []
+        for part, states in zip(parts, blocks, strict=True):
+            slots = part[:count]
+            if even:
+                slots[:, :, end - block : end] = states
+            else:
+                rows, columns = self._places(block, slots.device)
+                slots[rows, :, columns] = states.transpose(1, 2).to(slots.dtype)
+            found.append(slots[:, :, :reach])
+        return found
 
     def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""
@@ -254,7 +261,7 @@ class Slots:
 class OpaqueSlots(Slots):
     """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
 
-    append_part = torch.compiler.disable(Slots.append_part)
+    _append = torch.compiler.disable(Slots._append)
 
 
 def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> list[Move]:
