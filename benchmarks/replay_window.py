@@ -5,8 +5,8 @@
 A random hybrid target of more than 30 M weights continues texts with drafts that are right as often as an acceptance
 length says. `at once` moves the states in a pass of their own after each rejection, as other engines do; a window reads
 what was accepted again with the next drafts. All ways take turns, text by text, and every text is compared to that of
-plain decoding. Speeds are medians over the turns, relative to plain decoding in the same turn. `by costs` drafts only while
-that pays by the measured costs of passes, as chat, serve and recipes do by default; one loop writes all of its texts.
+plain decoding. Speeds are medians over the turns, relative to plain decoding in the same turn. `by costs` drafts only
+while that pays by the measured costs of passes, as chat and serve do; one loop writes all of its texts.
 """
 
 import argparse
@@ -175,11 +175,8 @@ def main() -> None:
     weights = sum(parameter.numel() for parameter in model.parameters())
     print(f"{options.target}, {weights / 1e6:.0f} M weights, float32, {options.threads} threads")
     windows: dict[str, int | None] = {"at once": None, **{f"window {size}": size for size in (4, 8, 16)}}
-    print(
-        "| acceptance length | plain tokens/s | "
-        + " | ".join(f"{name}, x plain" for name in (*windows, "by costs"))
-        + " |"
-    )
+    names = [f"{name}, x plain" for name in (*windows, "by costs")]
+    print(f"| acceptance length | plain tokens/s | {' | '.join(names)} |")
     costs = costs_of(target)
     for acceptance in (1.5, 2.0, 3.0):
         ratios: dict[str, list[float]] = {name: [] for name in windows}
