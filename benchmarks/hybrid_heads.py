@@ -10,7 +10,7 @@ calibrated, exported, and decodes held-out prompts greedily: as a chain, as a tr
 alone and in batches. Each text must equal plain decoding's and that of transformers' `generate`, in float32.
 
 The acceptance length of the chain is compared with what the doctor's teacher-forced guesses promise: a walk over its
-replayed texts that accepts the right guesses after each root and goes on after the first wrong one. They differ if
+replayed texts that accepts the right guesses after each root and continues after the first wrong one. They differ if
 decoding gives the head other hidden states than training, or takes steps without drafts; *drafting steps* is the ratio
 over the steps that drafted. Exit code 1 if a text differs or a ratio is off by more than 5 %.
 """
@@ -132,7 +132,7 @@ def train_head(run: Path, target: Path, threads: int) -> Path:
 
 
 def own_texts(folder: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """What transformers' greedy `generate` writes."""
+    """The text of transformers' greedy `generate`."""
     with no_bars_of_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts = []

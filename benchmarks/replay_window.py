@@ -1,4 +1,4 @@
-"""What the replay window of a hybrid target is worth: new tokens per second by window size and acceptance length.
+"""Measures the replay window of a hybrid target: new tokens per second by window size and acceptance length.
 
     python benchmarks/replay_window.py
 
@@ -98,7 +98,7 @@ class RightAtTimes:
 
 
 def chance_for(acceptance: float) -> float:
-    """The chance of a draft token with which a step yields so many tokens on average."""
+    """The chance of each draft token with which a step yields `acceptance` tokens on average."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -125,7 +125,7 @@ def window_of(size: int | None) -> Iterator[None]:
 
 
 def costs_of(target: TargetModel) -> CostTable:
-    """What passes over chains take, by their size; drafting costs nothing here."""
+    """The seconds of passes over chains, by their size; drafting costs nothing here."""
     cache, sizes = target.new_cache(64), (1, 2, 3, 5, 8, 12, 16, 21)
     target.read_on(torch.arange(32).unsqueeze(0), cache.row(0), 0, [31])
     cache.set_lengths([32])

@@ -17,7 +17,7 @@ differs                    another text: the first difference, and its margin
 crash                      any other exception, a dead process, or one that takes too long
 not built                  no tiny model, or its own `generate` fails on text alone
 
-An interrupted run goes on where it stopped. Exit code 1 if a text differs or a process crashed.
+An interrupted run continues where it stopped. Exit code 1 if a text differs or a process crashed.
 """
 
 import argparse
@@ -108,9 +108,9 @@ class PartlyRight:
 class Different:
     """A text that differs from its reference."""
 
-    way: str  # of decoding
+    way: str  # greedy or T = 1; plain, alone or in a batch
     place: str  # tokens of the prompt + new tokens before the first difference
-    margin: float  # of the scores there
+    margin: float  # between the scores of the two tokens there
 
 
 def check(name: str) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class PrefixIndex:
         """`find`, counted as a query, which makes the blocks the most recently used ones."""
         found = self.find(prompt)
         self.queries += len(prompt)
-        self.hits += 0 if found is None else found.tokens
+        self.hits += known_tokens(found)
         self._touch(self._usable(prompt[:-1]))
         return found
 

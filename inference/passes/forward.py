@@ -22,7 +22,7 @@ from headstart.inference.passes.chains import after_windows
 from headstart.inference.passes.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 
 # Which drafts a target verifies. With a cache of its own, rows run one after the other; `plain` takes no drafts, as its
-# passes over several tokens do not go on from its states.
+# passes over several tokens do not continue from its states.
 Way = Literal["trees", "chains", "plain", "own cache", "own cache, plain"]
 SAME = 0.03  # difference of logits, relative to them, that rounding to bfloat16 stays below
 Masks = Tensor | dict[str, Any]  # additive, [rows, 1, seq, keys]; one for all layers, or one per layer type
