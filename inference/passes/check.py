@@ -78,11 +78,13 @@ def known_way(identity: str) -> Way | None:
 
 def keep_way(identity: str, way: Way, target: Passes) -> None:
     """Keep a way for this process; for later ones too, if the model is large and its code is that of transformers."""
+    if identity in FOUND:
+        return
+    FOUND[identity] = way
     is_slow = sum(parameter.numel() for parameter in target.model.parameters()) > SLOW
-    if identity not in FOUND and is_slow and type(target.model).__module__.startswith("transformers."):
+    if is_slow and type(target.model).__module__.startswith("transformers."):
         with suppress(OSError, RuntimeError):
             write_text(user_cache("checked_targets") / identity, way)
-    FOUND[identity] = way
 
 
 def difference(target: Passes, passes: Callable[[Passes, Tensor], Iterator[Pass]]) -> str | None:
