@@ -104,7 +104,7 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
         "packed_weights": target.is_packed,
-        "compiled": target.compiles,
+        "compiled": target.compiles or target.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
         "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),
         "width": width,

@@ -8,6 +8,7 @@ AttentionInterface, so no model is patched.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import gcd
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.cache import RowGroup, Slots
+from headstart.inference.passes.apart import HERE, Operation, apart
 from headstart.inference.passes.side_by_side import PackedMask
 
 
@@ -50,6 +52,10 @@ def grouped_attention(
     CPU, each group of rows reads only the keys that its longest row holds. Parts that lie side by side attend each to
     their own keys.
     """
+    if HERE.trace is not None:
+        HERE.trace.take_updated(key, value, module.layer_idx)
+        size = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        return apart(module, partial(attention_to_cache, scaling, options), [query, key, value], size), None
     if isinstance(attention_mask, PackedMask) and attention_mask.cache is not None:
         cache, masks = attention_mask.cache, attention_mask.masks
         parts = zip(cache.split(query), cache.take_held(), masks, strict=True)
@@ -71,6 +77,18 @@ def grouped_attention(
         return torch.cat(groups).transpose(1, 2).contiguous(), None
     # Contiguous, as transformers' own: some models take a view of it.
     return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def attention_to_cache(scaling: float | None, options: dict[str, Any], module: nn.Module) -> Operation:
+    """What a compiled layer's attention does with its new keys and values in a pass."""
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        run = HERE.run
+        assert run is not None
+        keys, values = run.cache.update(key, value, module.layer_idx)
+        return grouped_attention(module, query, keys, values, run.mask, scaling, **options)[0].contiguous()
+
+    return attend
 
 
 def folded_attention(

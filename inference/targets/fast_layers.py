@@ -19,43 +19,56 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.inference.passes.apart import HERE, apart
+
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
 SMALL_BYTES = 32 * 2**20  # float32 weights, or as many bfloat16 ones, that stay in a processor's cache
 
 
-class HalfLinear(nn.Module):
-    """A linear layer in inference. Its weights are float16, its inputs, sums, bias and outputs float32."""
+class PackedLinear(nn.Module):
+    """A linear layer in inference, its weights as a kernel reads them fastest."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+
+    def product(self, inputs: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if HERE.trace is not None:
+            return apart(self, lambda own: own.product, [inputs], (*inputs.shape[:-1], self.out_features))
+        return self.product(inputs)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class HalfLinear(PackedLinear):
+    """Its weights are float16, its inputs, sums, bias and outputs float32."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
         bias = None if linear.bias is None else linear.bias.detach()
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def product(self, inputs: Tensor) -> Tensor:
         found: Tensor = torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
         return found
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
-
-class BlockedLinear(nn.Module):
-    """A bfloat16 linear layer in inference, its weights in oneDNN's blocked layout."""
+class BlockedLinear(PackedLinear):
+    """Everything is bfloat16, and its weights are in oneDNN's blocked layout."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
+        super().__init__(linear)
         self.own_bias = None if linear.bias is None else linear.bias.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
-    def forward(self, inputs: Tensor) -> Tensor:
+    def product(self, inputs: Tensor) -> Tensor:
         found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.own_bias, "none", [], "")
         return found
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}"
 
 
 class JointProduct:
@@ -87,7 +100,14 @@ class JointLinear(nn.Module):
         self.product, self.place = product, place
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return self.product.of(self.place, inputs)
+        product = self.product
+        if HERE.trace is not None:
+            product = HERE.trace.copies.setdefault(id(product), JointProduct(self.apart, product.sizes))
+        return product.of(self.place, inputs)
+
+    def apart(self, inputs: Tensor) -> Tensor:
+        size = (*inputs.shape[:-1], sum(self.product.sizes))
+        return apart(self, lambda own: own.product.product.product, [inputs], size)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -103,7 +123,7 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     return made
 
 
-def packed_linear(linear: nn.Linear) -> nn.Module:
+def packed_linear(linear: nn.Linear) -> PackedLinear:
     return BlockedLinear(linear) if linear.weight.dtype == torch.bfloat16 else HalfLinear(linear)
 
 

@@ -19,6 +19,7 @@ from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
 from headstart.inference.passes.check import choose_way
+from headstart.inference.passes.compiled import Compiler, can_compile, use_compiled
 from headstart.inference.passes.forward import Passes
 from headstart.inference.targets.architecture import (
     attention_code,
@@ -73,6 +74,7 @@ class TargetModel(Passes):
         self._seen: dict[int, Tensor] = {}
         self.layers = [*decoder_layers(model)]
         self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
+        self.compiler: Compiler | None = None  # of layers on a CPU, where they are compiled
         self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
@@ -112,7 +114,9 @@ class TargetModel(Passes):
             target = cls(load().to(device), taps, None, section.attention)
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
-        target.compiles = section.compile
+                if section.compile is None and target.is_packed and can_compile():
+                    target.compile_layers()
+        target.compiles = bool(section.compile)
         return target
 
     @classmethod
@@ -148,6 +152,13 @@ class TargetModel(Passes):
         elif gains_by_packing(self.model):
             assert self.frozen is not None  # made before the lm_head's own weights are gone
             self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
+
+    def compile_layers(self) -> Compiler:
+        """Compile the decoder layers in the background, for decoding on a CPU."""
+        self.compiler = self.compiler or Compiler()
+        for layer in self.layers:
+            use_compiled(layer, self.compiler)
+        return self.compiler
 
     @property
     def is_packed(self) -> bool:

@@ -1,0 +1,307 @@
+"""Decoder layers compiled for a CPU: a dozen fused operations in place of a hundred small ones.
+
+One layer of each form is traced (torch's make_fx) and compiled (Inductor) in the background, while decoding goes on
+with the layers' own code. Products with packed weights and attention to the cache stay what they are: see `apart`.
+Every layer's own code runs once more beside its compiled one, which is used only if both find the same.
+"""
+
+import atexit
+import ctypes
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from inspect import signature
+from queue import SimpleQueue
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from transformers.cache_utils import Cache
+
+from headstart.inference.passes.apart import HERE, CannotTrace, Operation, Run, Trace
+
+MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
+WORTH = 1000  # calls of a form's layers before one is compiled: a text's beginning has the processor to itself
+SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative difference of outputs that rounding stays below
+HINTS = (3, 5)  # rows and tokens that a layer is traced with
+OPTIONS = {
+    "compile_threads": 1,  # the other cores decode
+    "cpp.threads": 1,  # so small are the fused operations
+    "emulate_precision_casts": True,  # rounded where the layer rounds
+}
+Form = tuple[object, ...]  # what a layer is specialised for: constants, and whether rows and tokens are more than one
+
+
+@dataclass
+class Given:
+    """The arguments of a layer's forward, by name."""
+
+    values: dict[str, Any]
+    tensors: list[Tensor]
+    cache: Any
+    mask: Any
+    form: Form
+
+    @classmethod
+    def read(cls, values: dict[str, Any]) -> "Given":
+        tensors: list[Tensor] = []
+        cache = mask = None
+        form: list[object] = []
+        for name, value in values.items():
+            if name == "attention_mask":
+                mask = value
+            elif isinstance(value, Tensor):
+                tensors.append(value)
+            elif is_tensors(value):
+                tensors.extend(value)
+            elif isinstance(value, Cache):
+                cache = value
+            else:
+                form.append((name, value))
+        rows, tokens = tensors[0].shape[:2]
+        form += [rows == 1, tokens == 1]
+        for tensor in tensors:
+            shape = tensor.shape
+            form.append(shape if len(shape) < 2 else (shape[0] == rows, shape[1] == tokens, shape[2:]))
+        return cls(values, tensors, cache, mask, tuple(form))
+
+
+def is_tensors(value: object) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, Tensor) for part in value)
+
+
+@dataclass
+class Kernel:
+    """A compiled layer, for all layers of its form."""
+
+    run: Any
+    constants: list[str]  # the names of the layer's weights, which come before the arguments
+    calls: list[tuple[str, Any]]  # of operations that are left to Python: the owner's name, and what makes it
+
+
+class KernelOfLayer:
+    """A kernel with one layer's weights."""
+
+    def __init__(self, kernel: Kernel, layer: nn.Module) -> None:
+        weights = weights_of(layer)
+        self.run, self.constants = kernel.run, [weights[name] for name in kernel.constants]
+        self.calls: list[Operation] = [make(layer.get_submodule(name)) for name, make in kernel.calls]
+        self.is_checked = False
+
+    def __call__(self, given: Given) -> Any:
+        HERE.run = Run(self.calls, given.cache, given.mask)
+        try:
+            found = self.run(*self.constants, *given.tensors)
+        finally:
+            HERE.run = None
+        return found
+
+
+def weights_of(layer: nn.Module) -> dict[str, Tensor]:
+    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+
+
+class CompiledForward:
+    """What a layer runs in place of its own code: its kernel, where that is ready, in decoding."""
+
+    def __init__(self, layer: nn.Module, compiler: "Compiler", with_cache: bool = True) -> None:
+        self.layer, self.compiler, self.with_cache = layer, compiler, with_cache
+        self.kind = type(layer), repr(layer)
+        self.names = [*signature(type(layer).forward).parameters][1:]
+        self.kernels: dict[Form, KernelOfLayer | None] = {}
+
+    def own(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self.layer).forward(self.layer, *args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if HERE.trace is not None or not torch.is_inference_mode_enabled():
+            return self.own(*args, **kwargs)
+        given = Given.read({**dict(zip(self.names, args, strict=False)), **kwargs})
+        states = given.tensors[0]
+        if states.numel() > MOST_TOKENS * states.shape[-1] or (self.with_cache and given.cache is None):
+            return self.own(*args, **kwargs)
+        if given.form not in self.kernels and (kernel := self.compiler.kernel(self, given)) is not None:
+            self.kernels[given.form] = KernelOfLayer(kernel, self.layer)
+        found = self.kernels.get(given.form)
+        if found is None:
+            return self.own(*args, **kwargs)
+        return found(given) if found.is_checked else self.check(found, given)
+
+    def check(self, kernel: KernelOfLayer, given: Given) -> Any:
+        """Compare the kernel with the layer's own code, whose output this is. Both write to the same slots."""
+        wanted = self.own(**given.values)
+        kernel.is_checked = is_same(kernel(given), wanted)
+        if not kernel.is_checked:
+            self.kernels[given.form] = None
+        return wanted
+
+
+def is_same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        return bool((found - wanted).norm() <= SAME[wanted.dtype] * wanted.norm())
+    if isinstance(wanted, tuple):
+        return all(is_same(*pair) for pair in zip(found, wanted, strict=True))
+    return bool(found == wanted)
+
+
+@dataclass(eq=False)
+class Compiler:
+    """Compiles a target's layers, in a thread of its own."""
+
+    worth: int = WORTH
+    asked: dict[object, int] = field(default_factory=dict)  # by the kind of layer and the form
+    kernels: dict[object, Kernel] = field(default_factory=dict)
+    wishes: "SimpleQueue[tuple[CompiledForward, Given] | None]" = field(default_factory=SimpleQueue)
+    begun: int = 0
+    ended: int = 0
+    thread: threading.Thread | None = None
+
+    def kernel(self, forward: CompiledForward, given: Given) -> Kernel | None:
+        """The kernel of such layers, if it is ready. It is begun when it has been asked for often."""
+        key = forward.kind, given.form
+        self.asked[key] = self.asked.get(key, 0) + 1
+        if self.asked[key] == self.worth:
+            if not has_clear_axes(given.tensors):
+                self.asked[key] -= 1
+            else:
+                self.begin(forward, given)
+        return self.kernels.get(key)
+
+    def begin(self, forward: CompiledForward, given: Given) -> None:
+        self.begun += 1
+        self.wishes.put((forward, given))
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work, name="compiling layers", daemon=True)
+            self.thread.start()
+            stop = ref(self)
+            atexit.register(lambda: None if (compiler := stop()) is None else compiler.stop())
+
+    def work(self) -> None:
+        with suppress(AttributeError, OSError):  # where a thread has no priority of its own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        while (wish := self.wishes.get()) is not None:
+            forward, given = wish
+            try:
+                self.kernels[forward.kind, given.form] = compiled(forward, given)
+            except Exception:  # whatever a layer may do, its own code can
+                for child in forward.layer.children():
+                    if any(child.children()):
+                        use_compiled(child, self, with_cache=False)
+            self.ended += 1
+
+    def stop(self) -> None:
+        """End with the program: a thread that Python ends inside compiled code would end it with an error."""
+        thread = self.thread
+        if thread is not None and thread.is_alive():
+            self.wishes.put(None)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+            thread.join()
+
+
+def has_clear_axes(tensors: Sequence[Tensor]) -> bool:
+    """Whether the number of rows cannot be mistaken for that of tokens."""
+    rows, tokens = tensors[0].shape[:2]
+    return rows != tokens or rows == 1
+
+
+def compiled(forward: CompiledForward, given: Given) -> Kernel:
+    """The kernel of layers like this one. Raises CannotTrace, or what tracing and compiling raise."""
+    layer, trace = forward.layer, Trace()
+    graph = traced(forward, given, trace)
+    if trace.updated is not None:
+        raise CannotTrace("keys that no attention of ours reads")
+    names = {id(tensor): name for name, tensor in weights_of(layer).items()}
+    constants = take_constants(graph, names)
+    examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with torch.no_grad():
+        run = torch._inductor.standalone_compile(graph, examples, options={"config_patches": OPTIONS})
+    owners = {id(module): name for name, module in layer.named_modules()}
+    return Kernel(run, constants, [(owners[id(owner)], make) for owner, make in trace.calls])
+
+
+def traced(forward: CompiledForward, given: Given, trace: Trace) -> GraphModule:
+    """The layer's graph, as a function of the tensors among its arguments."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode, fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), []
+    for tensor in given.tensors:
+        sizes, dynamic = list(tensor.shape), [DimDynamic.STATIC] * tensor.ndim
+        for axis, (size, hint) in enumerate(zip(given.tensors[0].shape, HINTS, strict=False)):
+            if axis < len(sizes) and size > 1 and sizes[axis] == size:
+                sizes[axis], dynamic[axis] = hint, DimDynamic.DYNAMIC
+        context: Any = StatelessSymbolicContext(dynamic_sizes=dynamic)
+        fakes.append(mode.from_tensor(torch.zeros(sizes, dtype=tensor.dtype), symbolic_context=context))
+
+    def run(*tensors: Tensor) -> Any:
+        left = list(tensors)
+        stand_ins = {name: stand_in(name, value, left, trace) for name, value in given.values.items()}
+        HERE.trace = trace
+        try:
+            return forward.own(**stand_ins)
+        finally:
+            HERE.trace = None
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    with torch.no_grad(), mode, quiet(log):  # a layer that cannot be traced is no error
+        return make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+
+
+@contextmanager
+def quiet(log: logging.Logger) -> Iterator[None]:
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def stand_in(name: str, value: Any, tensors: list[Tensor], trace: Trace) -> Any:
+    """An argument as the traced layer gets it: tensors are the next of these, and the trace is the cache.
+
+    There is no mask, as what reads it is left to Python.
+    """
+    if name == "attention_mask":
+        return None
+    if isinstance(value, Tensor):
+        return tensors.pop(0)
+    if is_tensors(value):
+        return tuple(tensors.pop(0) for _ in value)
+    return trace if isinstance(value, Cache) else value
+
+
+def take_constants(graph: GraphModule, names: dict[int, str]) -> list[str]:
+    """Make the layer's weights the first inputs of its graph; returns their names."""
+    first = next(iter(graph.graph.nodes))
+    inputs: dict[str, Any] = {}
+    for node in [node for node in graph.graph.nodes if node.op == "get_attr"]:
+        tensor = getattr(graph, node.target)
+        if id(tensor) not in names:
+            raise CannotTrace(f"{node.target} is no weight of the layer")
+        name = names[id(tensor)]
+        if name not in inputs:
+            with graph.graph.inserting_before(first):
+                inputs[name] = graph.graph.placeholder(f"weight_{len(inputs)}")
+                inputs[name].meta["val"] = tensor
+        node.replace_all_uses_with(inputs[name])
+        graph.graph.erase_node(node)
+    graph.recompile()
+    return list(inputs)
+
+
+def can_compile() -> bool:
+    """Whether this machine has a C++ compiler."""
+    return shutil.which(os.environ.get("CXX", "g++")) is not None
+
+
+def use_compiled(layer: nn.Module, compiler: Compiler, with_cache: bool = True) -> None:
+    """Let a layer run its kernel in decoding, once it is compiled."""
+    if "forward" not in vars(layer):
+        vars(layer)["forward"] = CompiledForward(layer, compiler, with_cache)
