@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from shared_fixtures import ModelFactory
+from shared_fixtures import HeadFactory, ModelFactory
 from torch.testing import assert_close
 from transformers import (
     Gemma3ForCausalLM,
@@ -25,6 +25,8 @@ from transformers import (
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes import compiled
 from headstart.inference.passes.compiled import CompiledForward, Compiler, use_compiled
@@ -91,7 +93,7 @@ def tree_logits(target: TargetModel) -> torch.Tensor:
     cache = target.new_cache(64)
     with torch.inference_mode():
         target.forward_tree(Tree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]])), cache)
-        cache.keep([[0, 1, 2, 3, 4]], [5])
+        cache.target.keep([[0, 1, 2, 3, 4]])
         return target.forward_tree(Tree(torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])), cache).logits
 
 
@@ -123,7 +125,9 @@ def test_packed_layers_write_the_same_text_compiled(
     monkeypatch.setattr(CompiledForward, "own", own)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.slow if name == "gpt-oss" else ()) for name in FAMILIES]
+)
 def test_families_write_the_same_text_compiled(family: str, traced_only: None) -> None:
     target = TargetModel(FAMILIES[family]().eval(), (0,))
     wanted, logits = texts(target), tree_logits(target)
@@ -131,6 +135,23 @@ def test_families_write_the_same_text_compiled(family: str, traced_only: None) -
     check_compiled(target, compiler, wanted, logits)
     # The attention of gpt-oss is transformers' own, and its experts are no operations of fixed shapes.
     assert bool(compiler.kernels) == (family != "gpt-oss")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_head_drafts_the_same_compiled(
+    kind: str, target: TargetModel, make_head: HeadFactory, traced_only: None
+) -> None:
+    head = make_head(kind)
+    drafter = head_drafter(head, Dynamic(3, 4, 12))
+    wanted = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
+    compiler = Compiler(worth=1)
+    for layer in head.decoder_layers:
+        use_compiled(layer, compiler)
+    for _ in range(3):
+        found = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
+        assert found == wanted
+        finished(compiler)
+    assert compiler.kernels
 
 
 @pytest.mark.slow
@@ -180,6 +201,8 @@ def test_a_program_may_end_while_layers_are_compiled() -> None:
     program = """
 import time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.core.request import Request
 from headstart.inference.passes.compiled import Compiler, use_compiled

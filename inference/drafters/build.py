@@ -22,6 +22,7 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, Repeats, TreeLimits
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.passes.compiled import use_compiled
 from headstart.inference.targets.fast_layers import join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
@@ -99,6 +100,9 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
         if isinstance(head, BlockHead):
             head.hold_lm_head()
         pack_weights(head, exact=False)
+        if target.compiler is not None:
+            for layer in head.decoder_layers:
+                use_compiled(layer, target.compiler)
     elif target.device.type == "cuda" and not target.compiles:
         join_linears(head)
     return head

@@ -22,9 +22,9 @@ class CannotTrace(Exception):
 
 @dataclass
 class Trace:
-    """What tracing a layer has found so far. It is the cache of the traced layer, too."""
+    """What tracing a layer has found so far. It is the cache of the traced layer, too, a target's or a head's."""
 
-    calls: list[tuple[nn.Module, Callable[[nn.Module], Operation]]] = field(default_factory=list)
+    calls: list[tuple[nn.Module | None, Callable[[Any], Operation]]] = field(default_factory=list)
     copies: dict[int, Any] = field(default_factory=dict)  # of what layers share, by the original's id
     updated: tuple[Tensor, Tensor, int] | None = None  # keys and values that no attention has read yet
 
@@ -39,6 +39,17 @@ class Trace:
         before, self.updated = self.updated, None
         if before is None or before[0] is not key or before[1] is not value or before[2] != layer:
             raise CannotTrace("attention to other keys than the cache's")
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: None) -> Tensor:
+        """A head's attention to its slots. [batch, heads, tokens, size]"""
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            run = HERE.run
+            assert run is not None
+            found: Tensor = run.cache.attend(layer, query, key, value, run.mask)
+            return found.contiguous()
+
+        return apart(None, lambda _: attend, [query, key, value], query.shape)
 
 
 @dataclass
@@ -73,11 +84,11 @@ LIBRARY.impl("apart", lambda inputs, number, size: inputs[0].new_empty(size), "M
 
 
 def apart(
-    owner: nn.Module, operation: Callable[[nn.Module], Operation], inputs: list[Tensor], size: Sequence[int]
+    owner: nn.Module | None, operation: Callable[[Any], Operation], inputs: list[Tensor], size: Sequence[int]
 ) -> Tensor:
     """Note, while a layer is traced, the operation that `operation(owner)` makes; returns a stand-in for its result.
 
-    Layers of the same form have their own owners. The result has the dtype of the first input.
+    Layers of the same form have their own owners; None is the layer itself. The result has the first input's dtype.
     """
     trace = HERE.trace
     assert trace is not None

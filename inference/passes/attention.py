@@ -53,7 +53,8 @@ def grouped_attention(
     their own keys.
     """
     if HERE.trace is not None:
-        HERE.trace.take_updated(key, value, module.layer_idx)
+        number: Any = module.layer_idx
+        HERE.trace.take_updated(key, value, number)
         size = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         return apart(module, partial(attention_to_cache, scaling, options), [query, key, value], size), None
     if isinstance(attention_mask, PackedMask) and attention_mask.cache is not None:
@@ -79,7 +80,7 @@ def grouped_attention(
     return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
-def attention_to_cache(scaling: float | None, options: dict[str, Any], module: nn.Module) -> Operation:
+def attention_to_cache(scaling: float | None, options: dict[str, Any], module: Any) -> Operation:
     """What a compiled layer's attention does with its new keys and values in a pass."""
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Decoder layers compiled for a CPU: a dozen fused operations in place of a hundred small ones.
+"""Decoder layers compiled for a CPU, a target's and a head's: a dozen fused operations in place of a hundred.
 
 One layer of each form is traced (torch's make_fx) and compiled (Inductor) in the background, while decoding goes on
 with the layers' own code. Products with packed weights and attention to the cache stay what they are: see `apart`.
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers.cache_utils import Cache
 
+from headstart.inference.core.cache import Slots
 from headstart.inference.passes.apart import HERE, CannotTrace, Operation, Run, Trace
 
 MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
@@ -35,6 +36,7 @@ OPTIONS = {
     "cpp.threads": 1,  # so small are the fused operations
     "emulate_precision_casts": True,  # rounded where the layer rounds
 }
+MASKS = ("attention_mask", "mask")  # as transformers' layers name it, and our heads'
 Form = tuple[object, ...]  # what a layer is specialised for: constants, and whether rows and tokens are more than one
 
 
@@ -54,13 +56,13 @@ class Given:
         cache = mask = None
         form: list[object] = []
         for name, value in values.items():
-            if name == "attention_mask":
+            if name in MASKS:
                 mask = value
             elif isinstance(value, Tensor):
                 tensors.append(value)
             elif is_tensors(value):
                 tensors.extend(value)
-            elif isinstance(value, Cache):
+            elif isinstance(value, (Cache, Slots)):
                 cache = value
             else:
                 form.append((name, value))
@@ -155,8 +157,8 @@ class Compiler:
     """Compiles a target's layers, in a thread of its own."""
 
     worth: int = WORTH
-    asked: dict[object, int] = field(default_factory=dict)  # by the kind of layer and the form
-    kernels: dict[object, Kernel] = field(default_factory=dict)
+    asked: dict[tuple[object, Form], int] = field(default_factory=dict)  # by the kind of layer and the form
+    kernels: dict[tuple[object, Form], Kernel] = field(default_factory=dict)
     wishes: "SimpleQueue[tuple[CompiledForward, Given] | None]" = field(default_factory=SimpleQueue)
     begun: int = 0
     ended: int = 0
@@ -221,7 +223,7 @@ def compiled(forward: CompiledForward, given: Given) -> Kernel:
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         run = torch._inductor.standalone_compile(graph, examples, options={"config_patches": OPTIONS})
-    owners = {id(module): name for name, module in layer.named_modules()}
+    owners = {id(None): "", **{id(module): name for name, module in layer.named_modules()}}
     return Kernel(run, constants, [(owners[id(owner)], make) for owner, make in trace.calls])
 
 
@@ -268,13 +270,13 @@ def stand_in(name: str, value: Any, tensors: list[Tensor], trace: Trace) -> Any:
 
     There is no mask, as what reads it is left to Python.
     """
-    if name == "attention_mask":
+    if name in MASKS:
         return None
     if isinstance(value, Tensor):
         return tensors.pop(0)
     if is_tensors(value):
         return tuple(tensors.pop(0) for _ in value)
-    return trace if isinstance(value, Cache) else value
+    return trace if isinstance(value, (Cache, Slots)) else value
 
 
 def take_constants(graph: GraphModule, names: dict[int, str]) -> list[str]:
@@ -302,6 +304,6 @@ def can_compile() -> bool:
 
 
 def use_compiled(layer: nn.Module, compiler: Compiler, with_cache: bool = True) -> None:
-    """Let a layer run its kernel in decoding, once it is compiled."""
+    """Let a layer run its kernel in decoding, once it is compiled; `with_cache`: in passes that have a cache."""
     if "forward" not in vars(layer):
         vars(layer)["forward"] = CompiledForward(layer, compiler, with_cache)
