@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
 from queue import SimpleQueue
+from types import NoneType
 from typing import Any
 from weakref import ref
 
@@ -24,8 +25,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from transformers.cache_utils import Cache
 
-from headstart.inference.core.cache import Slots
+from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.passes.apart import HERE, CannotTrace, Operation, Run, Trace
+from headstart.inference.passes.side_by_side import PackedCache
 
 MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
 WORTH = 1000  # calls of a form's layers before one is compiled: a text's beginning has the processor to itself
@@ -36,6 +38,7 @@ OPTIONS = {
     "cpp.threads": 1,  # so small are the fused operations
     "emulate_precision_casts": True,  # rounded where the layer rounds
 }
+REWRITTEN = (KVCache, PackedCache, Slots)  # where a second pass over the same tokens changes nothing
 MASKS = ("attention_mask", "mask")  # as transformers' layers name it, and our heads'
 Form = tuple[object, ...]  # what a layer is specialised for: constants, and whether rows and tokens are more than one
 
@@ -126,7 +129,8 @@ class CompiledForward:
             return self.own(*args, **kwargs)
         given = Given.read({**dict(zip(self.names, args, strict=False)), **kwargs})
         states = given.tensors[0]
-        if states.numel() > MOST_TOKENS * states.shape[-1] or (self.with_cache and given.cache is None):
+        large = states.numel() > MOST_TOKENS * states.shape[-1]
+        if large or not isinstance(given.cache, REWRITTEN if self.with_cache else (*REWRITTEN, NoneType)):
             return self.own(*args, **kwargs)
         if given.form not in self.kernels and (kernel := self.compiler.kernel(self, given)) is not None:
             self.kernels[given.form] = KernelOfLayer(kernel, self.layer)
@@ -304,6 +308,6 @@ def can_compile() -> bool:
 
 
 def use_compiled(layer: nn.Module, compiler: Compiler, with_cache: bool = True) -> None:
-    """Let a layer run its kernel in decoding, once it is compiled; `with_cache`: in passes that have a cache."""
+    """Let a layer run its kernel in decoding, once it is compiled; `with_cache`: if there is one."""
     if "forward" not in vars(layer):
         vars(layer)["forward"] = CompiledForward(layer, compiler, with_cache)
