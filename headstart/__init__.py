@@ -8,8 +8,13 @@ The code lies in the top-level folders of the repository; this folder links to t
 mistaken for a `heads.py` of yours. Importing `headstart` does not load torch; using one of its names does.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
+
+# OpenMP's threads wait for each other in a loop. On a core that another process needs, too, a step would take twenty
+# times as long, so after this many turns they sleep. It is read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 if TYPE_CHECKING:
     from headstart.heads.checkpoint import load_head

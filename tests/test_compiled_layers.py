@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -68,14 +67,6 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, *_, **__: graph)
 
 
-def finished(compiler: Compiler) -> None:
-    for _ in range(6000):
-        if compiler.ended == compiler.begun:
-            return
-        time.sleep(0.01)
-    raise AssertionError("layers are still being compiled")
-
-
 def compile_at_once(target: TargetModel) -> Compiler:
     compiler = Compiler(worth=1)
     for layer in target.layers:
@@ -100,7 +91,7 @@ def tree_logits(target: TargetModel) -> torch.Tensor:
 def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[int]], logits: torch.Tensor) -> None:
     for _ in range(2):  # shapes are asked for, compiled, and used
         texts(target), tree_logits(target)
-        finished(compiler)
+        compiler.finish()
     assert texts(target) == wanted
     assert_close(tree_logits(target), logits, rtol=1e-4, atol=1e-4)
 
@@ -150,7 +141,7 @@ def test_a_head_drafts_the_same_compiled(
     for _ in range(3):
         found = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
         assert found == wanted
-        finished(compiler)
+        compiler.finish()
     assert compiler.kernels
 
 
@@ -163,7 +154,7 @@ def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
         wanted, logits = texts(target), tree_logits(target)
         compiler = compile_at_once(target)
         texts(target), tree_logits(target)
-        finished(compiler)
+        compiler.finish()
         tree_logits(target), tree_logits(target)
         kernels = [kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()]
         assert kernels
@@ -182,7 +173,7 @@ def test_a_kernel_that_differs_is_not_used(make_model: ModelFactory, monkeypatch
     logits = tree_logits(target)
     compiler = compile_at_once(target)
     tree_logits(target)
-    finished(compiler)
+    compiler.finish()
     assert compiler.kernels
     for _ in range(2):
         assert torch.equal(tree_logits(target), logits)

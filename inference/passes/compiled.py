@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -201,6 +202,11 @@ class Compiler:
                         use_compiled(child, self, with_cache=False)
             self.ended += 1
 
+    def finish(self) -> None:
+        """Wait until everything is compiled that was begun; measurements begin after that."""
+        while self.ended < self.begun:
+            time.sleep(0.02)
+
     def stop(self) -> None:
         """End with the program: a thread that Python ends inside compiled code would end it with an error."""
         thread = self.thread
@@ -308,6 +314,6 @@ def can_compile() -> bool:
 
 
 def use_compiled(layer: nn.Module, compiler: Compiler, with_cache: bool = True) -> None:
-    """Let a layer run its kernel in decoding, once it is compiled; `with_cache`: if there is one."""
+    """Let a layer run its kernel in decoding, once compiled; unless `with_cache`, in passes without a cache, too."""
     if "forward" not in vars(layer):
         vars(layer)["forward"] = CompiledForward(layer, compiler, with_cache)
