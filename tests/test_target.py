@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.targets import loading
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import fast_dtype, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -206,9 +207,24 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(
     capabilities: dict[str, bool], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(loading, "float32_is_as_fast", lambda: False)
     assert fast_dtype(torch.device("cpu")) == dtype
     assert fast_dtype(torch.device("meta")) == "float32"
     hint = slow_format("target.dtype", "bfloat16", torch.device("cpu"))
     assert (hint is None) == (dtype == "bfloat16")
     assert hint is None or "target.dtype=float32" in hint
     assert slow_format("target.dtype", "float32", torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize(("half", "dtype"), [(0.9, "float32"), (1.0, "float32"), (1.2, "bfloat16")])
+def test_a_cpu_decodes_in_the_format_whose_products_are_faster(
+    half: float, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`half` are the seconds of float32 with weights kept in half precision, over those of bfloat16."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+    monkeypatch.setattr(loading, "can_pack", lambda dtype: True)
+    monkeypatch.setattr(loading, "seconds_of_products", {torch.float32: half, torch.bfloat16: 1.0}.__getitem__)
+    loading.float32_is_as_fast.cache_clear()
+    assert fast_dtype(torch.device("cpu")) == dtype
+    loading.float32_is_as_fast.cache_clear()
+    assert slow_format("target.dtype", "bfloat16", torch.device("cpu")) is None

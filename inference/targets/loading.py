@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,10 +17,12 @@ from transformers.utils import logging
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_ends import auto_class
 from headstart.inference.targets.architecture import attention_code
+from headstart.inference.targets.fast_layers import can_pack, seconds_of_products
 from headstart.recipes.schema import TargetSection
 
 AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
+AS_FAST = 1.02  # seconds of one format over those of the other
 SHOWN = 4  # wrong tensors that a message names
 
 
@@ -60,16 +63,34 @@ def processor_name(device: torch.device) -> str:
 
 
 def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
-    """bfloat16 where the device computes in it; elsewhere float32, because emulation is slower."""
+    """The number format in which the device decodes fastest; float32 where both are as fast.
+
+    On a CPU a few products are measured: with packed weights float32 may be the faster one, and its texts do not depend
+    on drafts.
+    """
+    if not has_bfloat16(device):
+        return "float32"
+    return "float32" if device.type == "cpu" and float32_is_as_fast() else "bfloat16"
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device computes in bfloat16; emulation is slow."""
     if device.type == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    able = device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
-    return "bfloat16" if able else "float32"
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
+
+
+@cache
+def float32_is_as_fast() -> bool:
+    """Whether this CPU's packed products with a few tokens take no longer in float32 than in bfloat16."""
+    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)):
+        return False
+    return seconds_of_products(torch.float32) <= AS_FAST * seconds_of_products(torch.bfloat16)
 
 
 def slow_format(field: str, given: str, device: torch.device) -> str | None:
     """A hint for the user if a CPU computes slowly in the number format of this field of the recipe, else None."""
-    if device.type != "cpu" or given == "float32" or fast_dtype(device) == given:
+    if device.type != "cpu" or given == "float32" or (given == "bfloat16" and has_bfloat16(device)):
         return None
     return f"{field}: this CPU has no instructions for {given}; {field}=float32 is several times as fast here"
 
