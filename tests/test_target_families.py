@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from headstart.inference.passes.attention import GROUPED
+from headstart.inference.targets.model import TargetModel
+
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -34,6 +37,21 @@ def test_only_the_ways_of_decoding_that_write_another_text_are_named(
 
 def test_a_model_that_needs_images_is_not_built(script: ModuleType) -> None:
     assert script.check("blip")["outcome"].startswith("not built: ")
+
+
+def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_trained_for(script: ModuleType) -> None:
+    """A KeyError named ours, which the language model runs on."""
+    target = TargetModel(script.make_target("deepseek_vl_hybrid"), ())
+    assert target.model.config._attn_implementation == GROUPED
+    assert script.harvests(target, [*range(3, 12)]) == "yes"
+
+
+def test_taps_of_a_model_that_runs_its_layers_several_times_are_refused_by_name(script: ModuleType) -> None:
+    """It was an IndexError. A drafter without taps may draft for it."""
+    target = TargetModel(script.make_target("hrm_text"), ())
+    assert target.grows_trees
+    said = "no: a 'hrm_text' model given, which runs its layers several times in a pass"
+    assert script.harvests(target, [*range(3, 12)]).startswith(said)
 
 
 @pytest.mark.parametrize(
