@@ -71,6 +71,15 @@ class Passes:
         return self.way == "trees"
 
     @property
+    def why_no_trees(self) -> str:
+        """Why it verifies chains alone, in its own terms."""
+        if self.way.startswith("own cache"):
+            return "it decodes in a cache of its own making, which holds one text"
+        if self.layout.has_states:
+            return "it keeps states, which cannot be cut back to an earlier token"
+        return "its pass over a tree computes other logits than its own forward"
+
+    @property
     def drafts(self) -> bool:
         """Whether it verifies draft tokens at all."""
         return "plain" not in self.way
