@@ -46,12 +46,18 @@ def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_t
     assert script.harvests(target, [*range(3, 12)]) == "yes"
 
 
-def test_taps_of_a_model_that_runs_its_layers_several_times_are_refused_by_name(script: ModuleType) -> None:
-    """It was an IndexError. A drafter without taps may draft for it."""
-    target = TargetModel(script.make_target("hrm_text"), ())
-    assert target.grows_trees
-    said = "no: a 'hrm_text' model given, which runs its layers several times in a pass"
-    assert script.harvests(target, [*range(3, 12)]).startswith(said)
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("hrm_text", "a 'hrm_text' model given, which has 1 decoder layers for the 8 of its config.json"),
+        ("mllama", "head.taps: 1 given, but a 'mllama_text_model' model does not run layer 1 on text alone"),
+    ],
+)
+def test_taps_that_name_no_hidden_state_are_refused_by_name(script: ModuleType, name: str, why: str) -> None:
+    """They were an IndexError and a KeyError. A drafter without taps may draft for such a target."""
+    target = TargetModel(script.make_target(name), ())
+    assert target.drafts
+    assert script.harvests(target, [*range(3, 12)]).startswith(f"no: {why}")
 
 
 @pytest.mark.parametrize(

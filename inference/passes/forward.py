@@ -145,6 +145,11 @@ class Passes:
     def _take_seen(self, tokens: Int[Tensor, "batch seq"]) -> tuple[list[Tensor], Tensor]:
         # With target.split layers they are on several devices.
         taps = (*self.taps, self.config.num_layers)
+        if left := {*taps} - {*self._seen}:
+            raise ValueError(
+                f"head.taps: {min(left)} given, but a {self.config.model_type!r} model does not run layer {min(left)} "
+                f"on text alone; the inputs of its other layers are allowed: choose one of them"
+            )
         seen = {tap: one_stream(self._seen[tap], tokens).to(self.device) for tap in taps}
         self._seen.clear()
         return [seen[tap] for tap in self.taps], seen[self.config.num_layers]

@@ -35,6 +35,7 @@ from headstart.inference.targets.fast_layers import (
     pack_weights,
 )
 from headstart.inference.targets.loading import (
+    MISSING_KERNELS,
     load_config,
     load_weights,
     no_bars_of_transformers,
@@ -115,6 +116,11 @@ class TargetModel(Passes):
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
         target.compiles = section.compile
+        if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:
+            packages = " ".join(sorted(MISSING_KERNELS.packages))
+            print(
+                f"{section.path}: some layers run on slow reference code; to get their kernels: pip install {packages}"
+            )
         return target
 
     @classmethod
@@ -259,9 +265,9 @@ class TargetModel(Passes):
     def _refuse_unknown_taps(self) -> None:
         if self.taps and len(self.layers) < self.config.num_layers:
             raise ValueError(
-                f"target.path: a {self.config.model_type!r} model given, which runs its layers several times in a "
-                f"pass, so a tap does not name one hidden state; models that run each layer once are allowed: choose "
-                f"another target, or a drafter without a head"
+                f"target.path: a {self.config.model_type!r} model given, which has {len(self.layers)} decoder layers "
+                f"for the {self.config.num_layers} of its config.json, so a tap does not name one hidden state; models "
+                f"that run each layer once are allowed: choose another target, or a drafter without a head"
             )
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(
