@@ -238,6 +238,17 @@ def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
         TargetModel(PaliGemmaForConditionalGeneration(config).eval(), ())
 
 
+def test_a_model_whose_step_of_one_token_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zamba2 wrote another text: its pass over several tokens bounds their time steps, and that of one token does not.
+    GIT crashed in its first step without drafts."""
+    monkeypatch.setattr(check, "FOUND", {})
+    model = make_family("falcon_h1")
+    for layer in model.model.layers:
+        layer.mamba.time_step_limit = (1.0, float("inf"))
+    with pytest.raises(ValueError, match=r"'falcon_h1' model given, .*: chains: one token of one row differs"):
+        TargetModel(model, ())
+
+
 def test_a_state_that_is_no_cache_is_refused() -> None:
     config = RwkvConfig(vocab_size=97, hidden_size=16, attention_hidden_size=16, num_hidden_layers=2)
     config.num_attention_heads, config.max_position_embeddings = 1, 256
