@@ -44,8 +44,8 @@ class TargetEnds:
     @classmethod
     def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
         """From the class of a model, without touching this one."""
-        with torch.device("meta"):
-            twin = type(model)._from_config(model.config)
+        with torch.device("meta"):  # with an attention that every class knows, whatever runs this model
+            twin = type(model)._from_config(model.config, attn_implementation="eager")
         return cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
 
     @classmethod
@@ -55,7 +55,7 @@ class TargetEnds:
         embedding, lm_head = twin.get_input_embeddings(), twin.get_output_embeddings()
         if lm_head is None:
             lm_head = next((module for module, name in names.items() if name.endswith("lm_head")), None)
-        norm = final_norm(twin, names[embedding], config)
+        norm = final_norm(twin, config)
         if lm_head is None or norm is None:
             raise ValueError(f"a {type(twin).__name__} has no lm_head over a final norm after its decoder layers")
         centres, adds_one = norm_form(norm, config.hidden_size)
@@ -121,11 +121,12 @@ def stored_names(twin: PreTrainedModel) -> Naming:
     return naming
 
 
-def final_norm(twin: PreTrainedModel, embedding: str, config: TargetConfig) -> nn.Module | None:
+def final_norm(model: PreTrainedModel, config: TargetConfig) -> nn.Module | None:
     """The norm beside the list of decoder layers: of those after it, or else before it, the one of shortest name."""
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     lists = [
         name
-        for name, module in twin.named_modules()
+        for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == config.num_layers
     ]
     # A vision tower may have as many layers; the decoder's are nearest to the embedding.
@@ -133,7 +134,7 @@ def final_norm(twin: PreTrainedModel, embedding: str, config: TargetConfig) -> n
     if not lists:
         return None
     parent, _, layers = lists[0].rpartition(".")
-    children = dict(twin.get_submodule(parent).named_children())
+    children = dict(model.get_submodule(parent).named_children())
     order = list(children)
     norms = [name for name, module in children.items() if is_norm(module, config.hidden_size)]
     after = [name for name in norms if order.index(name) > order.index(layers)] or norms

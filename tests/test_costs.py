@@ -18,10 +18,11 @@ from matrix import slow_unless
 from headstart.heads.checkpoint import new_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.core import states
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
-from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe, load_costs
 from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, surface_from, time_works
 from headstart.inference.drafters.costs import (
     NODES,
@@ -301,12 +302,18 @@ def test_captured_steps_are_measured_and_observed_too(
         assert growth.watch.costs.observed
 
 
-def test_the_costs_of_a_target_that_verifies_chains_are_measured(folder: Path) -> None:
-    """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws."""
+def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws. And the
+    server measured a second table, of wider trees."""
     target = TargetModel(make_family("qwen3_next"), (1, 2, 3))
     head = new_head(Eagle3Section(kind="eagle3", taps=target.taps), target.frozen, DraftVocab.full(97), seed=1).eval()
-    growth = growth_from_recipe(DecodeSection(growth="cost_aware", depth=3), target, head)
+    section = DecodeSection(growth="cost_aware", depth=3)
+    growth = growth_from_recipe(section, target, head)
     assert isinstance(growth, AdaptiveChain)
-    assert growth.watch.costs.surface.tokens[-1] >= 4
+    assert growth.watch.costs.surface.tokens[-1] >= states.WINDOW + 4  # a pass reads accepted tokens again
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
+    assert load_costs(section, target, HeadDrafter(head, growth)) is growth.watch.costs
     plain = generate(target, PROMPT, NEW_TOKENS)
     assert generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth)).tokens == plain.tokens

@@ -108,7 +108,11 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a norm that adds 1, in a hybrid": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
     "an lm_head with a bias": ("phi", {}),
     "a norm before the layers": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
-    "other names in files": ("deepseek_v4", {"num_local_experts": 4, "q_lora_rank": 8, "o_lora_rank": 8}),
+    "several residual streams that are weighed, and other names in files": (
+        "deepseek_v4",
+        {"num_local_experts": 4, "q_lora_rank": 8, "o_lora_rank": 8},
+    ),
+    "several residual streams, each projected": ("gemma3n_text", {"num_kv_shared_layers": 0, **PER_LAYER}),
     "two norms after the layers": (
         "gemma4_text",
         {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31},
@@ -117,21 +121,15 @@ ENDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def assert_logits_over_the_norm(model: PreTrainedModel, folder: Path) -> None:
-    """The input of the final norm through the frozen norm and lm_head, from files and from memory."""
+    """The last hidden state through the frozen norm and lm_head, from files and from memory."""
     model.eval().save_pretrained(folder)
-    ends, config = TargetEnds.from_class(model), TargetConfig.from_folder(folder)
-    inputs: list[Tensor] = []
-    norm = model.get_submodule(ends.norm)
-    norm.register_forward_pre_hook(
-        lambda module, args, kwargs: inputs.append([*args, *kwargs.values()][0]), with_kwargs=True
-    )
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=TOKENS).logits
+    target = TargetModel(model, ())
+    output = target.forward(TOKENS)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
-    for found in (frozen, FrozenTarget.from_model(model, ends, config, "cpu")):
-        torch.testing.assert_close(found.logits(inputs[-1]), logits, atol=1e-5, rtol=1e-4)
-        assert torch.equal(found.choices(inputs[-1]), logits.argmax(-1))
+    for found in (frozen, target.frozen):
+        torch.testing.assert_close(found.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-4)
+        assert torch.equal(found.choices(output.last_hidden), output.logits.argmax(-1))
 
 
 def with_random_norms(model: PreTrainedModel) -> PreTrainedModel:

@@ -7,15 +7,19 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from logging import StreamHandler, getLogger
 from pathlib import Path
 
 import pytest
 from bad_inputs import type_command
+from families import make_family
 from tiny_run import build_run, quiet_environment
 from transformers.utils import logging
 
 from headstart.common.progress import APART, SECONDS, Progress
-from headstart.inference.targets.loading import no_bars_of_transformers
+from headstart.inference.engine.loop import generate
+from headstart.inference.passes import check
+from headstart.inference.targets.loading import MISSING_KERNELS, no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -171,3 +175,16 @@ def test_the_bars_of_transformers_are_afterwards_as_before(were_on: bool) -> Non
         assert logging.is_progress_bar_enabled() == were_on
     finally:
         logging.enable_progress_bar()
+
+
+def test_a_hybrid_decodes_without_the_lines_of_transformers_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four lines that "fall back to" reference code appeared in every command."""
+    logger, seen = getLogger("transformers"), list[str]()
+    monkeypatch.setattr(logger, "handlers", [handler := StreamHandler()])
+    monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))
+    logging.warning_once.cache_clear()  # each is told once in a process
+    monkeypatch.setattr(MISSING_KERNELS, "packages", set())
+    monkeypatch.setattr(check, "FOUND", {})
+    generate(TargetModel(make_family("qwen3_next"), ()), [5, 17, 3], 4)
+    assert seen == []
+    assert MISSING_KERNELS.packages == {"causal_conv1d", "flash-linear-attention"}

@@ -18,12 +18,14 @@ from headstart.heads.formats.card import measured
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.report import command, journal
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.methods import Method
+from headstart.inference.report.methods import Method, build_methods
 from headstart.inference.report.rounds import Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers import run
@@ -63,6 +65,21 @@ def test_without_matplotlib_the_report_writes_all_but_pictures_and_says_how_to_g
     files = {path.name for path in recipe.report_dir.iterdir() if not path.name.startswith(".")}
     assert files == {"report.json", "report.md", "report.html"}
     assert capsys.readouterr().out.endswith("pip install -e '.[report]'\n")
+
+
+def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
+    """Its figures were those of the chain once more. A chain of another length keeps its row."""
+    target = TargetModel.load(trained.target, (1, 2, 3))
+    heads, target.way = {"": load_drafting_head(trained.head_dir, target)}, "chains"
+
+    def rows(growth: str) -> list[str]:
+        section = trained.report.model_copy(update={"baselines": ("plain", "chain", "tree")})
+        decode = trained.decode.model_copy(update={"growth": growth})
+        recipe = trained.model_copy(update={"report": section, "decode": decode})
+        return [method.name for method in build_methods(recipe, target, heads)]
+
+    assert rows("dynamic") == ["plain", "chain"]
+    assert rows("cost_aware") == ["plain", "chain", "tree"]
 
 
 def test_a_head_without_a_searched_tree_is_refused_before_the_work(

@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from headstart.inference.passes.attention import GROUPED
+from headstart.inference.targets.model import TargetModel
+
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -34,6 +37,27 @@ def test_only_the_ways_of_decoding_that_write_another_text_are_named(
 
 def test_a_model_that_needs_images_is_not_built(script: ModuleType) -> None:
     assert script.check("blip")["outcome"].startswith("not built: ")
+
+
+def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_trained_for(script: ModuleType) -> None:
+    """A KeyError named ours, which the language model runs on."""
+    target = TargetModel(script.make_target("deepseek_vl_hybrid"), ())
+    assert target.model.config._attn_implementation == GROUPED
+    assert script.harvests(target, [*range(3, 12)]) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("hrm_text", "a 'hrm_text' model given, which has 1 decoder layers for the 8 of its config.json"),
+        ("mllama", "head.taps: 1 given, but a 'mllama_text_model' model does not run layer 1 on text alone"),
+    ],
+)
+def test_taps_that_name_no_hidden_state_are_refused_by_name(script: ModuleType, name: str, why: str) -> None:
+    """They were an IndexError and a KeyError. A drafter without taps may draft for such a target."""
+    target = TargetModel(script.make_target(name), ())
+    assert target.drafts
+    assert script.harvests(target, [*range(3, 12)]).startswith(f"no: {why}")
 
 
 @pytest.mark.parametrize(

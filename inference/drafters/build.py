@@ -15,7 +15,7 @@ from headstart.heads.target_config import locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
-from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, CostTable
+from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, Costly, CostTable
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookahead import Lookahead
@@ -65,12 +65,11 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
         return section
     if not target.drafts:
         raise ValueError(
-            f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: its "
-            f"passes over several tokens do not go on from its states; decode without a drafter"
+            f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: "
+            f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
+            f"decode without a drafter"
         )
-    why = (
-        f"a {target.config.model_type!r} target verifies chains, as its states cannot be kept for every node of a tree"
-    )
+    why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
     if section.drafter in ("lookahead", "early_exit"):
         raise ValueError(
             f"decode.drafter: {section.drafter} given, head, draft_model, prompt_lookup or suffix is allowed: {why}; "
@@ -112,8 +111,9 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
     if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
-    # A growth that weighs costs shares this table, and its steps correct it.
-    return cost_table(target, drafter.head, decode.width, decode.nodes, decode.max_batch)
+    if isinstance(drafter.growth, Costly):  # its own table, which its steps correct
+        return drafter.growth.watch.costs
+    return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 
 def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:

@@ -24,6 +24,7 @@ from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, accept
 from headstart.inference.drafters.block import head_drafter
@@ -68,6 +69,8 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     They are measured, which takes seconds, unless an earlier run of the same kind left them on disk. `batch` is the
     number of rows that will be decoded together, if that is known.
     """
+    if target.layout.has_states:
+        nodes += WINDOW  # accepted tokens that a pass reads again
     key = cost_key(target, head, width, nodes, batch)
     digest = digest_of(key)[:24]
     tables = target.kept(KnownTables)

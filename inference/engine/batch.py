@@ -57,7 +57,9 @@ class Batch:
         self.prefixes = (
             None
             if prefix_memory is None
-            else PrefixIndex(prefix_memory, drafter.cache_shape is not None, target.layout.has_states)
+            else PrefixIndex(
+                prefix_memory, drafter.cache_shape is not None, target.layout.has_states, target.end_tokens
+            )
         )
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed

@@ -5,12 +5,12 @@ keys and values, those of the drafter, and the tapped hidden states from which t
 of a position depends on the token after it, so a block holds those of its positions but the last, and the one before.
 
 A target with states that cannot be cut back continues only from where they were copied. So they are kept where a text
-ends, within a block if need be; and where a prompt leaves the blocks of another, it is read in two parts (Marconi,
-arXiv 2411.19379).
+ends, within a block if need be; and where a prompt leaves the blocks of another, or before its last message, it is read
+in two parts (Marconi, arXiv 2411.19379).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -22,7 +22,7 @@ from headstart.inference.core.cache import SlotContents
 from headstart.inference.core.states import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends at a whole block, unless states were kept within one
-MESSAGE, LONG = 64, 192  # tokens of a last message, at most, and of what comes before it, at least
+MESSAGE, LONG = 64, 192  # tokens of a last message whose start is not known, and of what comes before it, at least
 Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
 
 
@@ -62,11 +62,12 @@ def known_tokens(prefix: Prefix | None) -> int:
 class PrefixIndex:
     """Blocks of texts within a budget of bytes. Those that were used least recently go first."""
 
-    def __init__(self, memory: int, keeps_all_taps: bool, has_states: bool = False) -> None:
-        """`keeps_all_taps`: the drafter reads every position, and not only the last one. `has_states`: the target's."""
+    def __init__(self, memory: int, keeps_all_taps: bool, has_states: bool = False, ends: Collection[int] = ()) -> None:
+        """`keeps_all_taps`: the drafter reads every position, and not only the last one. `has_states`: the target's.
+        `ends`: the tokens with which messages end."""
         if memory < 1:
             raise ValueError(f"prefix_memory: {memory} bytes given, 1 or more are allowed; leave it out for no reuse")
-        self.memory, self.keeps_all_taps, self.has_states = memory, keeps_all_taps, has_states
+        self.memory, self.keeps_all_taps, self.has_states, self.ends = memory, keeps_all_taps, has_states, ends
         self.blocks: OrderedDict[Key, tuple[int, Cached]] = OrderedDict()  # each with its number, the oldest use first
         self.num_bytes = 0
         self.numbered = 0  # blocks so far
@@ -78,7 +79,9 @@ class PrefixIndex:
 
     def find(self, prompt: list[int]) -> Prefix | None:
         """The longest known prefix of a prompt; None if there is none. The last token is always read again."""
-        keys = self._usable(prompt[:-1])
+        return self._prefix(self._usable(prompt[:-1]))
+
+    def _prefix(self, keys: list[Key]) -> Prefix | None:
         found, ends = [self.blocks[key][1] for key in keys], [*accumulate(len(tokens) for _, tokens in keys)]
         if not found:
             return None
@@ -96,21 +99,25 @@ class PrefixIndex:
     def copies_at(self, prompt: list[int]) -> int:
         """After how many tokens of a prompt the target's states are worth a copy, before its end; 0 for nowhere.
 
-        That is where it leaves the blocks of others, if the states there are missing; else, in a long prompt, before
-        what is probably its last message.
+        That is where it leaves the blocks of others, if states are missing for more than a block before that; else,
+        in a long prompt, before its last message, or before what is probably that.
         """
         if not self.has_states:
             return 0
         known, usable = len(self._known(prompt[:-1])) * BLOCK, self.known_tokens(prompt)
-        early = (len(prompt) - MESSAGE) // BLOCK * BLOCK
-        return known if known > usable else early if early - usable > LONG else 0
+        if known - usable > BLOCK:
+            return known
+        ends = [place for place, token in enumerate(prompt, start=1) if token in self.ends]
+        places = [*ends[-2:-1], (len(prompt) - MESSAGE) // BLOCK * BLOCK]
+        return next((place for place in places if place - usable > LONG), 0)
 
     def use(self, prompt: list[int]) -> Prefix | None:
         """`find`, counted as a query, which makes the blocks the most recently used ones."""
-        found = self.find(prompt)
+        keys = self._usable(prompt[:-1])
+        found = self._prefix(keys)
         self.queries += len(prompt)
         self.hits += known_tokens(found)
-        self._touch(self._usable(prompt[:-1]))
+        self._touch(keys)
         return found
 
     def add(

@@ -110,7 +110,7 @@ def difference(target: Passes, passes: Callable[[Passes, Tensor], Iterator[Pass]
 
 
 def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> Iterator[Pass]:
-    """A prompt in two parts, then trees or chains of two rows, one of which holds the first part alone."""
+    """A prompt in two parts, then a token and trees or chains of two rows, one of which holds the first part alone."""
     cache = target.new_cache(COUNT + 4, batch=2)
     row = cache.row(0)
     row.set_lengths([0])
@@ -121,6 +121,8 @@ def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> Iterator[Pass]:
     yield "the second part of a prompt", logits, range(FIRST, SECOND)
     cache.set_lengths([SECOND, FIRST])
     whole = both_rows(tokens)
+    logits = target.forward_tree(chain_of(whole[:, :1]), cache).logits
+    yield from by_row("one token", logits, 0)
     right = slice(None)
     if tree:  # a wrong token before each right one but the root
         wrong = (whole[:, 1:] + 1) % target.config.vocab_size
@@ -131,14 +133,12 @@ def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> Iterator[Pass]:
         right = slice(None, None, 2)
     else:
         drafts = chain_of(whole)
-    logits = target.forward_tree(drafts, cache).logits[:, right]
-    for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
-        yield f"{'a tree' if tree else 'a chain'} {name}", found, range(start, start + whole.shape[1])
+    yield from by_row("a tree" if tree else "a chain", target.forward_tree(drafts, cache).logits[:, right], 0)
 
 
 def state_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
-    """A prompt in two parts, chains of two rows whose drafts are wrong, and chains after their roots, which are read
-    again. One row holds the first part alone."""
+    """A prompt in two parts, a token of two rows, chains whose drafts are wrong, and chains after their roots, which
+    are read again. One row holds the first part alone."""
     cache = target.new_cache(COUNT + 4, batch=2)
     for row in range(2):
         logits = target.read_on(tokens[:, :FIRST], cache.row(row), 0, None).logits[0]
@@ -146,12 +146,12 @@ def state_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
     logits = target.read_on(tokens[:, FIRST:SECOND], cache.row(0), FIRST, None).logits[0]
     yield "the second part of a prompt", logits, range(FIRST, SECOND)
     cache.set_lengths([SECOND, FIRST])
-    whole = both_rows(tokens)
-    target.forward_tree(chain_of(whole[:, :1].expand(2, 3)), cache)
-    cache.keep([[0], [0]], whole[:, :1].tolist())
-    logits = target.forward_tree(chain_of(whole[:, 1:]), cache).logits
-    for name, found, start in zip(ROWS, logits, (SECOND + 1, FIRST + 1), strict=True):
-        yield f"a chain after a rejected one {name}", found, range(start, start + whole.shape[1] - 1)
+    one, root, rest = both_rows(tokens).split((1, 1, COUNT - SECOND - 2), dim=1)
+    yield from by_row("one token", target.forward_tree(chain_of(one), cache).logits, 0)
+    cache.keep([[0], [0]], one.tolist())
+    target.forward_tree(chain_of(root.expand(2, 3)), cache)
+    cache.keep([[0], [0]], root.tolist())
+    yield from by_row("a chain after a rejected one", target.forward_tree(chain_of(rest), cache).logits, 2)
 
 
 def plain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
@@ -163,8 +163,13 @@ def plain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
     for step, token in enumerate(both_rows(tokens).T[:2]):
         logits = target.forward_tree(Tree.root_only(token[:, None]), cache).logits
         cache.keep([[0], [0]], token[:, None].tolist())
-        for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
-            yield f"a step {name}", found, range(start + step, start + step + 1)
+        yield from by_row("one token", logits, step)
+
+
+def by_row(what: str, logits: Tensor, after: int) -> Iterator[Pass]:
+    """A pass of both rows, `after` so many tokens after the parts that they hold."""
+    for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
+        yield f"{what} {name}", found, range(start + after, start + after + len(found))
 
 
 def both_rows(tokens: Tensor) -> Tensor:

@@ -71,6 +71,15 @@ class Passes:
         return self.way == "trees"
 
     @property
+    def why_no_trees(self) -> str:
+        """Why it verifies chains alone, in its own terms."""
+        if self.way.startswith("own cache"):
+            return "it decodes in a cache of its own making, which holds one text"
+        if self.layout.has_states:
+            return "it keeps states, which cannot be cut back to an earlier token"
+        return "its pass over a tree computes other logits than its own forward"
+
+    @property
     def drafts(self) -> bool:
         """Whether it verifies draft tokens at all."""
         return "plain" not in self.way
@@ -136,6 +145,11 @@ class Passes:
     def _take_seen(self, tokens: Int[Tensor, "batch seq"]) -> tuple[list[Tensor], Tensor]:
         # With target.split layers they are on several devices.
         taps = (*self.taps, self.config.num_layers)
+        if left := {*taps} - {*self._seen}:
+            raise ValueError(
+                f"head.taps: {min(left)} given, but a {self.config.model_type!r} model does not run layer {min(left)} "
+                f"on text alone; the inputs of its other layers are allowed: choose one of them"
+            )
         seen = {tap: one_stream(self._seen[tap], tokens).to(self.device) for tap in taps}
         self._seen.clear()
         return [seen[tap] for tap in self.taps], seen[self.config.num_layers]

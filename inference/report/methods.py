@@ -7,7 +7,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import new_head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import build_drafter, growth_from_recipe, load_draft_model
+from headstart.inference.drafters.build import build_drafter, fitting, growth_from_recipe, load_draft_model
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Repeats
 from headstart.inference.generate.inputs import OWN_HEAD
@@ -35,10 +35,15 @@ class Method:
 
 
 def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> list[Method]:
-    """The methods of report.baselines, with plain decoding always among them; rows of heads once for each head."""
+    """The methods of report.baselines, with plain decoding always among them; rows of heads once for each head.
+
+    Where the recipe's tree is a chain, as for a target that verifies no trees, the row of the chain is enough.
+    """
     baselines = recipe.report.baselines
     if "plain" not in baselines:
         baselines = ("plain", *baselines)
+    if {"chain", "tree"} <= {*baselines} and fitting(recipe.decode, target).growth == "chain":
+        baselines = tuple(each for each in baselines if each != "tree")
     return [method for baseline in baselines for method in methods_of(baseline, recipe, target, heads)]
 
 

@@ -15,7 +15,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
-from transformers.utils import logging
 
 from headstart.common.errors import wrong_value
 from headstart.heads.files import read_json_object
@@ -138,8 +137,6 @@ def memory(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
 
 def kept_by(config: PreTrainedConfig) -> Kept:
     """What a model of this configuration keeps; raises ValueError if its code does not tell without weights."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # no advice on kernels that are not installed
     try:
         given = config.get_text_config().dtype or torch.bfloat16
         with torch.device("meta"):
@@ -149,8 +146,6 @@ def kept_by(config: PreTrainedConfig) -> Kept:
         windows, limit = attention_windows(model)[0], position_limit(model)
     except Exception as error:  # whatever a model raises when it is run so
         raise ValueError(f"{type(error).__name__}: {in_one_line(error)}") from error
-    finally:
-        logging.set_verbosity(verbosity)
     if layout.empty is None:
         raise ValueError("its cache is not made of layers that transformers describes")
     layers = Counter(kind_of(bool(shape), layer) for shape, layer in zip(layout.shapes, layout.empty, strict=True))

@@ -1,6 +1,8 @@
 """Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
 
+import logging
 import platform
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -12,7 +14,7 @@ from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_ends import auto_class
@@ -169,21 +171,42 @@ def in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
+class MissingKernels(logging.Filter):
+    """Keeps transformers' advice on kernels that are not installed, a line for each, from appearing in every command.
+
+    `packages` are those that have them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packages = set[str]()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        found = re.search(r"falling back to its reference .* because `(.+?)` is not installed", record.getMessage())
+        if found is not None:
+            self.packages.add(found[1])
+        return found is None
+
+
+MISSING_KERNELS = MissingKernels()
+logging.getLogger("transformers.integrations.hub_kernels").addFilter(MISSING_KERNELS)
+
+
 @contextmanager
 def no_bars_of_transformers() -> Iterator[None]:
     """Load or save models without the progress bars of transformers, which would appear in every command.
 
     They are switched on again if they were on. The hub's bars of downloads, which it also switches, stay.
     """
-    were_on, hub_bars = logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
+    were_on, hub_bars = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     if were_on:
-        logging.disable_progress_bar()
+        transformers_logging.disable_progress_bar()
         if hub_bars:
             enable_progress_bars()
     try:
         yield
     finally:
         if were_on:
-            logging.enable_progress_bar()
+            transformers_logging.enable_progress_bar()
             if not hub_bars:
                 disable_progress_bars()

@@ -14,7 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_ends import TargetEnds
+from headstart.heads.target_ends import TargetEnds, final_norm
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
@@ -36,6 +36,7 @@ from headstart.inference.targets.fast_layers import (
     pack_weights,
 )
 from headstart.inference.targets.loading import (
+    MISSING_KERNELS,
     load_config,
     load_weights,
     no_bars_of_transformers,
@@ -69,16 +70,18 @@ class TargetModel(Passes):
         self.windows, self.unmasked = attention_windows(model)
         self.position_limit = position_limit(model)
         self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
+        self.layers = [*decoder_layers(model)]
         self._refuse_unknown_taps()
         self._kept: dict[type, object] = {}
         self._seen: dict[int, Tensor] = {}
-        self.layers = [*decoder_layers(model)]
         self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
         self.compiler: Compiler | None = None  # of layers on a CPU, where they are compiled
         self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
         for tap in {*taps} - {self.config.num_layers}:
             self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
         self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
+        if (norm := final_norm(model, self.config)) is not None:  # models with several residual streams join them first
+            norm.register_forward_pre_hook(keep_input(self._seen, self.config.num_layers), with_kwargs=True)
         accepted = signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.selects_logits = "logits_to_keep" in accepted
@@ -117,6 +120,11 @@ class TargetModel(Passes):
                 if section.compile is None and target.is_packed and can_compile():
                     target.compile_layers()
         target.compiles = bool(section.compile)
+        if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:
+            packages = " ".join(sorted(MISSING_KERNELS.packages))
+            print(
+                f"{section.path}: some layers run on slow reference code; to get their kernels: pip install {packages}"
+            )
         return target
 
     @classmethod
@@ -266,6 +274,12 @@ class TargetModel(Passes):
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 
     def _refuse_unknown_taps(self) -> None:
+        if self.taps and len(self.layers) < self.config.num_layers:
+            raise ValueError(
+                f"target.path: a {self.config.model_type!r} model given, which has {len(self.layers)} decoder layers "
+                f"for the {self.config.num_layers} of its config.json, so a tap does not name one hidden state; models "
+                f"that run each layer once are allowed: choose another target, or a drafter without a head"
+            )
         if self.taps and (max(self.taps) > self.config.num_layers or min(self.taps) < 0):
             raise ValueError(
                 f"head.taps: {list(self.taps)} given, the target's hidden_states 0 to {self.config.num_layers} are "
