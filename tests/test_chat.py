@@ -21,8 +21,7 @@ from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.chat import session
-from headstart.inference.chat.answer import Answer
-from headstart.inference.chat.conversation import Conversation
+from headstart.inference.chat.conversation import Answer, Conversation
 from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
@@ -30,8 +29,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import BONUS, Accepted, Verified
 from headstart.inference.report.trace import trace
-from headstart.inference.show.colours import SHADES, token_style
-from headstart.inference.show.text_stream import TextStream
+from headstart.inference.show import SHADES, TextStream, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of

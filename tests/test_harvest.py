@@ -34,8 +34,7 @@ from headstart.data_pipelines.prompts import texts_together
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
-from headstart.data_pipelines.prompts.texts_together import ROOM
-from headstart.data_pipelines.stages.shard_work import idle_cores
+from headstart.data_pipelines.stages.shard_work import ROOM, idle_cores
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import cut_at_end

@@ -24,7 +24,7 @@ ROOMS = [
     "inference/drafters/",
     "inference/engine/",
     "inference/generate/",
-    "inference/show/",
+    "inference/show.py",
     "inference/calibrate.py",
     "inference/report/",
     "inference/chat/",

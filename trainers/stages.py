@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from headstart.common.files import read_growing_jsonl, read_json
-from headstart.common.launcher import end_with_launcher
+from headstart.common.process import end_with_launcher
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps

@@ -26,11 +26,11 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.features.store_options import store_options
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.recipes import Recipe
+from headstart.recipes.other_commands import store_options
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share

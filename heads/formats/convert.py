@@ -9,7 +9,7 @@ check them against the head's documentation. A head that headstart cannot repres
 once. Nothing in the folder is executed: a pickle may hold nothing but tensors.
 """
 
-from headstart.heads.formats.options import convert_options
+from headstart.recipes.other_commands import convert_options
 
 if __name__ == "__main__":
     convert_options(__doc__)  # --help and mistakes end the process here, before torch is loaded

@@ -27,13 +27,13 @@ from headstart.heads.files import HeadFiles, refuse_existing, write_folder
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
-from headstart.heads.formats.options import AUTHORS
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
+from headstart.recipes.other_commands import AUTHORS
 
 
 def main() -> None:

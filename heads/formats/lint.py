@@ -11,7 +11,7 @@ every engine that reads its layout except the authors' own code (eagle, medusa).
 otherwise.
 """
 
-from headstart.heads.formats.options import lint_options
+from headstart.recipes.other_commands import lint_options
 
 if __name__ == "__main__":
     lint_options(__doc__)  # --help and mistakes end the process here, before torch is loaded

@@ -58,7 +58,7 @@ from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_
 from headstart.inference.report.rounds import able_to_batch, run_rounds
 from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, short_table
 from headstart.inference.report.trace import Trace, on_terminal, trace
-from headstart.inference.show.colours import LEGEND as COLOURS
+from headstart.inference.show import LEGEND as COLOURS
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
