@@ -162,7 +162,7 @@ class Harvest:
 
         def work(write: Writer) -> None:
             share = ranks.share(shards)
-            with ShardProgress(share, self.state, "responses") as meter:
+            with ShardProgress(share, self.state, "responses", data.generate_batch) as meter:
                 write_responses(recipe, write, share, meter)
 
         ranks.carry_out(writer, work)

@@ -378,14 +378,18 @@ def test_a_message_names_options_where_no_recipe_is_given(
 def test_the_default_target_is_fetched_if_it_is_missing(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It was fetched again in every folder that the chat was started from."""
+
     def fetch(folder: Path, source: str) -> str:
-        folder.parent.mkdir()
+        folder.parent.mkdir(parents=True)
         folder.symlink_to(folders / "target")
         return f"fetched from {source}"
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headstart.options.ROOT", tmp_path)  # no clone
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "fetch", fetch)
-    for times in (1, 0):
+    for times, place in ((1, tmp_path), (0, folders)):
+        monkeypatch.chdir(place)
         talk(
             monkeypatch, b"a draft is\n", "--head", str(folders / "head"), "--dtype", "float32", "--max-new-tokens", "4"
         )

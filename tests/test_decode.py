@@ -15,8 +15,9 @@ from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import Drafter, NoDrafter
+from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter

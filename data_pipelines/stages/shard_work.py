@@ -86,8 +86,10 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
 class ShardProgress(Progress):
     """The progress of this rank's shards and its tokens per second, shown on the main rank only."""
 
-    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str) -> None:
-        super().__init__(what, sum(len(shard.rows) for shard in work), "samples", active=state.is_main_process)
+    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str, together: int = 1) -> None:
+        """`together` is how many samples are worked on at a time."""
+        total, active = sum(len(shard.rows) for shard in work), state.is_main_process
+        super().__init__(what, total, "samples", active=active, together=together)
         self.started, self.tokens = time.perf_counter(), 0
 
     def add(self, samples: int, tokens: int) -> None:

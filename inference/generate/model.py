@@ -21,8 +21,9 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, History, Sampling
+from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import loop_of
