@@ -22,7 +22,7 @@ from headstart.recipes.other_commands import Options
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
-OPTIONS = Options(count=3, new_tokens=32, depth=2)
+OPTIONS = Options(count=2, new_tokens=32, depth=2)
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
