@@ -35,7 +35,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.doctor.command import held_out, load_target, replay
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, right_guesses
-from headstart.inference.doctor.options import Options
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
@@ -43,6 +42,7 @@ from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import machine
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.other_commands import Options
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
 from pretrain import Settings, held_out_loss, learning_rate_factor, next_token_loss, sample_batch, token_stream

@@ -28,8 +28,9 @@ class NoteColumn(progress.ProgressColumn):
 class Progress:
     """A context manager that shows how much of `total` is done, the speed, and the time left.
 
-    `unit` is a plural, such as samples; `done` counts those that an earlier run finished. Nothing is shown unless
-    `active`. A line appears when work is reported, so no thread disturbs what is measured.
+    `unit` is a plural, such as samples; `done` counts those that an earlier run finished. Units that are worked on
+    `together` count half while they are: the first text of a batch ends when the others are about to. Nothing is shown
+    unless `active`. A line appears when work is reported, so no thread disturbs what is measured.
     """
 
     def __init__(
@@ -40,16 +41,18 @@ class Progress:
         done: int = 0,
         active: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        together: int = 1,
     ) -> None:
         self.what, self.total, self.unit, self.done, self.active, self.clock = what, total, unit, done, active, clock
+        self.together = together
         self.text = ""
         self.console = Console()
         self.on_terminal = active and self.console.is_terminal and not self.console.is_dumb_terminal
         left = progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn()
-        right = NoteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()
+        right = NoteColumn(), progress.TimeElapsedColumn(), progress.TextColumn("{task.fields[left]}")
         hidden = not self.on_terminal
         self._bar = progress.Progress(*left, *right, console=self.console, refresh_per_second=2, disable=hidden)
-        self._task = self._bar.add_task(what, total=total, completed=done, text="")
+        self._task = self._bar.add_task(what, total=total, completed=done, text="", left="")
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -72,7 +75,8 @@ class Progress:
         """Count work that an earlier run has done, which says nothing about the speed."""
         self.done += count
         self.text = self.text if text is None else text
-        self._bar.update(self._task, completed=self.done, text=self.text)
+        left = duration(self._estimate()[1]) if self._own else ""
+        self._bar.update(self._task, completed=self.done, text=self.text, left=left)
         waited = self.clock() - self._line_at
         enough = self.done - self._line_done >= SHARE * self.total
         if self.done < self.total and (waited >= SECONDS or (enough and waited >= APART)):
@@ -88,9 +92,16 @@ class Progress:
         self._line_at, self._line_done = self.clock(), self.done
         parts = [f"{self.what}: {self.done} of {self.total} {self.unit} ({self.done / max(self.total, 1):.0%})"]
         if self._own:
-            rate = self._own / max(self._seconds(), 1e-9)
-            parts += [f"{rate:.3g} {self.unit}/s", f"{duration((self.total - self.done) / rate)} left"]
+            rate, left = self._estimate()
+            parts += [f"{rate:.3g} {self.unit}/s", f"{duration(left)} left"]
         self._say_in_log(", ".join([*parts, self.text] if self.text else parts))
+
+    def _estimate(self) -> tuple[float, float]:
+        """Units per second, and the seconds that are left."""
+        missing = self.total - self.done
+        begun = min(self.together - 1, missing) / 2
+        rate = (self._own + begun) / max(self._seconds(), 1e-9)
+        return rate, (missing - begun) / rate
 
     def _say_in_log(self, text: str) -> None:
         if self.active and not self.on_terminal:

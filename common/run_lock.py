@@ -15,7 +15,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from headstart.common.files import naming
-from headstart.common.launcher import launcher_command
+from headstart.common.process import launcher_command
 
 LOCK = "in_use.lock"  # held by the operating system
 OWNER = "in_use.json"  # says who holds it

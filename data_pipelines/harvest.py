@@ -19,7 +19,7 @@ import torch
 from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
-from headstart.common.launcher import end_with_launcher
+from headstart.common.process import end_with_launcher
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
@@ -162,7 +162,7 @@ class Harvest:
 
         def work(write: Writer) -> None:
             share = ranks.share(shards)
-            with ShardProgress(share, self.state, "responses") as meter:
+            with ShardProgress(share, self.state, "responses", data.generate_batch) as meter:
                 write_responses(recipe, write, share, meter)
 
         ranks.carry_out(writer, work)

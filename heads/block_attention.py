@@ -1,4 +1,7 @@
-"""The attention of block heads in training: all blocks of a batch at once, in memory linear in the sequence length."""
+"""The attention of block heads in training: all blocks of a batch at once, in memory linear in the sequence length.
+
+On a GPU one slot of all blocks is computed at a time, by the fused causal kernel.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,8 +13,15 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from headstart.heads.attention_kernels import Documents, flash_attention_takes, masked_backward, masked_forward
-from headstart.heads.slot_attention import Places, SlotAttention
+from headstart.heads.attention_kernels import (
+    CUDA_FUSED,
+    Documents,
+    flash_attention_takes,
+    masked_backward,
+    masked_forward,
+    scored_backward,
+    scored_forward,
+)
 
 GROUP_QUERIES = 128  # queries that are computed together; they share the longest prefix among their blocks
 
@@ -56,7 +66,7 @@ class Blocks:
         """The anchors' positions within their documents."""
         return self.indices(device)[1] - torch.tensor(self.starts, device=device).long()
 
-    def along(self, batch: int, seq: int, device: torch.device | str) -> Places:
+    def along(self, batch: int, seq: int, device: torch.device | str) -> "Places":
         """The blocks' places in a context of this shape; a document ends where no block sees any more of it."""
         ends = {(row, start): anchor for row, anchor, start in zip(self.rows, self.anchors, self.starts, strict=True)}
         cuts = [{0, seq} for _ in range(batch)]
@@ -139,7 +149,7 @@ class BlockCache:
         return out
 
     @cached_property
-    def places(self) -> Places:
+    def places(self) -> "Places":
         batch, _, seq, _ = self.keys[0].shape
         return self.blocks.along(batch, seq, self.keys[0].device)
 
@@ -202,3 +212,67 @@ def together(states: Float[Tensor, "count heads size head_dim"]) -> Float[Tensor
 def apart(states: Float[Tensor, "1 heads queries head_dim"], size: int) -> Float[Tensor, "count heads size head_dim"]:
     """The slots block by block again."""
     return states[0].unflatten(1, (-1, size)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the blocks of a batch lie in their context, on the device."""
+
+    rows: Int[Tensor, " blocks"]
+    columns: Int[Tensor, " blocks"]  # of the position before each anchor, the last one that the block sees
+    documents: Documents
+
+    def spread(self, states: Tensor) -> Tensor:
+        """States of one slot, [blocks, heads, ...], at their places in the context, [batch, heads, seq, ...]."""
+        context = states.new_zeros(*self.documents.places.shape, *states.shape[1:])
+        context[self.rows, self.columns] = states
+        return context.transpose(1, 2)
+
+    def gather(self, context: Tensor) -> Tensor:
+        """The states at these places of the context: `spread`, undone."""
+        return context.transpose(1, 2)[self.rows, self.columns]
+
+
+class SlotAttention(torch.autograd.Function):
+    """Merges attention to the context with that to the block's own slots, using their log-sum-exps.
+
+    The queries of one slot lie in the context at the last position that they see, so causal attention gives them what
+    their blocks see. Positions without a block have zeros for query and gradient, and so they add nothing.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, places: Places, within: Bool[Tensor, "size size"], window: int | None, *states: Tensor
+    ) -> Tensor:
+        query, context_key, context_value, key, value = states
+        mask = torch.where(within, 0.0, -torch.inf)
+        own, of_own = scored_forward(query, key, value, mask)
+        out, of_context = torch.empty_like(query), torch.empty_like(of_own)
+        for slot in range(query.shape[2]):
+            given = places.spread(query[:, :, slot]), context_key, context_value
+            found, sums = CUDA_FUSED.forward(*given, documents=places.documents, window=window)
+            out[:, :, slot], of_context[:, :, slot] = places.gather(found), places.gather(sums)
+        logsumexp = torch.logaddexp(of_own, of_context)  # [blocks, heads, slots]
+        share, own_share = ((part - logsumexp).exp().unsqueeze(-1) for part in (of_context, of_own))
+        out = (out * share + own * own_share).to(query.dtype)
+        ctx.places, ctx.window = places, window
+        ctx.save_for_backward(*states, out, logsumexp, mask)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, context_key, context_value, key, value, out, logsumexp, mask = ctx.saved_tensors
+        places, along = ctx.places, (gradients[0], query, out, logsumexp)
+        grad_query, grad_key, grad_value = scored_backward(gradients[0], query, key, value, out, logsumexp, mask)
+        # Many slots add up in the context's gradients.
+        of_context = [torch.zeros_like(each, dtype=logsumexp.dtype) for each in (context_key, context_value)]
+        for slot in range(query.shape[2]):
+            grads, queries, outs, sums = (places.spread(each[:, :, slot]) for each in along)
+            given = grads, queries, context_key, context_value, outs, sums
+            of_query, *found = CUDA_FUSED.backward(*given, documents=places.documents, window=ctx.window)
+            grad_query[:, :, slot] += places.gather(of_query)
+            for total, more in zip(of_context, found, strict=True):
+                total += more
+        grad_context_key, grad_context_value = (each.to(context_key.dtype) for each in of_context)
+        own = grad_key.to(key.dtype), grad_value.to(value.dtype)
+        return None, None, None, grad_query, grad_context_key, grad_context_value, *own

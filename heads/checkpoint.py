@@ -103,16 +103,9 @@ def load_head(folder: str | Path, target_folder: str | Path) -> DraftHead:
 
     Raises ValueError as `load_head_for` does, and for a target without embedding, final norm or lm_head.
     """
-    target_path = path_of("target_folder", target_folder)
-    dtype = getattr(torch, stored_dtype(path_of("folder", folder)))
+    target_path = Path(target_folder).expanduser()
+    dtype = getattr(torch, stored_dtype(Path(folder).expanduser()))
     return load_head_for(folder, FrozenTarget.from_folder(target_path, dtype))
-
-
-def path_of(name: str, given: object) -> Path:
-    """The path in an argument of this name; raises ValueError for another type, such as a loaded model."""
-    if not isinstance(given, str | Path):
-        raise ValueError(f"{name}: {given!r} given, the path of a folder is allowed; give it as text")
-    return Path(given).expanduser()
 
 
 def stored_dtype(folder: Path) -> str:
@@ -130,7 +123,7 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
     or unknown tensors.
     """
-    folder = path_of("folder", folder)
+    folder = Path(folder).expanduser()
     config = read_config(folder)
     path = folder / MODEL
     pickles = [name for name in PICKLES if (folder / name).is_file()]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import errors, snapshot_download
 
 from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
@@ -51,9 +51,22 @@ def locate_target(
         return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available
         raise ValueError(
-            f"{field}: {path!r} is neither a local folder nor a model available on the hub "
-            f"({type(error).__name__}: {error}); give a folder with config.json and *.safetensors, or a hub name"
+            f"{field}: {path!r} is neither a local folder nor a model available on the hub ({hub_says(error)}); give a "
+            f"folder with config.json and *.safetensors, or a hub name (org/name)"
         ) from error
+
+
+def hub_says(error: Exception) -> str:
+    """The hub client's error in a few words: its own are long, and some do not name the cause."""
+    words: dict[type[Exception], str] = {
+        errors.GatedRepoError: "ask for access on its page, then run hf auth login",
+        errors.RepositoryNotFoundError: "the hub does not know it; for a private model run hf auth login first",
+        errors.RevisionNotFoundError: "it has no such revision",
+        errors.HFValidationError: "this cannot be a name on the hub",
+        errors.LocalEntryNotFoundError: "it is not in the cache, and the hub cannot be reached: check the network",
+    }
+    first = " ".join(str(error).split())[:160]
+    return next((said for kind, said in words.items() if isinstance(error, kind)), f"{type(error).__name__}: {first}")
 
 
 def unpacked_folder(file: Path, field: str) -> Path:

@@ -25,7 +25,7 @@ from headstart.inference.chat.session import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
-from headstart.options import FOLDER, ChatOptions, chat_options
+from headstart.options import FOLDER, ChatOptions, chat_options, find_folder
 from headstart.smollm2 import fetch
 
 
@@ -42,9 +42,10 @@ def talk(options: ChatOptions) -> None:
     """Load target and head, and answer until the questions end."""
     wanted = options.model
     if wanted.target is None:
-        wanted = replace(wanted, target=str(FOLDER))
-        if not (FOLDER / "config.json").is_file():
-            print(fetch(FOLDER, "auto"), flush=True)
+        folder = find_folder(FOLDER)
+        wanted = replace(wanted, target=str(folder))
+        if not (folder / "config.json").is_file():
+            print(fetch(folder, "auto"), flush=True)
     interactive = options.prompt is None and sys.stdin.isatty()
     piped = options.prompt is None and not interactive
     console = Console(highlight=False, color_system=None if piped else "auto")

@@ -15,13 +15,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
-from headstart.data_pipelines.features.store_options import store_options
-from headstart.heads.formats.options import convert_options, lint_options
-from headstart.inference.doctor.options import doctor_options
 from headstart.inference.serve.options import serve_options
 from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.recipes.command_line import DeviceMemory
+from headstart.recipes.other_commands import convert_options, doctor_options, lint_options, store_options
 from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 

@@ -5,12 +5,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from headstart.common.process import user_cache
 from headstart.inference.generate.options import ModelOptions, add_model, model_options
 from headstart.recipes.command_line import own_parser
 
 FOLDER = Path("models/SmolLM2-135M-Instruct")
 HEAD = Path("assets/smollm2_head")
+ROOT = Path(__file__).resolve().parents[1]  # the clone of the repository, or the folder of installed packages
 SOURCES = ("auto", "hub", "wheel")
+
+
+def find_folder(path: Path) -> Path:
+    """A model's folder below the current one, else the same in the clone, or without a clone in the user's cache."""
+    if (path / "config.json").is_file():
+        return path
+    return (ROOT if (ROOT / "pyproject.toml").is_file() else user_cache("chat")) / path
 
 
 @dataclass(frozen=True)
@@ -35,8 +44,8 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
     parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512, or what the target allows)")
     parser.add_argument("--prompt", help="answer this question and exit")
     given = parser.parse_args(argv)
-    if given.recipe is None and given.target is None and (HEAD / "config.json").is_file():
-        given.head = given.head or HEAD
+    if given.recipe is None and given.target is None and ((head := find_folder(HEAD)) / "config.json").is_file():
+        given.head = given.head or head
     model = model_options(parser, given)
     if (longest := given.max_new_tokens) is not None:
         if longest < 1:

@@ -84,7 +84,9 @@ class RawRecipe:
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load a YAML recipe and apply the overrides; raises RecipeError listing every mistake."""
-    check_arguments(path, overrides)
+    if isinstance(overrides, str):  # it would be read letter by letter
+        allowed = "a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
+        raise RecipeError(f"overrides: {overrides!r} given, {allowed}")
     raw = read_recipe_file(Path(path))
     for override in overrides:
         apply_override(raw, override)
@@ -100,16 +102,6 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
         raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
     return recipe
-
-
-def check_arguments(path: Any, overrides: Any) -> None:
-    """Raise RecipeError for arguments of another type; a bare text would be read letter by letter."""
-    if not isinstance(path, str | Path):
-        allowed = "the path of a recipe is allowed; write load_recipe('recipes/tiny.yaml')"
-        raise RecipeError(f"path: {path!r} given, {allowed}")
-    if not isinstance(overrides, list | tuple) or not all(isinstance(each, str) for each in overrides):
-        allowed = "a list of texts is allowed; write load_recipe(path, ['train.steps=100'])"
-        raise RecipeError(f"overrides: {overrides!r} given, {allowed}")
 
 
 def read_recipe_file(path: Path) -> RawRecipe:

@@ -2,6 +2,7 @@
 pytest-xdist runs none.
 """
 
+import gc
 import os
 import sys
 
@@ -14,9 +15,15 @@ def pytest_configure(config: pytest.Config) -> None:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if not config.getoption("numprocesses", None):
+        gc.disable()  # imports and collection make objects that stay, half a million of them
         config.pluginmanager.import_plugin("shared_fixtures")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     keep_each_value(items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()

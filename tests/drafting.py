@@ -11,8 +11,9 @@ from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.block import BlockHead
 from headstart.heads.block_attention import Blocks
 from headstart.inference.core.cache import KVCache
+from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
-from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth

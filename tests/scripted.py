@@ -12,8 +12,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import Path
 from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
-from headstart.inference.core.sampling import History
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import (

@@ -17,7 +17,7 @@ from exported import edit_config
 from safetensors.torch import load_file, save_file
 from tiny_run import build_tokenizer, recipe_values
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM, TextStreamer
+from transformers import GenerationConfig, LlamaForCausalLM
 
 import headstart
 from headstart.heads.checkpoint import load_head_for, save_head
@@ -64,7 +64,6 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "negative ids": ({"input_ids": torch.tensor([[5, -1]])}, Says("input_ids", "-1", "0 to 96", "attention_mask")),
     "ids as floats": ({"input_ids": IDS.float()}, Says("input_ids", "float32", "torch.long", "a tokenizer returns")),
     "ids as bools": ({"input_ids": IDS.bool()}, Says("input_ids", "bool", "torch.long", "a tokenizer returns")),
-    "ids as complex numbers": ({"input_ids": IDS + 1j}, Says("input_ids", "complex64", "torch.long", "a tokenizer")),
     "ids as nested lists": (
         {"input_ids": [[5, 6]]},
         Says("input_ids", "list [[5, 6]]", "a torch tensor is allowed", "write torch.tensor("),
@@ -101,11 +100,6 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     ),
     "no prompts": ({"input_ids": IDS[:0]}, Says("input_ids", "shape [0, 4]", "at least one row", "give prompts")),
     "empty prompts": ({"input_ids": IDS[:, :0]}, Says("input_ids", "shape [1, 0]", "one column", "give prompts")),
-    "sparse ids": (
-        {"input_ids": IDS.to_sparse()},
-        Says("input_ids", "sparse", "a dense tensor", "token ids themselves"),
-    ),
-    "ids on the meta device": ({"input_ids": IDS.to("meta")}, Says("input_ids", "meta", "with values", "token ids")),
     "a prompt that is too long": (
         {"input_ids": torch.full((1, 300), 5)},
         Says("max_new_tokens", "300 tokens", "256 positions", "shorten the prompt"),
@@ -183,10 +177,6 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "stop strings without a tokenizer": (
         {"stop_strings": "x"},
         Says("stop_strings", "without a tokenizer", "", "pass a tokenizer"),
-    ),
-    "a tokenizer by name": (
-        {"stop_strings": "x", "tokenizer": "gpt2"},
-        Says("tokenizer", "'gpt2'", "an object with `decode`", "AutoTokenizer.from_pretrained"),
     ),
     "temperature NaN": ({**SAMPLE, "temperature": NAN}, Says("temperature", "nan", "at least 1e-8", "leave it out")),
     "negative temperature": ({**SAMPLE, "temperature": -1}, Says("temperature", "-1", "at least 1e-8", "leave it out")),
@@ -292,18 +282,6 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "a streamer for two texts": (
         {"input_ids": TWO, "streamer": "recorder"},
         Says("streamer", "2 texts", "only 1 is allowed", "give one prompt"),
-    ),
-    "an object that is no streamer": (
-        {"streamer": object()},
-        Says("streamer", "object", "`put` and `end`", "TextStreamer("),
-    ),
-    "print as a streamer": (
-        {"streamer": print},
-        Says("streamer", "print", "`put` and `end`", "TextStreamer(tokenizer)"),
-    ),
-    "a streamer's class": (
-        {"streamer": TextStreamer},
-        Says("streamer", "TextStreamer'>", "`put` and `end`", "TextStreamer("),
     ),
     "a bias as a list": (
         {"logit_bias": [1, 2]},
@@ -431,11 +409,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         {"target": "./nothing"},
         Says("target: ", "'./nothing'", "a folder", "give a"),
     ),
-    "no target": (
-        {"target": None},
-        Says("target", "None", "a folder or a hub name", "SpeculativeModel(target, drafter)"),
-    ),
-    "an empty target": ({"target": ""}, Says("target", "''", "a folder or a hub name is allowed", "pass objects")),
+    "an empty target": ({"target": ""}, Says("path", "''", "a path of one or more characters", "correct or remove it")),
     "a head as the target": ({"target": "head"}, Says("head", "no embedding", "looked for", "give the whole target")),
     "a target that lacks a tensor": (
         {"target": "no tensor"},
@@ -458,7 +432,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     ),
     "a target as the head": ({"head": "target"}, Says("num_hidden_layers", "7", "a head has 1 layer", "train one")),
     "a file as the head": ({"head": "target/config.json"}, Says("config.json", "holds no head", "", "a saved head")),
-    "a number as the head": ({"head": 3}, Says("folder", "3", "the path of a folder", "give it as text")),
     "a head with another drafter": (
         {"decode": decode(drafter="prompt_lookup")},
         Says("head", "prompt_lookup", "with decode.drafter head", "no head with another drafter"),
@@ -476,10 +449,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
     "a device that is not there": (
         {"device": "cuda:99"},
         Says("target.device", "'cuda:99'", "auto, cpu", "choose another"),
-    ),
-    "decode as a dict": (
-        {"decode": {"depth": 2}},
-        Says("decode", "dict", "a DecodeSection", "DecodeSection(**fields)"),
     ),
     "a searched tree that the head lacks": (
         {"decode": decode(growth="searched")},
@@ -535,10 +504,7 @@ def test_the_parts_of_a_model_are_checked(
     plain, untapped = make_model(), TargetModel(make_model(), ())
     cases: list[tuple[Callable[[], object], Says]] = [
         (lambda: SpeculativeModel(plain), Says("target", "LlamaForCausalLM", "a TargetModel", "TargetModel(model")),  # type: ignore[arg-type]
-        (lambda: SpeculativeModel("x"), Says("target", "str", "a TargetModel", "from_folders(TARGET, HEAD)")),  # type: ignore[arg-type]
-        (lambda: SpeculativeModel(target, head), Says("drafter", "Eagle3Head", "a HeadDrafter", "from_folders")),  # type: ignore[arg-type]
-        (lambda: SpeculativeModel(target, "x"), Says("drafter", "str", "a HeadDrafter", "from_folders(")),  # type: ignore[arg-type]
-        (lambda: SpeculativeModel(target, tokenizer="gpt2"), Says("tokenizer", "'gpt2'", "`decode`", "AutoTokenizer")),
+        (lambda: SpeculativeModel("x"), Says("target", "str", "a TargetModel", "SpeculativeModel.from_folders")),  # type: ignore[arg-type]
         (lambda: SpeculativeModel(target, max_batch=0), Says("max_batch", "0", "1 or more", "leave it out")),
         (lambda: DecodeLoop(target, max_batch=0), Says("max_batch", "0", "1 or more", "is allowed")),
         (lambda: DecodeLoop(target, prefill_chunk=0), Says("prefill_chunk", "0", "1 or more", "leave it out for 512")),
@@ -567,10 +533,7 @@ def test_load_head_takes_two_folders_and_checks_them(folders: dict[str, Path], f
     assert type(head).__name__ == "Eagle3Head"
     assert head.embedding.dtype == frozen.embedding.dtype
     for folder, target, says in (
-        (3, folders["target"], Says("folder", "3", "the path of a folder", "give it as text")),
-        (None, folders["target"], Says("folder", "None", "the path of a folder", "give it as text")),
         ("nowhere", folders["target"], Says("nowhere", "no config.json", "holds no head", "headstart train RECIPE")),
-        (folders["head"], frozen, Says("target_folder", "FrozenTarget", "the path of a folder", "give it as text")),
         (folders["head"], "nowhere", Says("nowhere", "has neither model.safetensors nor", "", "save_pretrained(")),
     ):
         assert_raises(lambda folder=folder, target=target: load(folder, target), says)
@@ -589,8 +552,6 @@ def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
 
 
 LOAD_RECIPE: dict[str, tuple[Any, Any, Says]] = {
-    "no path": (None, (), Says("path", "None", "the path of a recipe", "recipes/tiny.yaml")),
-    "a number as the path": (3, (), Says("path", "3", "the path of a recipe", "recipes/tiny.yaml")),
     "a recipe that does not exist": (
         "none.yaml",
         (),
@@ -598,9 +559,6 @@ LOAD_RECIPE: dict[str, tuple[Any, Any, Says]] = {
     ),
     "a folder as the recipe": (".", (), Says(".", "Is a directory", "", "give the path of a recipe")),
     "overrides as one text": ("own", "train.steps=3", Says("overrides", "'train.steps=3'", "a list of texts", "write")),
-    "overrides as a dict": ("own", {"train.steps": 3}, Says("overrides", "{'train.steps': 3}", "a list", "['train.")),
-    "no overrides": ("own", None, Says("overrides", "None", "a list of texts", "write load_recipe(path, [")),
-    "overrides of numbers": ("own", [3], Says("overrides", "[3]", "a list of texts", "write load_recipe(path, [")),
     "an override without a value": (
         "own",
         ["train.steps"],

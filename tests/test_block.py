@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing import assert_close
 
-from headstart.heads import attention_kernels, block_attention, slot_attention
+from headstart.heads import attention_kernels, block_attention
 from headstart.heads.attention_kernels import (
     CUDA_FUSED,
     CausalKernel,
@@ -172,7 +172,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(attention_kernels, "MASK_DEVICES", ())
     if request.param == "slot by slot":
         monkeypatch.setattr(block_attention, "flash_attention_takes", lambda query: True)
-        monkeypatch.setattr(slot_attention, "CUDA_FUSED", plain_kernel())
+        monkeypatch.setattr(block_attention, "CUDA_FUSED", plain_kernel())
 
 
 @pytest.mark.parametrize("reach", [Reach(), Reach(causal=True), Reach(window=4)], ids=str)
@@ -250,7 +250,7 @@ def test_on_a_gpu_a_block_head_trains_by_the_fused_kernel_under_autocast(
         calls.append(given[0])
         return CUDA_FUSED.forward(*given, **options)
 
-    monkeypatch.setattr(slot_attention, "CUDA_FUSED", CausalKernel(counted, CUDA_FUSED.backward))
+    monkeypatch.setattr(block_attention, "CUDA_FUSED", CausalKernel(counted, CUDA_FUSED.backward))
     head = copy.deepcopy(head).cuda().requires_grad_(True)
     with torch.autocast("cuda", torch.bfloat16):
         states = head.text_states(head.project(taps.cuda()), tokens.cuda(), blocks)

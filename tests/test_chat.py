@@ -21,8 +21,7 @@ from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.chat import session
-from headstart.inference.chat.answer import Answer
-from headstart.inference.chat.conversation import Conversation
+from headstart.inference.chat.conversation import Answer, Conversation
 from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
@@ -30,8 +29,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import BONUS, Accepted, Verified
 from headstart.inference.report.trace import trace
-from headstart.inference.show.colours import SHADES, token_style
-from headstart.inference.show.text_stream import TextStream
+from headstart.inference.show import SHADES, TextStream, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
@@ -380,14 +378,18 @@ def test_a_message_names_options_where_no_recipe_is_given(
 def test_the_default_target_is_fetched_if_it_is_missing(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It was fetched again in every folder that the chat was started from."""
+
     def fetch(folder: Path, source: str) -> str:
-        folder.parent.mkdir()
+        folder.parent.mkdir(parents=True)
         folder.symlink_to(folders / "target")
         return f"fetched from {source}"
 
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headstart.options.ROOT", tmp_path)  # no clone
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "fetch", fetch)
-    for times in (1, 0):
+    for times, place in ((1, tmp_path), (0, folders)):
+        monkeypatch.chdir(place)
         talk(
             monkeypatch, b"a draft is\n", "--head", str(folders / "head"), "--dtype", "float32", "--max-new-tokens", "4"
         )

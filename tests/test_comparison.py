@@ -231,7 +231,7 @@ def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None
     figures = outcomes[0].by_category["a & b"]
     outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
     parsed = Balanced()
-    parsed.feed(page("a <title>", [outcomes], [as_svg(draw([outcomes]))], [found], letters))
+    parsed.feed(page("a <title>", [outcomes], [as_svg(draw(outcomes))], [found], letters))
     assert parsed.open == []
     assert parsed.counts["svg"] == 1
     assert parsed.counts["samp"] == sum(step.tree is not None for step in found.steps) > 0

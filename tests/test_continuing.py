@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, tiny_recipe, write_prompts
+from tiny_run import contents, tiny_recipe, write_prompts
 
 from headstart.recipes import Recipe
 from headstart.trainers import run
@@ -33,30 +33,46 @@ def test_more_steps_continue_a_finished_run(
     assert rows == sorted(rows)
 
 
-def test_fewer_steps_than_are_done_are_refused(make_recipe: MakeRecipe) -> None:
-    run(make_recipe("run"))
+def copied(folder: Path, to: Path) -> Path:
+    """A copy of a folder whose recipe names the copy's files."""
+    shutil.copytree(folder, to)
+    recipe = to / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
+    return to
+
+
+@pytest.fixture(scope="module")
+def trained_once(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = copied(harvested, tmp_path_factory.mktemp("trained") / "folder")
+    run(tiny_recipe(folder))
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A folder with a finished run of 8 steps on 12 prompts."""
+    return copied(trained_once, tmp_path / "folder")
+
+
+def test_fewer_steps_than_are_done_are_refused(trained: Path) -> None:
     with pytest.raises(ValueError, match=r"train\.steps: checkpoint 8, recipe 6"):
-        run(make_recipe("run", "train.steps=6"))
+        run(tiny_recipe(trained, "train.steps=6"))
 
 
-def test_another_field_is_refused_with_more_steps_too(make_recipe: MakeRecipe) -> None:
-    run(make_recipe("run"))
+def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
     with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
-        run(make_recipe("run", "train.steps=12", "train.unroll=2"))
+        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
     assert "train.steps" not in str(error.value)
 
 
-def test_the_same_recipe_says_nothing_about_continuing(
-    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(make_recipe("run"))
-    run(make_recipe("run"))
-    assert "continuing" not in capsys.readouterr().out
+def test_the_same_recipe_says_nothing_about_continuing(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny_recipe(trained))
+    assert "head was already complete" in (said := capsys.readouterr().out)
+    assert "continuing" not in said
 
 
-def test_a_damaged_note_on_the_start_names_its_file(make_recipe: MakeRecipe) -> None:
-    recipe = make_recipe("run")
-    run(recipe)
+def test_a_damaged_note_on_the_start_names_its_file(trained: Path) -> None:
+    recipe = tiny_recipe(trained)
     shutil.rmtree(recipe.head_dir)
     (recipe.checkpoints_dir / "start.json").write_text("{")
     with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
@@ -64,13 +80,10 @@ def test_a_damaged_note_on_the_start_names_its_file(make_recipe: MakeRecipe) -> 
 
 
 @pytest.fixture
-def finished(tmp_path: Path, harvested: Path) -> Path:
-    """A folder with a finished run on 12 prompts, whose file has since grown to 24 prompts."""
-    build_run(tmp_path)
-    shutil.copytree(harvested / "target", tmp_path / "target", dirs_exist_ok=True)
-    run(tiny_recipe(tmp_path))
-    write_prompts(tmp_path / "prompts.jsonl", count=24, first=0)
-    return tmp_path
+def finished(trained: Path) -> Path:
+    """The same, and the file of prompts has since grown to 24."""
+    write_prompts(trained / "prompts.jsonl", count=24, first=0)
+    return trained
 
 
 def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary(

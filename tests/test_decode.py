@@ -15,8 +15,9 @@ from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.drafter import Drafter, NoDrafter
+from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -249,6 +250,7 @@ def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need
     assert set(unpenalised.histories) == {None}
 
 
+@pytest.mark.each_value
 @main_samplings
 @pytest.mark.parametrize("depth", [1, 2, 5])
 def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
@@ -296,9 +298,11 @@ def test_a_text_never_exceeds_max_new_tokens(
 ) -> None:
     sampling = Sampling(1.0, seed=1)
     wanted = plain(sampling)
-    for count in range(1, 13):
-        drafter = make_drafter(drafter_name, PROMPT + wanted)
-        result = generate(target, PROMPT, count, sampling, drafter)
+    drafter, requests = (
+        make_drafter(drafter_name, PROMPT + wanted),
+        [Request(PROMPT, n, sampling) for n in range(1, 13)],
+    )
+    for count, result in enumerate(generate_batch(target, requests, drafter, len(requests)), start=1):
         assert result.tokens == wanted[:count]
         assert result.stats.tokens == count - 1
         assert result.finish == "length"

@@ -18,11 +18,11 @@ from torch.nn import functional
 
 from headstart.inference.doctor import command as doctor
 from headstart.inference.doctor.command import Diagnosis, diagnose, held_out, load_target, main, replay
-from headstart.inference.doctor.options import Options
+from headstart.recipes.other_commands import Options
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
-OPTIONS = Options(count=3, new_tokens=32, depth=2)
+OPTIONS = Options(count=2, new_tokens=32, depth=2)
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]

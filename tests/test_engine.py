@@ -22,7 +22,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
-from headstart.inference.engine.pace import Pace
+from headstart.inference.engine.reading import Pace
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]

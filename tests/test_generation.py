@@ -26,8 +26,9 @@ from transformers import (
 
 from headstart.heads.checkpoint import save_head
 from headstart.heads.eagle3 import Eagle3Head
+from headstart.inference.core.history import History
 from headstart.inference.core.request import Generation
-from headstart.inference.core.sampling import BatchSampling, History, Sampling
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate

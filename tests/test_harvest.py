@@ -30,12 +30,11 @@ from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts import texts_together
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
-from headstart.data_pipelines.prompts.texts_together import ROOM
-from headstart.data_pipelines.stages.shard_work import idle_cores
+from headstart.data_pipelines.stages import shard_work
+from headstart.data_pipelines.stages.shard_work import ROOM, idle_cores
 from headstart.heads.checkpoint import draft_vocab, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import cut_at_end
@@ -125,10 +124,10 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
 
     wanted = dict(target_writer(recipe, target)(prompts, samplings))
     needed = StepMemory.of(target.config, target.dtype).needed(1, 1, 24 + 12)
-    monkeypatch.setattr(texts_together, "SMALL", 0)
+    monkeypatch.setattr(shard_work, "SMALL", 0)
     monkeypatch.setattr("headstart.data_pipelines.prompts.responses.generate_each", watched)
     for room, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
-        monkeypatch.setattr(texts_together, "free_memory", lambda _, room=room: int(room / ROOM * needed) + 1)
+        monkeypatch.setattr(shard_work, "free_memory", lambda _, room=room: int(room / ROOM * needed) + 1)
         assert dict(target_writer(recipe, target)(prompts, samplings)) == wanted
         assert said in (printed := capsys.readouterr().out)
         assert bool(said) == bool(printed)
@@ -142,7 +141,7 @@ def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
     recipe = tiny_recipe(tmp_path)
     target = TargetModel.load(recipe.target, ())
     monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
-    assert texts_together.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
+    assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
 def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
@@ -151,14 +150,14 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
-    monkeypatch.setattr(texts_together, "SMALL", 0)
+    monkeypatch.setattr(shard_work, "SMALL", 0)
     with pretended_cuda():
         target = TargetModel(on_two_cards(make_model()), ())
         slot = 2 * 2 * 8 * 4  # bytes of a token in one layer
         assert [StepMemory.on(device, target).cached for device in (CUDA, SECOND)] == [4 * slot, 3 * slot]
         room = {CUDA: 10**9, SECOND: int(2.5 * StepMemory.on(SECOND, target).needed(1, 1, 36) / ROOM)}
-        monkeypatch.setattr(texts_together, "free_memory", room.__getitem__)
-        assert texts_together.texts_together(recipe, target, 36) == 2
+        monkeypatch.setattr(shard_work, "free_memory", room.__getitem__)
+        assert shard_work.texts_together(recipe, target, 36) == 2
     assert "3 given, 2 decode together, as cuda:1 has" in capsys.readouterr().out
 
 

@@ -83,6 +83,22 @@ def test_what_an_earlier_run_did_does_not_count_for_the_speed(capsys: pytest.Cap
     ]
 
 
+def test_the_first_text_of_a_batch_does_not_stand_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """10 seconds for 8 texts that end together: after the first of 80, a quarter of an hour was said to be left."""
+    clock = Clock()
+    with pytest.raises(KeyboardInterrupt), Progress("work", 80, "texts", clock=clock, together=8) as progress:  # noqa: PT012
+        clock.now += 40
+        progress.advance(1)
+        progress.advance(7)
+        clock.now += 40
+        progress.advance(1)
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "work: 1 of 80 texts (1%), 0.113 texts/s, 0:11:11 left",
+        "work: 9 of 80 texts (11%), 0.156 texts/s, 0:07:12 left",
+    ]
+
+
 def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("work", 2, "items", active=False) as progress:
         progress.advance(2)

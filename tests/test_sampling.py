@@ -21,7 +21,8 @@ from transformers import (
 
 from headstart.inference.core import sampling as module
 from headstart.inference.core.gumbel import gumbel_noise
-from headstart.inference.core.sampling import BatchSampling, History, Sampling, check_bias
+from headstart.inference.core.history import History
+from headstart.inference.core.sampling import BatchSampling, Sampling, check_bias
 from headstart.inference.core.tree import ancestor_mask
 
 # The 99.9 % quantile of the chi-square distribution, by degrees of freedom.

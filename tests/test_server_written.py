@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from headstart.inference.core.request import StopStrings
 from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
-from headstart.inference.show.text_stream import TokenText
+from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import bytes_of
 
 STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]

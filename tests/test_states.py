@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from families import OTHERS, STATEFUL, make_family
+from matrix import slow_unless
 from scripted import Hidden, Moody, NoThirds
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
@@ -33,7 +34,10 @@ def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(check.PASSES, way, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
 
 
-@pytest.fixture(params=[*STATEFUL, "own cache"])
+KINDS = [*STATEFUL, "own cache"]
+
+
+@pytest.fixture(params=KINDS)
 def stateful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
     if request.param == "own cache":
         own_cache(monkeypatch)
@@ -128,6 +132,7 @@ def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.
     assert max(passes[1:]) == WINDOW + 1
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("falcon_h1", "own cache"), KINDS), indirect=True)
 def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> None:
     asked = requests(1.0)
     wanted = texts(stateful, asked)
@@ -142,6 +147,7 @@ def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> N
         assert text[-NEW:] == loop.generations[number].tokens
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "lfm2"), KINDS), indirect=True)
 def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) -> None:
     """The states at the end of an answer are kept, up to a window before it."""
     loop, prompt = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1]
@@ -154,6 +160,7 @@ def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) 
         prompt = [*prompt, *found.tokens, 3, 4, 5]
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("falcon_h1", "own cache"), KINDS), indirect=True)
 def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: TargetModel) -> None:
     """The second one is read in two parts, so that the third finds the states at the end of what they share."""
     loop = DecodeLoop(stateful, prefix_memory=2**20)

@@ -132,9 +132,10 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(
     """Also in the middle of an accepted path; the logprobs end there too."""
     ends = set()
     for sampling, text in texts.items():
-        for strings in stops_of(text):
-            request = Request(PROMPT, NEW_TOKENS, sampling, StopStrings(strings, detokenize), logprobs=True)
-            result = generate_batch(target, [request], made(drafter, target, text, make_head))[0]
+        stops = [StopStrings(strings, detokenize) for strings in stops_of(text)]
+        requests = [Request(PROMPT, NEW_TOKENS, sampling, stop, logprobs=True) for stop in stops]
+        results = generate_batch(target, requests, made(drafter, target, text, make_head))
+        for strings, result in zip(stops_of(text), results, strict=True):
             wanted = first_end(text, strings)
             assert result.tokens == text[:wanted]
             assert result.finish == ("length" if wanted is None else "stop")

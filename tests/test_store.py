@@ -38,7 +38,7 @@ from headstart.data_pipelines.features.shard_files import (
     stored_tokens,
 )
 from headstart.data_pipelines.features.shards import FeatureStore, read_manifest, write_manifest
-from headstart.data_pipelines.features.store import merge, num_leaked, refuse_damage, stats, verify
+from headstart.data_pipelines.features.store import merge, refuse_damage, stats, verify
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.responses import responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
@@ -277,19 +277,6 @@ def test_stores_of_a_target_that_moved_are_merged(harvested: Path, tmp_path: Pat
     other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", *moved)
     merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
     assert stats(tmp_path / "merged")["train"]["samples"] == 16
-
-
-def test_training_samples_that_another_store_holds_out_are_counted(harvested: Path, tmp_path: Path) -> None:
-    """Each store is sound by itself; merged, 3 of 12 training prompts are held out too."""
-    lines = (harvested / "prompts.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "prompts.jsonl").write_text((harvested / "heldout.jsonl").read_text())
-    (tmp_path / "heldout.jsonl").write_text("".join(lines[2:5]))
-    files = f"data.prompts={tmp_path / 'prompts.jsonl'}", f"data.heldout_prompts={tmp_path / 'heldout.jsonl'}"
-    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "data.num_prompts=1", *files)
-    sources = [harvested / "run" / "features", harvest(other).folder]
-    assert [num_leaked(source) for source in sources] == [0, 0]
-    merge(tmp_path / "merged", sources)
-    assert num_leaked(tmp_path / "merged") == 3 + 1  # and the one that the other store trains on
 
 
 def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
-from headstart.inference.doctor.options import Options
 from headstart.inference.report.command import warn_of_other_targets
+from headstart.recipes.other_commands import Options
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 WORDS = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tiny_run import build_run, tiny_recipe
 
-from headstart.common.launcher import refuse_separate_processes
+from headstart.common.process import refuse_separate_processes
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines import together
 from headstart.data_pipelines.together import (
@@ -74,7 +74,7 @@ def test_processes_started_apart_are_refused_with_the_command_that_was_meant(mon
     """`accelerate launch --cpu --num_processes 2` without a launch file started two runs in one folder."""
     typed = "bin/accelerate launch --cpu --num_processes 2 trainers/eagle.py recipes/tiny.yaml"
     command = ["python", *typed.split()]
-    monkeypatch.setattr("headstart.common.launcher.launcher_command", lambda: command)
+    monkeypatch.setattr("headstart.common.process.launcher_command", lambda: command)
     monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     meant = "--config_file recipes/launch/ddp.yaml --num_processes 2 trainers/eagle.py recipes/tiny.yaml"

@@ -9,7 +9,7 @@ import torch
 from accelerate import Accelerator
 
 from headstart.common.files import read_growing_jsonl, read_json
-from headstart.common.launcher import end_with_launcher
+from headstart.common.process import end_with_launcher
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps
@@ -197,6 +197,7 @@ def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) 
     head = build_head(recipe, trained.frozen, trained.start)
     head.load_state_dict(newest.weights)
     if decoding is not None:
+        print("calibrating the head: how far its scores can be trusted at each depth, on held-out prompts", flush=True)
         decoding.load_weights(newest.weights, tuned)
         head.calibration = decoding.fit_calibration()
     head.origin = TargetOrigin.of(origin)

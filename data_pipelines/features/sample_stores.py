@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from headstart.common.launcher import end_with_parent
+from headstart.common.process import end_with_parent
 from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, length_buckets, median_tap_sizes
 from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from headstart.data_pipelines.features.shard_files import decode, note_path, ope
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
 MANIFEST = "manifest.json"
-TEXT_TENSORS = ("tokens", "loss_mask")  # the tensors of a shard that hold texts; the others are states
 
 
 def stored_taps(taps: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
@@ -91,13 +90,6 @@ class FeatureStore(SampleStore):
             written = opened.get_tensor("loss_mask").bool()
             counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
         return counts
-
-    def texts(self, shard: int) -> Iterator[tuple[list[int], list[int]]]:
-        """The tokens and the loss mask of each sample of a shard."""
-        opened = self._shard(shard)
-        parts = [opened.get_tensor(name).split(opened.get_tensor("offsets").diff().tolist()) for name in TEXT_TENSORS]
-        for tokens, loss_mask in zip(*parts, strict=True):
-            yield tokens.tolist(), loss_mask.tolist()
 
     def num_trained_on(self) -> int:
         """The number of tokens to train on."""

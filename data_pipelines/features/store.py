@@ -10,7 +10,6 @@ A recipe trains on a merged store with data.store=runs/all/features.
 import json
 import shlex
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from rich.filesize import decimal
@@ -27,11 +26,11 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.features.store_options import store_options
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
 from headstart.heads.target_config import locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.recipes import Recipe
+from headstart.recipes.other_commands import store_options
 
 SPLITS = ("train", "heldout")
 MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
@@ -143,20 +142,6 @@ def target_digest(about: Json) -> str | None:
     return target.get("sha256") if isinstance(target, dict) else None
 
 
-def num_leaked(folder: Path) -> int:
-    """How many training samples of a store have a prompt that it holds out too."""
-    held_out = set(prompts_of(FeatureStore(folder, "heldout", ())))
-    return sum(prompt in held_out for prompt in prompts_of(FeatureStore(folder, "train", ())))
-
-
-def prompts_of(store: FeatureStore) -> Iterator[tuple[int, ...]]:
-    """The prompt of each sample: its tokens before the first that is trained on, or all if that is the second."""
-    for shard in range(len(store.shards)):
-        for tokens, loss_mask in store.texts(shard):
-            start = loss_mask.index(1) if 1 in loss_mask else 0
-            yield tuple(tokens[:start] if start > 1 else tokens)
-
-
 def describe_store(folder: Path) -> str:
     """One line for the user: the size of a store."""
     about = read_manifest(folder)
@@ -204,11 +189,6 @@ def main() -> None:
         if arguments.command == "merge":
             merge(arguments.folder, arguments.sources)
             print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
-            if leaked := num_leaked(arguments.folder):
-                print(
-                    f"warning: {leaked:,} training samples have the prompt of a held-out sample of another store, so "
-                    "held-out measurements will look too good; harvest with the same data.heldout_prompts"
-                )
         elif arguments.sources:
             given = f"store {arguments.command}: {len(arguments.sources) + 1} folders are given"
             raise ValueError(f"{given}, one is allowed; start it once for each")

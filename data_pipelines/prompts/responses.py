@@ -11,8 +11,7 @@ from torch import Tensor
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
-from headstart.data_pipelines.prompts.texts_together import longest_sample, texts_together
-from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps

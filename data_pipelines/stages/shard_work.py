@@ -1,4 +1,4 @@
-"""A harvest's work divided into shards that any number of ranks can share, and its progress display."""
+"""A harvest's work: shards that any number of ranks can share, texts that decode together, and a progress display."""
 
 import os
 import time
@@ -8,11 +8,14 @@ from datetime import timedelta
 
 import torch
 from accelerate import PartialState
+from rich.filesize import decimal
 
 from headstart.common.files import read_jsonl
-from headstart.common.launcher import refuse_separate_processes
+from headstart.common.process import refuse_separate_processes
 from headstart.common.progress import Progress
 from headstart.data_pipelines.stages.stage import Json, Stage
+from headstart.inference.engine.budget import SMALL, StepMemory, free_memory
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
@@ -83,11 +86,39 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
 class ShardProgress(Progress):
     """The progress of this rank's shards and its tokens per second, shown on the main rank only."""
 
-    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str) -> None:
-        super().__init__(what, sum(len(shard.rows) for shard in work), "samples", active=state.is_main_process)
+    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str, together: int = 1) -> None:
+        """`together` is how many samples are worked on at a time."""
+        total, active = sum(len(shard.rows) for shard in work), state.is_main_process
+        super().__init__(what, total, "samples", active=active, together=together)
         self.started, self.tokens = time.perf_counter(), 0
 
     def add(self, samples: int, tokens: int) -> None:
         self.tokens += tokens
         speed = self.tokens / max(time.perf_counter() - self.started, 1e-9)
         self.advance(samples, f"{speed:,.0f} tokens/s")
+
+
+ROOM = 0.9  # share of the free memory for the texts' cache and logits; passes over prompts need the rest
+
+
+def longest_sample(recipe: Recipe) -> int:
+    return recipe.data.prompt_tokens + recipe.data.response_tokens
+
+
+def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int = 1) -> int:
+    """How many texts of up to `length` tokens, with draft trees of `nodes` nodes, decode together.
+
+    It is one at the least, which decoding refuses if not even that fits. All ranks must call this.
+    """
+    wanted, rooms = recipe.data.generate_batch, []
+    for device in dict.fromkeys(target.layout.devices):
+        free, needed = max(free_memory(device), SMALL), StepMemory.on(device, target).needed(1, nodes, length)
+        rooms.append((int(ROOM * free) // needed, free, needed, device))
+    most, free, needed, device = min(rooms, key=lambda room: room[0])
+    found = target.ranks.least(max(min(wanted, most), 1))
+    if found < wanted and target.ranks.rank == 0:
+        print(
+            f"data.generate_batch: {wanted} given, {found} decode together, as {device} has {decimal(free)} "
+            f"free and a text of {length} tokens needs {decimal(needed)}"
+        )
+    return found

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, target_families, tensor_rules
-from headstart.heads.formats.options import AUTHORS
 from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
+from headstart.recipes.other_commands import AUTHORS
 
 Rule = Callable[[Subject, str], Iterator[Violation]]
 

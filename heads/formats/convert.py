@@ -9,11 +9,6 @@ check them against the head's documentation. A head that headstart cannot repres
 once. Nothing in the folder is executed: a pickle may hold nothing but tensors.
 """
 
-from headstart.heads.formats.options import convert_options
-
-if __name__ == "__main__":
-    convert_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
@@ -27,6 +22,7 @@ from headstart.heads.files import HeadFiles, has_weight_dtype
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, hold_attention
 from headstart.heads.target_config import locate_target
+from headstart.recipes.other_commands import convert_options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -78,7 +74,3 @@ def widest_dtype(files: HeadFiles) -> torch.dtype:
     """The dtype that can hold every number of the file without losing a bit."""
     floats = {tensor.dtype for tensor in files.tensors.values() if has_weight_dtype(tensor)}
     return reduce(torch.promote_types, sorted(floats, key=str)) if floats else torch.float32
-
-
-if __name__ == "__main__":
-    main()

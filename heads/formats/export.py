@@ -10,11 +10,6 @@ it was trained is refused with every reason. vllm, sglang and tensorrt_llm write
 check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
-from headstart.recipes import recipe_from_command_line
-
-if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 from pathlib import Path
 from shlex import quote
 
@@ -27,13 +22,13 @@ from headstart.heads.files import HeadFiles, refuse_existing, write_folder
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
-from headstart.heads.formats.options import AUTHORS
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
+from headstart.recipes.other_commands import AUTHORS
 
 
 def main() -> None:
@@ -111,7 +106,3 @@ def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
             f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
-
-
-if __name__ == "__main__":
-    main()

@@ -11,11 +11,6 @@ every engine that reads its layout except the authors' own code (eagle, medusa).
 otherwise.
 """
 
-from headstart.heads.formats.options import lint_options
-
-if __name__ == "__main__":
-    lint_options(__doc__)  # --help and mistakes end the process here, before torch is loaded
-
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +23,7 @@ from headstart.heads.formats.contracts import engines_of, violations
 from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
+from headstart.recipes.other_commands import lint_options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -51,7 +47,3 @@ def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> lis
     files = HeadFiles.read(export)
     frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
     return violations(files, frozen, engines or engines_of(files))
-
-
-if __name__ == "__main__":
-    main()

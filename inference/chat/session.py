@@ -14,14 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headstart.inference.chat.answer import Answer
-from headstart.inference.chat.conversation import Conversation
+from headstart.inference.chat.conversation import Answer, Conversation
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.show.colours import SHADES, token_style
+from headstart.inference.show import SHADES, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of

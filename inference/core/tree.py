@@ -11,9 +11,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.rejection import Proposals
 
 FEW = 64  # nodes of all rows together, up to which the host is faster
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """The sampled child of each node of a tree, and the distribution that it was sampled from."""
+
+    tokens: Int[Tensor, "batch nodes"]  # the sampled child's token id in the target; -1 if the node has none
+    log_q: Float[Tensor, "batch nodes vocab"]  # log q' over the target's vocabulary; ignored if the node has none
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from headstart.inference.doctor.findings import (
     with_unmeasured,
 )
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
-from headstart.inference.doctor.options import Options, doctor_options
 from headstart.inference.doctor.trials import check_number_format, compare_parts, find_better_variants
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import generate_batch
@@ -51,6 +50,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.recipes.other_commands import Options, doctor_options
 from headstart.recipes.schema import TargetSection
 
 MAX_DEPTH = 64  # far beyond what any head is served with

@@ -9,10 +9,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.rejection import Proposals, propose
-from headstart.inference.core.sampling import BatchSampling, History
-from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import Verified
+from headstart.inference.core.history import History
+from headstart.inference.core.sampling import BatchSampling
+from headstart.inference.core.tree import Proposals, Tree
+from headstart.inference.core.verify import Verified, propose
 
 LEAST_CHANCE = 0.2  # least chance of a repeated token that policies without costs verify
 

@@ -15,7 +15,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import LevelConstraint
-from headstart.inference.core.sampling import BatchSampling, History
+from headstart.inference.core.history import History
+from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren

@@ -6,8 +6,9 @@ batching), and requests may be submitted and cancelled at any time between steps
 
 import sys
 import time
+from bisect import insort
 from collections import deque
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 
 import torch
 
@@ -19,10 +20,8 @@ from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import refuse_more_than_memory
 from headstart.inference.engine.checks import check_request
-from headstart.inference.engine.pace import Pace
-from headstart.inference.engine.reading import PromptChunk, PromptReader
+from headstart.inference.engine.reading import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
-from headstart.inference.engine.waiting import Queue
 from headstart.inference.passes.forward import TargetOutput
 from headstart.inference.targets.cuda_graph import LEAST_REACH
 from headstart.inference.targets.model import TargetModel
@@ -301,3 +300,45 @@ class DecodeLoop:
         other = self.batch.members[0].request if self.batch.members else self.waiting.first
         if request.sampling.rule != other.sampling.rule:  # all others agree already
             raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
+
+
+class Queue:
+    """Requests that wait for a row: those of higher priority first, then in the order in which they came."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[int, Request]] = []
+
+    def __len__(self) -> int:
+        return len(self.waiting)
+
+    def __contains__(self, number: int) -> bool:
+        return number in self.numbers
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.waiting]
+
+    @property
+    def first(self) -> Request:
+        """The next one."""
+        return self.waiting[0][1]
+
+    def add(self, number: int, request: Request) -> None:
+        insort(self.waiting, (number, request), key=lambda entry: (-entry[1].priority, entry[0]))
+
+    def remove(self, number: int) -> bool:
+        """Take a request out; returns whether it was waiting."""
+        before = len(self.waiting)
+        self.waiting = [entry for entry in self.waiting if entry[0] != number]
+        return len(self.waiting) < before
+
+    def take(self, rows: int, join: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
+        """The next requests: one, and up to `rows` as long as the last of them may `join` those before it.
+
+        It stops at the first that may not; the one that waits longest never gives way.
+        """
+        count = 1
+        while count < min(rows, len(self.waiting)) and join([request for _, request in self.waiting[: count + 1]]):
+            count += 1
+        taken, self.waiting = self.waiting[:count], self.waiting[count:]
+        return taken

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.gumbel import GumbelTable
+from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
-from headstart.inference.core.sampling import BatchSampling, History
+from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Tree, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation

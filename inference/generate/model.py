@@ -21,12 +21,13 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, History, Sampling
+from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.checks import check_length
 from headstart.inference.engine.loop import loop_of
-from headstart.inference.generate.prompts import check_tokenizer, read_prompts, read_stop_strings
+from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
     Settings,
@@ -44,8 +45,6 @@ from headstart.inference.generate.settings import (
 from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
-
-LOAD_BOTH = "load target and head with SpeculativeModel.from_folders(TARGET, HEAD)"
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -84,11 +83,13 @@ class SpeculativeModel:
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
 
-        Raises ValueError for objects of other types.
+        Raises ValueError for a model that is no TargetModel.
         """
-        check_parts(target, drafter, max_batch)
-        if tokenizer is not None:
-            check_tokenizer(tokenizer)
+        if not isinstance(target, TargetModel):
+            remedy = "wrap transformers' model: TargetModel(model, head.taps), or call SpeculativeModel.from_folders"
+            raise wrong_value("target", type(target).__name__, "a TargetModel is", remedy)
+        if read_integer("max_batch", max_batch) < 1:
+            raise wrong_value("max_batch", max_batch, "1 or more is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
         self.rule = Sampling(rule=rule).rule  # checked
 
@@ -110,7 +111,7 @@ class SpeculativeModel:
         Raises ValueError if the head does not fit the target.
         """
         decode = decode or DecodeSection()
-        fields = read_section(target, decode, section)
+        fields = read_section(target, section)
         if (head is None) == (decode.drafter == "head"):
             remedy = "give a head with decode.drafter head, or no head with another drafter"
             raise ValueError(f"head: {head} given with decode.drafter {decode.drafter}; {remedy}")
@@ -144,7 +145,9 @@ class SpeculativeModel:
         settings = self._read_settings(generation_config, overrides)
         requests = self._build_requests(input_ids, attention_mask, settings)
         assert input_ids is not None
-        check_streamer(streamer, len(requests))
+        if streamer is not None and len(requests) > 1:
+            allowed = "only 1 is allowed; give one prompt, or no streamer"
+            raise ValueError(f"streamer: given for {len(requests)} texts, {allowed}")
         loop = loop_of(self.target, requests, self.drafter, self.max_batch)
         if streamer is not None:
             streamer.put(input_ids.cpu())
@@ -243,26 +246,8 @@ class SpeculativeModel:
         ]
 
 
-def check_parts(target: Any, drafter: Any, max_batch: Any) -> None:
-    """Raise ValueError, naming the argument, for parts of a SpeculativeModel that have another type."""
-    if not isinstance(target, TargetModel):
-        remedy = f"{LOAD_BOTH}, or wrap transformers' model: TargetModel(model, head.taps)"
-        raise wrong_value("target", type(target).__name__, "a TargetModel is", remedy)
-    if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
-        allowed = "an object that drafts, such as a HeadDrafter, or None for plain decoding is"
-        raise wrong_value("drafter", type(drafter).__name__, allowed, LOAD_BOTH)
-    if read_integer("max_batch", max_batch) < 1:
-        raise wrong_value("max_batch", max_batch, "1 or more is", "leave it out for 16")
-
-
-def read_section(target: Any, decode: Any, section: dict[str, Any]) -> TargetSection:
+def read_section(target: str | Path, section: dict[str, Any]) -> TargetSection:
     """The target section for `from_folders`; raises one ValueError that names every wrong field of it."""
-    if not isinstance(target, str | Path) or not str(target):
-        remedy = "pass objects that are loaded already to SpeculativeModel(target, drafter)"
-        raise wrong_value("target", repr(target), "a folder or a hub name is", remedy)
-    if not isinstance(decode, DecodeSection):
-        remedy = "write DecodeSection(**fields), of headstart.recipes.schema"
-        raise wrong_value("decode", type(decode).__name__, "a DecodeSection is", remedy)
     try:
         return TargetSection(**{"path": str(target), "dtype": "float32", **section})
     except ValidationError as error:
@@ -272,17 +257,6 @@ def read_section(target: Any, decode: Any, section: dict[str, Any]) -> TargetSec
         ).replace("Extra inputs are not permitted", "but there is no such field")
         known = ", ".join(TargetSection.model_fields)
         raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
-
-
-def check_streamer(streamer: Any, texts: int) -> None:
-    """Raise ValueError for an object that is no streamer, and for several texts at once."""
-    if streamer is None:
-        return
-    if isinstance(streamer, type) or not isinstance(streamer, Streamer):
-        remedy = "write TextStreamer(tokenizer), of transformers"
-        raise wrong_value("streamer", repr(streamer), "an object with `put` and `end` is", remedy)
-    if texts > 1:
-        raise ValueError(f"streamer: given for {texts} texts, only 1 is allowed; give one prompt, or no streamer")
 
 
 def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:

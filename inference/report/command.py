@@ -15,13 +15,11 @@ report.prompts is a JSONL file of questions by category, such as Spec-Bench's, w
 download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
 each after plain decoding's answer to the one before, so that all methods continue the same text.
 
-An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
-
 The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
 same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
 
-Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report. They also have
-the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
+Writes report.json, report.md and report.html, with pictures if matplotlib is installed, to RUN_DIR/report. They also
+have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
 """
 
 import json
@@ -40,7 +38,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.errors import CONTINUES, wrong_value
+from headstart.common.errors import wrong_value
 from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
@@ -53,16 +51,14 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
-from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
-from headstart.inference.report.journal import Journal, Setting
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.page import page
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
 from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, short_table
 from headstart.inference.report.trace import Trace, on_terminal, trace
-from headstart.inference.show.colours import LEGEND as COLOURS
+from headstart.inference.show import LEGEND as COLOURS
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -106,7 +102,7 @@ class Benchmark:
 
 
 def main() -> None:
-    run_command(__doc__, report, CONTINUES)
+    run_command(__doc__, report)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
@@ -122,46 +118,44 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
-    about = journal.made_from(recipe, machine(), folders, benchmark.prompts)
-    measured = Journal(recipe.report_dir / journal.NAME, about)
-    groups = measure(recipe, benchmark, measured)
+    groups = measure(recipe, benchmark)
     text = partial(text_of, benchmark.chat.template.tokenizer)
     traces = trace_methods(recipe, benchmark)
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
-    written = write_report(recipe, folders, groups, traces, text)
-    measured.path.unlink()  # the same command measures again
-    console.print(f"written to {recipe.report_dir}: {', '.join(written)}", highlight=False, soft_wrap=True)
+    write_report(recipe, folders, groups, traces, text)
+    files = "report.json, report.md, report.html"
+    console.print(f"written to {recipe.report_dir}: {files}", highlight=False, soft_wrap=True)
     if drawing_module() is None:
         print("matplotlib is not installed, so no pictures were drawn; to get them: pip install -e '.[report]'")
     return [outcome for group in groups for outcome in group]
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, measured: Journal) -> list[list[Outcome]]:
+def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
     """The outcomes of every method at each setting, whose table is printed as soon as it is ready."""
-    settings = [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
+    settings = list(product(recipe.report.temperatures, recipe.report.batches))
     turns = sum(1 + len(prompt.later) for prompt in benchmark.prompts)
-    num_texts = turns * sum(len(able_to_batch(benchmark.methods, setting.batch)) for setting in settings)
+    num_texts = turns * sum(len(able_to_batch(benchmark.methods, batch)) for _, batch in settings)
     groups = []
-    with Progress("report", num_texts, "texts", done=measured.num_texts) as progress:
-        for setting in settings:
-            groups.append(measure_at(setting, recipe, benchmark, measured, progress))
+    with Progress("report", num_texts, "texts") as progress:
+        for temperature, batch in settings:
+            groups.append(measure_at(temperature, batch, recipe, benchmark, progress))
             progress.console.print(short_table(groups[-1]))
         progress.console.print(LEGEND, highlight=False)
     return groups
 
 
 def measure_at(
-    setting: Setting, recipe: Recipe, benchmark: Benchmark, measured: Journal, progress: Progress
+    temperature: float, batch: int, recipe: Recipe, benchmark: Benchmark, progress: Progress
 ) -> list[Outcome]:
     """The outcomes of every method that can decode batches of this size."""
-    methods = able_to_batch(benchmark.methods, setting.batch)
+    methods = able_to_batch(benchmark.methods, batch)
     if left_out := [method.name for method in benchmark.methods if method not in methods]:
         names = ", ".join(left_out)
-        progress.console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
-    sampling = sampling_from_recipe(recipe, setting.temperature)
-    what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
+        progress.console.print(f"left out in batches of {batch}, where transformers does not draft: {names}")
+    sampling = sampling_from_recipe(recipe, temperature)
+    what = f"temperature {temperature:g}, batches of {batch}"
     rounds = run_rounds(
         methods,
         benchmark.target,
@@ -169,13 +163,11 @@ def measure_at(
         recipe.decode.max_new_tokens,
         sampling,
         WARMUP_PROMPTS,
-        setting.batch,
+        batch,
         benchmark.chat.next_turn,
-        measured.done[setting],
         lambda run: progress.advance(len(run.texts), what),
-        partial(measured.add, setting),
     )
-    return Comparison(methods, rounds, benchmark.target, sampling, setting.batch).outcomes()
+    return Comparison(methods, rounds, benchmark.target, sampling, batch).outcomes()
 
 
 def recipe_template(recipe: Recipe) -> ChatTemplate:
@@ -245,8 +237,8 @@ def write_report(
     groups: list[list[Outcome]],
     traces: list[Trace],
     text: Detokenize,
-) -> list[str]:
-    """Write into the recipe's report folder and return the file names; `folders` holds the heads' folders by name."""
+) -> None:
+    """Write into the recipe's report folder; `folders` holds the heads' folders by name."""
     folder, about = recipe.report_dir, machine()
     others = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
     content: dict[str, Any] = {
@@ -263,9 +255,5 @@ def write_report(
     columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
     write_text(folder / "report.md", f"{conditions}.\n\n{NOTE}\n\n{tables}\nColumns:\n\n{columns}\n")
     figures = drawing_module()
-    plots = [] if figures is None else [figures.as_svg(figures.draw([group])) for group in groups]
+    plots = [] if figures is None else [figures.as_svg(figures.draw(group)) for group in groups]
     write_text(folder / "report.html", page(f"headstart on {recipe.target.path}", groups, plots, traces, text))
-    if figures is None:
-        return ["report.json", "report.md", "report.html"]
-    figures.save_png(figures.draw(groups), folder / "report.png")
-    return ["report.json", "report.md", "report.html", "report.png"]

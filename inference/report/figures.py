@@ -1,25 +1,17 @@
 """The report's pictures, drawn with matplotlib, which the extra `report` installs."""
 
 import re
-from collections.abc import Sequence
 from html import escape
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
 
-from headstart.common.files import whole_file
 from headstart.inference.report.compare import Outcome
 
 ALT = "tokens per second, acceptance length and acceptance rate by depth of each method; the tables have the figures"
-
-
-def save_png(figure: Figure, path: Path) -> None:
-    with whole_file(path) as partial:
-        figure.savefig(partial, format="png", dpi=150)
 
 
 def as_svg(figure: Figure) -> str:
@@ -33,18 +25,9 @@ def as_svg(figure: Figure) -> str:
     return svg.replace("<svg", f'<svg class="plot" role="img" aria-label="{escape(ALT)}"', 1)
 
 
-def draw(groups: Sequence[list[Outcome]]) -> Figure:
-    """Panels for each group of outcomes, those of one temperature and batch size."""
-    heights = [8 + 0.3 * len(group[0].by_category) for group in groups]
-    figure = Figure(figsize=(10, sum(heights)), layout="constrained")
-    parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for part, group in zip(parts, groups, strict=True):
-        draw_group(part, group)
-    return figure
-
-
-def draw_group(figure: SubFigure, outcomes: list[Outcome]) -> None:
+def draw(outcomes: list[Outcome]) -> Figure:
     """Speed, acceptance length, acceptance rate by depth, speed by tree size, and acceptance length by category."""
+    figure = Figure(figsize=(10, 8 + 0.3 * len(outcomes[0].by_category)), layout="constrained")
     first, has_categories = outcomes[0], len(outcomes[0].by_category) > 1
     rows: Any = [["speed", "length"], ["depth", "size"], ["category", "category"]]
     ratios = [3, 3, 0.3 * len(first.by_category) + 1]
@@ -71,6 +54,7 @@ def draw_group(figure: SubFigure, outcomes: list[Outcome]) -> None:
     if has_categories:
         panels["category"].set(title="acceptance length by category", xlim=(0, None))
         panels["category"].invert_yaxis()
+    return figure
 
 
 def draw_bars(panel: Axes, title: str, number: str, outcomes: list[Outcome], values: list[float]) -> None:

@@ -8,7 +8,7 @@ from headstart.inference.core.request import Detokenize
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.tables import COLUMNS, NOTE, acceptance_lines, cells, further_tables, heading
 from headstart.inference.report.trace import Trace, coloured
-from headstart.inference.show.colours import LIGHT_INK, SHADES
+from headstart.inference.show import LIGHT_INK, SHADES
 
 STYLE = Path(__file__).with_name("page.css")
 

@@ -10,8 +10,7 @@ from headstart.inference.core.request import Detokenize, DraftTree, EmittedToken
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.engine.loop import loop_of
-from headstart.inference.show.colours import shade, token_style
-from headstart.inference.show.text_stream import TextStream
+from headstart.inference.show import TextStream, shade, token_style
 from headstart.inference.targets.model import TargetModel
 
 LABEL = 8  # letters of a token in a draft tree

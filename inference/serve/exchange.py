@@ -12,7 +12,7 @@ from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
 from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
-from headstart.inference.show.text_stream import TokenText
+from headstart.inference.show import TokenText
 
 
 @dataclass(frozen=True)

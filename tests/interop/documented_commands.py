@@ -8,6 +8,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from headstart.cli import overview
@@ -35,7 +36,8 @@ class Documented:
     command: str  # in one line; an example in Python has several
 
 
-def documented_commands() -> list[Documented]:
+@cache
+def documented_commands() -> tuple[Documented, ...]:
     """All of them, in the order of the documents; one that stands in several places comes once for each."""
     found = [each for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern)) for each in in_document(path)]
     for pattern in CONFIGURATIONS:
@@ -49,7 +51,7 @@ def documented_commands() -> list[Documented]:
         for path in sorted(ROOT.glob(pattern)):
             text = ast.get_docstring(ast.parse(path.read_text()), clean=False) or ""
             found += at(path, indented(text.splitlines(), ""))
-    return found
+    return tuple(found)
 
 
 def at(path: Path, commands: Iterable[str], root: Path = ROOT) -> list[Documented]:

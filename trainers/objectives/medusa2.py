@@ -23,8 +23,7 @@ from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
-from headstart.trainers.objectives.chunked_loss import score_in_chunks
-from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.objective import Objective, score_in_chunks
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
 from headstart.trainers.optimizers import BETAS, named_optimizer_state, set_learning_rates, set_optimizer_state
 from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, clip_and_step

@@ -15,8 +15,7 @@ from headstart.heads.frozen import FrozenTarget, at_least_float32
 from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
-from headstart.trainers.objectives.chunked_loss import score_in_chunks
-from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.objective import Objective, score_in_chunks
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
 GPU_CHUNK_LOGITS = 2**27  # the limit on a GPU, where every chunk adds to the gradient of the whole lm_head

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin, DistributedType, InitProcessGroupKwargs, parse_flag_from_env
 
 from headstart.common.errors import wrong_value
-from headstart.common.launcher import refuse_separate_processes
+from headstart.common.process import refuse_separate_processes
 from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TrainSection

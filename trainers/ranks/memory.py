@@ -12,7 +12,7 @@ from torch import nn
 
 from headstart.common.files import read_json
 from headstart.data_pipelines.features.shards import MANIFEST
-from headstart.data_pipelines.prompts.texts_together import longest_sample
+from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes

@@ -26,7 +26,7 @@ from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
-from headstart.data_pipelines.prompts.texts_together import texts_together
+from headstart.data_pipelines.stages.shard_work import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling

@@ -8,7 +8,7 @@ from uuid import uuid4
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Choice, Exchange, Output
-from headstart.inference.show.text_stream import TokenText
+from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
 
 Json = dict[str, Any]

@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from headstart.inference.core.request import Detokenize, StopStrings
-from headstart.inference.show.text_stream import TextStream, TokenText
+from headstart.inference.show import TextStream, TokenText
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 ToolCall = dict[str, Any]  # as OpenAI has it

@@ -1,8 +1,9 @@
-"""Turns tokens into text as they arrive."""
+"""Texts as terminals and pages show them: what each token adds as it arrives, and one colour per draft depth."""
 
 from dataclasses import dataclass
 
 from headstart.inference.core.request import Detokenize
+from headstart.inference.core.verify import BONUS
 from headstart.inference.targets.tokenizer import REPLACEMENT_CHARACTER
 
 CONTEXT = 8  # tokens decoded with the next one, whose text may depend on them
@@ -55,3 +56,23 @@ class TextStream:
     def rest(self) -> str:
         """The text that was held back, after the last token."""
         return self.text(self.tokens)[self.given :].removeprefix(self.unsure)
+
+
+# Stronger with depth; bonus tokens have none.
+SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")
+LIGHT_INK = 6  # from this depth on, letters are white
+LEGEND = "draft tokens on green, darker with depth; bonus tokens underlined"
+
+
+def shade(depth: int) -> int:
+    """The number of the shade for a depth, from 1; deeper levels share the last one."""
+    return min(depth, len(SHADES))
+
+
+def token_style(depth: int | None) -> str:
+    """How rich writes a token on a terminal; None stands for a token of a step without draft tokens."""
+    if depth is None:
+        return ""
+    if depth == BONUS:
+        return "underline"
+    return f"{'white' if depth >= LIGHT_INK else 'black'} on {SHADES[shade(depth) - 1]}"

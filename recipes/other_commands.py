@@ -1,0 +1,77 @@
+"""The command lines of `headstart lint`, `convert`, `doctor` and `store`, which take no recipe; torch is not loaded."""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from headstart.recipes.command_line import own_parser
+
+# The engines that can serve a head, by the name that a recipe and a command line give them.
+ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
+AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
+
+
+def command_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the option that both commands have; `doc` opens --help."""
+    parser = own_parser(doc)
+    parser.add_argument("--target", required=True, help="folder or hub name of the model that the head drafts for")
+    return parser
+
+
+def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The head to check, and for which engines; `doc` opens --help."""
+    parser = command_parser(doc)
+    parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
+    parser.add_argument(
+        "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
+    )
+    return parser.parse_args(argv)
+
+
+def convert_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The head to convert, and where to; `doc` opens --help."""
+    parser = command_parser(doc)
+    parser.add_argument("path", type=Path, help="folder with the published head's config.json and weights")
+    parser.add_argument("out", type=Path, help="folder to write the converted head to; it must not exist yet")
+    return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The texts to replay, and the engine that serves EXPORT."""
+
+    samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
+    manifest: Path | None = None  # the features' manifest; None: the run's, if it has one
+    count: int = 8
+    new_tokens: int = 64
+    depth: int = 4
+    engine: str | None = None  # serves EXPORT; None: the first engine that EXPORT is meant for
+
+
+def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the doctor's command line; `doc` opens --help."""
+    parser = own_parser(doc)
+    parser.add_argument("head", type=Path, help="folder of the trained head")
+    parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
+    parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
+    rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
+    rows += "; default: the run's, else the target's"
+    parser.add_argument("--samples", type=Path, help=rows)
+    parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
+    parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
+    per_prompt = "new tokens per prompt (default: %(default)s)"
+    parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
+    parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
+    engine = "engine that serves EXPORT; default: the first it is meant for"
+    parser.add_argument("--engine", choices=ENGINES, help=engine)
+    return parser.parse_args(argv)
+
+
+def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command and its stores; `doc` opens --help."""
+    parser = own_parser(doc)
+    parser.add_argument("command", choices=["verify", "stats", "merge"])
+    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
+    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
+    return parser.parse_args(argv)
