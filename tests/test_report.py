@@ -18,8 +18,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.methods import Method, build_methods
-from headstart.inference.report.rounds import Run, run_batch
+from headstart.inference.report.methods import build_methods
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
