@@ -6,6 +6,7 @@ All of it is read from the model's own class in transformers, built without weig
 import json
 import re
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -45,7 +46,7 @@ class TargetEnds:
     def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
         """From the class of a model, without touching this one."""
         with torch.device("meta"):  # with an attention that every class knows, whatever runs this model
-            twin = type(model)._from_config(model.config, attn_implementation="eager")
+            twin = type(model)._from_config(deepcopy(model.config), attn_implementation="eager")
         return cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
 
     @classmethod

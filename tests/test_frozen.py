@@ -30,6 +30,7 @@ from transformers import (
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import TargetEnds, auto_class
+from headstart.inference.passes.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
@@ -44,6 +45,14 @@ def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
     torch.testing.assert_close(frozen.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(frozen.choices(output.last_hidden), output.logits.argmax(-1))
     assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
+
+
+def test_reading_the_ends_leaves_the_models_attention_as_it_is(make_model: MakeModel) -> None:
+    """A target whose packing read its ends decoded with transformers' slowest attention."""
+    target = TargetModel(make_model(), ())
+    before = target.model.config._attn_implementation
+    assert target.frozen
+    assert target.model.config._attn_implementation == before == GROUPED
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
