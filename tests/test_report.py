@@ -21,6 +21,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.report import command, journal
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
+from headstart.inference.report.forcing import Forced
 from headstart.inference.report.methods import Method
 from headstart.inference.report.rounds import Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
@@ -45,7 +46,7 @@ def outcomes(trained: Recipe) -> list[Outcome]:
 
 def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
     assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.identical == o.prompts == 1 for o in outcomes if o.method != "generate" or o.temperature == 0)
+    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
     assert [row["way"] for row in written["outcomes"]] == [o.method for o in outcomes]
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
@@ -120,7 +121,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     found = {(o.method, o.batch): o for o in report(recipe)}
     heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
     assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
-    assert all(o.identical == o.prompts == 2 for o in found.values())
+    assert all(o.forced == Forced(o.new_tokens) for o in found.values())
     assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
     assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
     assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
@@ -168,14 +169,14 @@ def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch
     assert measures(recipe, killed_in=2) == 6
     other = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"max_new_tokens": 4})})
     assert measures(other, killed_in=9) == 9
-    assert [[o.identical for o in found] for found in finished] == [[3, 3, 3], [3, 3, 3]]
+    assert all(o.forced == Forced(o.new_tokens) for found in finished for o in found)
     assert [o.stats.drafted > 0 for o in finished[0]] == [False, True, True]
 
 
 def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:
     table = short_table([outcome for outcome in outcomes if outcome.temperature == 0])
     columns = [" ".join(str(column.header).split()) for column in table.columns]
-    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "same text"]
+    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "token forcing"]
     assert [line.partition(":")[0] for line in LEGEND.splitlines()] == columns
     assert [*table.columns[0].cells] == ["generate", "plain", "untrained", "chain", "tree"]
 

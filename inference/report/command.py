@@ -17,8 +17,9 @@ each after plain decoding's answer to the one before, so that all methods contin
 
 An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
 
-The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
-same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
+The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and token forcing: plain
+passes read each text, and a token is outside if it is neither the target's own choice at its place nor a near-tie. The
+first prompt's text is printed with its draft tokens coloured.
 
 Writes report.json, report.md, report.html and, if matplotlib is installed, report.png to RUN_DIR/report. They also have
 the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
@@ -55,6 +56,7 @@ from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
+from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.journal import Journal, Setting
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.page import page
@@ -175,7 +177,10 @@ def measure_at(
         lambda run: progress.advance(len(run.texts), what),
         partial(measured.add, setting),
     )
-    return Comparison(methods, rounds, benchmark.target, sampling, setting.batch).outcomes()
+    reading = partial(progress.advance, 0, f"{what}, reading the texts")
+    tokens = [prompt.tokens for prompt in benchmark.prompts]
+    forcing = Forcing.measured(benchmark.target, tokens, recipe.decode.max_new_tokens, sampling)
+    return Comparison(methods, rounds, forcing, setting.batch, reading).outcomes()
 
 
 def recipe_template(recipe: Recipe) -> ChatTemplate:
