@@ -574,10 +574,11 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa", "gguf"] = Field(
         default="vllm",
         description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code, speculators that of the library; native loads in headstart only.",
+        "layouts of the authors' code, speculators that of the library; gguf is llama.cpp's; native loads in headstart "
+        "only.",
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."
