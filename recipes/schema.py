@@ -532,8 +532,8 @@ class ReportSection(Section):
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="JSONL file of prompts by category, such as Spec-Bench's (data/spec_bench/question.jsonl of "
-        "github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
+        description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's (the latter is "
+        "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."

@@ -19,7 +19,7 @@ from headstart.inference.report.figures import as_svg, draw
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
 from headstart.inference.report.page import page
-from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
+from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high
 from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
@@ -145,6 +145,44 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
         ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or text .* is allowed"
     ):
         read_questions(path, template, 10, 3)
+
+
+SPEED_BENCH = Path(__file__).parent / "questions/speed_bench.jsonl"  # invented questions in its format
+
+
+def test_speed_bench_keeps_its_eleven_categories_and_all_turns_from_json_lines_and_parquet(tmp_path: Path) -> None:
+    """Four of its categories are MT-Bench's topics too, whose conversations are one category in Spec-Bench."""
+    rows, template = [*map(json.loads, SPEED_BENCH.read_text().splitlines())], ChatTemplate(build_tokenizer())
+    found = read_questions(SPEED_BENCH, template, 1000, 99)
+    assert [prompt.category for prompt in found] == [row["category"] for row in rows] == [*SPEED_BENCH_CATEGORIES]
+    assert [1 + len(prompt.later) for prompt in found] == [len(row["turns"]) for row in rows]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    assert read_questions(tmp_path / "test.parquet", template, 1000, 99) == found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("category", "cooking", r"row 1 of .*: category is 'cooking', one of coding, .*high_entropy is allowed"),
+        ("turns", ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], r"row 1 of .*: turns .*prepare_data\.py"),
+        ("turns", "Why?", r"row 1 of .*turns \(a list of texts\), prompt or text \(a text\) is allowed"),
+    ],
+)
+def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
+    tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    row = {**json.loads(SPEED_BENCH.read_text().splitlines()[0]), field: value}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"report\.prompts: {message}"):
+        read_questions(tmp_path / "rows.jsonl", ChatTemplate(build_tokenizer()), 1000, 1)
+
+
+def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "test.parquet").write_text("{}")
+    with pytest.raises(ValueError, match=r"report\.prompts: .*a whole parquet file is allowed"):
+        read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
