@@ -532,7 +532,7 @@ class ReportSection(Section):
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's (the latter is "
+        description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's ("
         "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
