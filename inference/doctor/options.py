@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.heads.formats.options import ENGINES
+from headstart.heads.formats.options import ENGINE_NAMES
 from headstart.recipes.command_line import own_parser
 
 
@@ -36,5 +36,5 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
     parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
     engine = "engine that serves EXPORT; default: the first it is meant for"
-    parser.add_argument("--engine", choices=ENGINES, help=engine)
+    parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
     return parser.parse_args(argv)
