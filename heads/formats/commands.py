@@ -131,7 +131,7 @@ def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> 
 
 def llama_cpp_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
-        f"```\nconvert-hf-to-gguf {quote(target.name)} --outtype bf16 --outfile target.gguf\n"
+        f"```\nconvert_hf_to_gguf.py {quote(target.name)} --outtype bf16 --outfile target.gguf\n"
         f"llama-server -m target.gguf -md {quote(str(folder / FILE))} --spec-type draft-eagle3 "
         f"--spec-draft-n-max {target.draft_tokens}\n```"
     )

