@@ -29,8 +29,12 @@ class Forced:
     @classmethod
     def sum_of(cls, parts: Iterable["Forced"]) -> "Forced":
         found = list(parts)
-        counts = (sum(getattr(part, name) for part in found) for name in ("positions", "near_ties", "outside"))
-        return cls(*counts, max((part.widest for part in found), default=0.0))
+        return cls(
+            sum(part.positions for part in found),
+            sum(part.near_ties for part in found),
+            sum(part.outside for part in found),
+            max((part.widest for part in found), default=0.0),
+        )
 
 
 @dataclass(frozen=True)
