@@ -120,7 +120,7 @@ class LlamaCpp:
         if not file.is_file():
             folder.mkdir(parents=True, exist_ok=True)
             partial = file.with_suffix(".partial")
-            command = [CONVERTER, model, "--outtype", outtype, "--outfile", partial]
+            command = [CONVERTER, str(model), "--outtype", outtype, "--outfile", str(partial)]
             with file.with_suffix(".log").open("w") as log:
                 subprocess.run(command, stdout=log, stderr=log, check=True)
             partial.replace(file)
