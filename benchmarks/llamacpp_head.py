@@ -86,8 +86,8 @@ def run(recipe: Recipe, llama: LlamaCpp) -> bool:
             counts = (ours.stats.steps, accepted, theirs.passes, answer["timings"].get("draft_n_accepted", 0))
             same = ours.tokens == theirs.tokens
             alike &= same and counts[:2] == counts[2:]
-            table.add_row(text, str(len(ours.tokens)), *map(str, counts), str(same))
-    Console().print(f"llama.cpp {llama.version}, float32, {DRAFT_TOKENS} draft tokens a pass", table)
+            table.add_row(text, str(len(ours.tokens)), *map(str, counts), "yes" if same else "no")
+    Console(width=120).print(f"llama.cpp {llama.version}, float32, {DRAFT_TOKENS} draft tokens a pass", table)
     return alike
 
 

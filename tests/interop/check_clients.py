@@ -88,15 +88,7 @@ def aiperf(server: Server) -> dict[str, list[str]]:
     return {
         **{f"{kind}, streamed": [*profile, artifacts, "--endpoint-type", kind, *sizes] for kind in kinds},
         "SPEED-Bench": [*profile, str(folder / "coding"), "--endpoint-type", "chat", *questions, *limits],
-        "speed-bench-report": [
-            "aiperf",
-            "speed-bench-report",
-            str(folder),
-            "--metric",
-            "throughput",
-            "--format",
-            "table",
-        ],
+        "speed-bench-report": ["aiperf", "speed-bench-report", str(folder), "--output", str(folder / "report.csv")],
     }
 
 
