@@ -10,9 +10,9 @@ decoded the longest prompt once. The time until the first token, which reads the
 
 Ours are bfloat16 and float32, each plain and with the head and repeats. Those of llama.cpp decode GGUF files that its
 own converter writes from the same safetensors: bf16, plain, with ngram-simple, and with the head if llama.cpp can draft
-with it (EAGLE-3.0); and q8_0, with weights rounded to 8 bits. *x best* is the rate over that of llama.cpp's fastest mode
-in bf16, *x own plain* over plain decoding from the same weights in the same engine; *same text* counts the texts that
-equal those of that plain decoding.
+with it (EAGLE-3.0); and q8_0, with weights rounded to 8 bits. *x best* is the rate over that of llama.cpp's fastest
+mode in bf16, *x own plain* over plain decoding from the same weights in the same engine; *same text* counts the texts
+that equal those of that plain decoding.
 """
 
 import argparse
