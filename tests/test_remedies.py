@@ -19,7 +19,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "recipes", "heads", "inference", "data_pipelines", "trainers")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md", "recipes/*.yaml", "recipes/launch/*")
 VALUE = "\0"  # stands for a value that an f-string fills in
-FILE_SUFFIXES = "json jsonl md png html safetensors gguf py yaml txt svg".split()  # report.json: a file
+# report.json is a file
+FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "py", "yaml", "txt", "svg")
 
 # Texts in which other programs' options appear.
 OTHER_PROGRAMS = {
