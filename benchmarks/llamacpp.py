@@ -112,7 +112,6 @@ class LlamaCpp:
         self.server = environment / "build/bin/llama-server"
         [package] = environment.glob("PKG-INFO")
         self.version = re.findall(r"^Version: (.*)$", package.read_text(), re.MULTILINE)[0]
-        self.features = ""  # of the processor that it was compiled for, as the server says when it starts
 
     def converted(self, model: Path, outtype: str, folder: Path) -> Path:
         """The model as a GGUF file in `folder`, written unless it is there."""
@@ -139,7 +138,6 @@ class LlamaCpp:
         try:
             with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600) as http:
                 wait_for(http, server, log)
-                self.features = "".join(re.findall(r"system_info:.*?\| (.*)\|", log.read_text())[:1])
                 yield lambda prompt, most: completion(http, prompt, most)
         finally:
             server.terminate()
@@ -249,7 +247,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
         measure(rows, prompts)
     about = ", ".join(f"{name} {value}" for name, value in machine().items())
     console = Console(width=120)
-    console.print(f"{about}; llama.cpp {llama.version} ({llama.features})", highlight=False)
+    console.print(f"{about}; llama.cpp {llama.version}, compiled for this processor", highlight=False)
     console.print(table(rows))
     written = {row.name: [[text.tokens, text.seconds, text.passes] for text in row.texts] for row in rows}
     (folder / "texts.json").write_text(json.dumps(written))
