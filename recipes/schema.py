@@ -533,8 +533,8 @@ class ReportSection(Section):
 
     prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
-        description="JSONL file of prompts by category, such as Spec-Bench's (data/spec_bench/question.jsonl of "
-        "github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
+        description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's ("
+        "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
@@ -575,10 +575,11 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa", "gguf"] = Field(
         default="vllm",
         description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code, speculators that of the library; native loads in headstart only.",
+        "layouts of the authors' code, speculators that of the library; gguf is llama.cpp's; native loads in headstart "
+        "only.",
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."

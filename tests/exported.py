@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -13,6 +14,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block_attention import Reach
 from headstart.heads.checkpoint import save_head
 from headstart.heads.formats.export import export
+from headstart.heads.formats.gguf import CONVERTER
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 
@@ -55,6 +57,15 @@ def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: A
     """Save the head, export it in the named format and return the export's folder."""
     save_head(head, run / "head")
     return export(recipe_of(run, target, head.kind, format=name, **fields))
+
+
+def pretended_converter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A command in place of llama.cpp's converter, which writes its own arguments as the GGUF file."""
+    command = folder / CONVERTER
+    command.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
+    command.chmod(0o755)
+    patch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    return command
 
 
 def read_config(folder: Path) -> dict[str, Any]:

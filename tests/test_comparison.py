@@ -1,4 +1,4 @@
-"""Laws of comparing methods: intervals cover the truth, figures by category, divergences, traces, and the page."""
+"""Laws of comparing methods: intervals cover the truth, figures by category, token forcing, traces, and the page."""
 
 import json
 import math
@@ -14,13 +14,14 @@ from tiny_run import build_tokenizer
 from headstart.inference.core.request import DecodeStats, DraftTree, EmittedTokens
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
-from headstart.inference.report.compare import Comparison, Divergence, divergence, speedup
+from headstart.inference.report.compare import Comparison, speedup
 from headstart.inference.report.figures import as_svg, draw
+from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
 from headstart.inference.report.page import page
-from headstart.inference.report.questions import CONVERSATION, Chat, Prompt, read_questions
+from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
-from headstart.inference.report.tables import low_to_high, margins_in_words
+from headstart.inference.report.tables import low_to_high
 from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
@@ -68,13 +69,13 @@ def test_every_method_has_the_same_text_latencies_and_figures_by_category(target
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
     methods = able_to_batch(methods, batch)
     rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
-    found = {o.method: o for o in Comparison(methods, rounds, target, Sampling(), batch).outcomes()}
+    found = {o.method: o for o in Comparison(methods, rounds, forcing_of(target), batch).outcomes()}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
-    assert all(o.identical == o.prompts == 3 and o.divergences == [] and o.batch == batch for o in found.values())
+    assert all(o.forced == Forced(27) and o.prompts == 3 and o.batch == batch for o in found.values())
     for method, length in (("oracle", 4), ("plain", 1)):
         by_category = found[method].by_category
         assert {name: each.acceptance_length for name, each in by_category.items()} == {"one": length, "two": length}
-        assert [(each.identical, each.prompts) for each in by_category.values()] == [(2, 2), (1, 1)]
+        assert [(each.forced, each.prompts) for each in by_category.values()] == [(Forced(18), 2), (Forced(9), 1)]
         assert (by_category["one"].tokens_per_second is None) == (batch == 2)  # the first batch mixes categories
     assert all(o.new_tokens == 27 for o in found.values())
     for outcome in found.values():
@@ -92,14 +93,38 @@ def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
 
 
-def test_a_divergence_has_its_position_and_margin(target: TargetModel) -> None:
-    for sampling in (Sampling(), Sampling(1.0, seed=2), Sampling(repetition_penalty=1.3)):
-        plain = generate(target, [5, 6, 7], 8, sampling).tokens
-        other = [*plain[:4], (plain[4] + 1) % 97, 1, 2]
-        found = divergence(2, [5, 6, 7], other, plain, target, sampling)
-        assert (found.prompt, found.position) == (2, 4)
-        assert found.margin > 0  # plain decoding chose the token with the higher score
-    assert math.isnan(divergence(0, [5, 6, 7], plain[:3], plain, target, Sampling()).margin)
+def forcing_of(target: TargetModel, sampling: Sampling | None = None) -> Forcing:
+    return Forcing.measured(target, [prompt.tokens for prompt in PROMPTS], 9, sampling or Sampling())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, seed=2), Sampling(repetition_penalty=1.3)])
+def test_plain_passes_choose_every_token_of_a_plain_text_and_find_one_that_was_changed(
+    target: TargetModel, sampling: Sampling
+) -> None:
+    prompt = [5, 6, 7]
+    plain = generate(target, prompt, 70, sampling).tokens  # more than are scored at once
+    assert float(gaps(target, prompt, plain, sampling).max()) == 0
+    changed = [*plain[:4], (plain[4] + 1) % 97]
+    assert (gaps(target, prompt, changed, sampling) > 0).tolist() == [False] * 4 + [True]
+
+
+def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target: TargetModel) -> None:
+    forcing, prompt = forcing_of(target), [5, 6, 7]
+    assert 0 < forcing.rounding < 1e-4  # float32
+    changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
+    gap = float(gaps(target, prompt, changed, Sampling())[0])
+    assert gap > 1e-3
+    assert forcing.judge(prompt, changed) == Forced(1, 0, 1, gap)
+    assert Forcing(target, Sampling(), gap).judge(prompt, changed) == Forced(1, 1, 0, gap)
+    assert Forced.sum_of([Forced(1, 1, 0, gap), Forced(4, 0, 2, 2 * gap)]) == Forced(5, 1, 2, 2 * gap)
+
+
+def test_texts_drawn_with_other_random_numbers_are_not_judged(target: TargetModel) -> None:
+    methods, sampling = [Method("plain"), Method("generate", transformers=True)], Sampling(1.0)
+    rounds = run_rounds(methods, target, PROMPTS, 9, sampling, 0)
+    plain, own = Comparison(methods, rounds, forcing_of(target, sampling), 1).outcomes()
+    assert (plain.forced, own.forced) == (Forced(27), None)
+    assert [each.forced for each in own.by_category.values()] == [None, None]
 
 
 def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
@@ -120,6 +145,50 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
         ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or text .* is allowed"
     ):
         read_questions(path, template, 10, 3)
+
+
+SPEED_BENCH = Path(__file__).parent / "questions/speed_bench.jsonl"  # invented questions in its format
+
+
+def test_speed_bench_keeps_its_eleven_categories_and_all_turns_in_each_file_format(tmp_path: Path) -> None:
+    """Four of its categories are MT-Bench's topics too, whose conversations are one category in Spec-Bench."""
+    rows, template = [*map(json.loads, SPEED_BENCH.read_text().splitlines())], ChatTemplate(build_tokenizer())
+    found = read_questions(SPEED_BENCH, template, 1000, 99)
+    assert [prompt.category for prompt in found] == [row["category"] for row in rows] == [*SPEED_BENCH_CATEGORIES]
+    assert [1 + len(prompt.later) for prompt in found] == [len(row["turns"]) for row in rows]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    assert read_questions(tmp_path / "test.parquet", template, 1000, 99) == found
+    with (tmp_path / "aiperf.jsonl").open("w") as file:
+        for row in rows:
+            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
+            kept = {key: row[key] for key in ("question_id", "category")}
+            file.write(json.dumps({**kept, "messages": messages}) + "\n")
+    assert read_questions(tmp_path / "aiperf.jsonl", template, 1000, 99) == found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("category", "cooking", r"row 1 of .*: category is 'cooking', one of coding, .*high_entropy is allowed"),
+        ("turns", ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], r"row 1 of .*: turns .*prepare_data\.py"),
+        ("turns", "Why?", r"row 1 of .*turns \(a list of texts\), prompt or text \(a text\) is allowed"),
+    ],
+)
+def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
+    tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    row = {**json.loads(SPEED_BENCH.read_text().splitlines()[0]), field: value}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"report\.prompts: {message}"):
+        read_questions(tmp_path / "rows.jsonl", ChatTemplate(build_tokenizer()), 1000, 1)
+
+
+def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "test.parquet").write_text("{}")
+    with pytest.raises(ValueError, match=r"report\.prompts: .*a whole parquet file is allowed"):
+        read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
@@ -148,7 +217,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
     assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
     assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
-    outcomes = Comparison(methods, rounds, target, Sampling(1.0), 2).outcomes()
+    outcomes = Comparison(methods, rounds, forcing_of(target, Sampling(1.0)), 2).outcomes()
     assert [(o.prompts, o.new_tokens) for o in outcomes] == [(3, 18), (3, 18)]
 
 
@@ -166,11 +235,6 @@ def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
 
     rounds = [round_of((0, 0), 1.0, 4), round_of((0, 1), 2.0, 5), round_of((1, 0), 4.0, 6)]
     assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
-
-
-def test_the_margin_of_a_divergence_in_words_leaves_out_texts_that_only_end_earlier() -> None:
-    found = [Divergence(0, 3, 0.5), Divergence(1, 4, math.nan), Divergence(2, 5, 0.25), Divergence(3, 6, 0.125)]
-    assert margins_in_words(found) == "margin in logits at the first difference: median 0.25, largest 0.5"
 
 
 def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target: TargetModel) -> None:
@@ -227,7 +291,7 @@ def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None
     found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
     methods = [Method("plain"), Method("<hidden>", hidden)]
     rounds = run_rounds(methods, target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
-    outcomes = Comparison(methods, rounds, target, Sampling(), 1).outcomes()
+    outcomes = Comparison(methods, rounds, forcing_of(target), 1).outcomes()
     figures = outcomes[0].by_category["a & b"]
     outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
     parsed = Balanced()

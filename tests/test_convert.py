@@ -79,7 +79,7 @@ def test_a_head_comes_back_from_every_format_bit_for_bit(
 
 
 def test_every_format_has_a_round_trip() -> None:
-    assert {name for _, names in ROUND_TRIPS for name in names} | {"sglang", "tensorrt_llm"} == set(FORMATS)
+    assert {name for _, names in ROUND_TRIPS for name in names} | {"sglang", "tensorrt_llm", "gguf"} == set(FORMATS)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

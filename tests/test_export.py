@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from exported import EVERY_HEAD, LIMITED, exported, read_config, read_tensors, recipe_of, same_bits
+from exported import (
+    EVERY_HEAD,
+    LIMITED,
+    exported,
+    pretended_converter,
+    read_config,
+    read_tensors,
+    recipe_of,
+    same_bits,
+)
 from transformers import LlamaForCausalLM
 
 from headstart.heads import files
@@ -26,14 +35,19 @@ NO_MEDUSA = {
     "sglang": "only vllm can serve",
     "tensorrt_llm": "only vllm can serve",
     "eagle": "of kind medusa",
+    "gguf": "of kind medusa",
     "speculators": "EAGLE-3 of the target's width",
 }
-NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "eagle": "of kind block"}
+NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "eagle": "of kind block", "gguf": "of kind block"}
 REFUSED = {  # head -> format -> what the refusal names
-    "eagle1": {"tensorrt_llm": "only vllm, sglang can serve", "speculators": "EAGLE-3 of the target's width"},
+    "eagle1": {
+        "tensorrt_llm": "only vllm, sglang can serve",
+        "speculators": "EAGLE-3 of the target's width",
+        "gguf": "of kind eagle1",
+    },
     "narrow": {"speculators": "EAGLE-3 of the target's width"},
-    "3.1": {"eagle": "norm_output"},
-    "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
+    "3.1": {"eagle": "norm_output", "gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
+    "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids", "gguf": "builds fc for 3 hidden states"},
     "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
     "norm before fc": {"eagle": "norm_before_fc"},
     "medusa": NO_MEDUSA,
@@ -45,6 +59,32 @@ REFUSED = {  # head -> format -> what the refusal names
     "jetspec": NO_BLOCK | {"sglang": "markov_rank", "speculators": "causal within the block"},
     "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
 }
+
+
+@pytest.fixture(autouse=True)
+def converter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return pretended_converter(tmp_path_factory.mktemp("bin"), monkeypatch)
+
+
+def test_a_gguf_export_without_a_converter_or_with_one_that_fails_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, converter: Path
+) -> None:
+    converter.write_text("#!/bin/sh\necho the pre-tokenizer was not recognized >&2\nexit 1\n")
+    with pytest.raises(ValueError, match=r"ended with: \.\.\.the pre-tokenizer was not recognized"):
+        exported(make_head(), tmp_path, target_folder, "gguf")
+    converter.unlink()
+    with pytest.raises(ValueError, match=r"is not on the PATH.*make check-llamacpp fetches it"):
+        exported(make_head(), tmp_path, target_folder, "gguf")
+    assert not [*tmp_path.glob("export/*")]
+
+
+def test_a_gguf_export_tells_the_converter_its_number_format_and_target(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head(), tmp_path, target_folder, "gguf", dtype="bfloat16")
+    given = (folder / "head.gguf").read_text().split()
+    assert given[1:5] == ["--target-model-dir", str(target_folder), "--outtype", "bf16"]
+    assert "--spec-type draft-eagle3" in (folder / "README.md").read_text()
 
 
 @pytest.mark.each_value
@@ -64,7 +104,8 @@ def test_every_export_passes_lint_or_is_refused(
         return
     folder = exported(head, tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
-    assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", FORMATS[name].weights]
+    written = {"README.md", "config.json", FORMATS[name].weights, *(["head.gguf"] if name == "gguf" else [])}
+    assert {path.name for path in folder.iterdir()} == written
 
 
 @pytest.mark.parametrize("name", SERVING)

@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
         assert not list((tmp_path / "run").glob("report/*.partial"))
     typed(0, "report", *REPORT)
     outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
-    assert [outcome["identical"] for outcome in outcomes] == [1, 1]
+    assert [outcome["forced"]["outside"] for outcome in outcomes] == [0, 0]
 
 
 def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import DRAFTS
 from headstart.inference.report.command import report
+from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, MedusaSection
 from headstart.trainers import run
@@ -410,7 +411,7 @@ def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path, s
     assert losses[-1] < losses[0]
     outcomes = report(recipe)
     assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.identical == o.prompts == 1 for o in outcomes if o.method != "generate")
+    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate")
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report
+from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -281,7 +282,7 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recip
             command(recipe)
     recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
     assert (export(recipe) / "model.safetensors").is_file()
-    assert all(outcome.identical == 1 for outcome in report(recipe) if outcome.method != "generate")
+    assert all(o.forced == Forced(o.new_tokens) for o in report(recipe) if o.method != "generate")
 
 
 @pytest.mark.parametrize(

@@ -19,17 +19,19 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("common", "recipes", "heads", "inference", "data_pipelines", "trainers")
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "Makefile", "docs/*.md", "recipes/*.yaml", "recipes/launch/*")
 VALUE = "\0"  # stands for a value that an f-string fills in
-FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "py", "yaml", "txt", "svg")  # report.json: a file
+# report.json is a file
+FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "py", "yaml", "txt", "svg")
 
 # Texts in which other programs' options appear.
 OTHER_PROGRAMS = {
     "heads/formats/commands.py": "serves exports in other engines",
+    "heads/formats/gguf.py": "runs llama.cpp's converter",
     "inference/report/page.py": "CSS variables look like options",
     "trainers/tracking.py": "asks git for the revision",
     "Makefile": "runs pip and pytest too",
     "recipes/launch/slurm.sh": "options of SLURM",
 }
-OTHER_COMMANDS = r"\b(pip|sbatch|srun|transformers serve) "  # on their lines, options are theirs
+OTHER_COMMANDS = r"\b(pip|sbatch|srun|transformers serve|aiperf) "  # on their lines, options are theirs
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def test_every_option_that_a_text_names_exists() -> None:
 
 
 def line_of(match: re.Match[str]) -> str:
-    before, after = match.string[: match.start()], match.string[match.end() :]
+    before, after = match.string[: match.start()].replace("\\\n", " "), match.string[match.end() :]
     return before.rpartition("\n")[2] + match[0] + after.partition("\n")[0]
 
 

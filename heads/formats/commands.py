@@ -7,17 +7,10 @@ from shlex import quote
 
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
+from headstart.heads.formats.gguf import FILE
 from headstart.heads.formats.layouts import ServedTarget
 from headstart.heads.formats.subject import Violation
-
-ENGINE_NAMES = {
-    "vllm": "vLLM",
-    "sglang": "SGLang",
-    "tensorrt_llm": "TensorRT-LLM",
-    "eagle": "the EAGLE authors' code",
-    "speculators": "speculators",
-    "medusa": "the Medusa authors' code",
-}
+from headstart.recipes.other_commands import ENGINE_NAMES
 
 Command = Callable[[DraftHead, ServedTarget, Path], str]
 
@@ -136,6 +129,14 @@ def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> 
     )
 
 
+def llama_cpp_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    return (
+        f"```\nconvert_hf_to_gguf.py {quote(target.name)} --outtype bf16 --outfile target.gguf\n"
+        f"llama-server -m target.gguf -md {quote(str(folder / FILE))} --spec-type draft-eagle3 "
+        f"--spec-draft-n-max {target.draft_tokens}\n```"
+    )
+
+
 COMMANDS: dict[str, Command] = {
     "vllm": vllm_command,
     "sglang": sglang_command,
@@ -143,4 +144,5 @@ COMMANDS: dict[str, Command] = {
     "eagle": eagle_command,
     "speculators": speculators_command,
     "medusa": medusa_command,
+    "llama_cpp": llama_cpp_command,
 }

@@ -6,15 +6,21 @@ from dataclasses import asdict
 from headstart.heads.eagle3 import TAPS
 from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
 from headstart.heads.target_config import Rope
+from headstart.recipes.other_commands import ENGINE_NAMES
 
 BLOCK_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
 ARCHITECTURES = {
     ("eagle3", "vllm"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle3", "sglang"): {"LlamaForCausalLMEagle3"},
     ("eagle3", "tensorrt_llm"): {"LlamaForCausalLMEagle3", "EAGLE3LlamaForCausalLM", "LlamaForCausalLM"},
+    ("eagle3", "llama_cpp"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle1", "vllm"): {"EagleLlamaForCausalLM", "LlamaForCausalLM"},
     ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
     **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
+}
+MISSING_NORMS = {  # keys of EAGLE-3.1's norms that an engine does not have
+    "eagle": ("fc_norm", "norm_output", "norm_before_fc"),
+    "llama_cpp": ("fc_norm", "norm_output"),
 }
 REFERENCE_ROPES = {"default", "linear"}
 
@@ -112,11 +118,9 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     if before_residual is None and subject.layout == "speculators":
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
         yield config_error(engine, "norm_before_residual", None, allowed)
-    if engine == "eagle":
-        for key in ("fc_norm", "norm_output", "norm_before_fc"):
-            if config.get(key):
-                allowed = "false is allowed; the EAGLE authors' code has no such norm"
-                yield config_error(engine, key, config[key], allowed)
+    for key in MISSING_NORMS.get(engine, ()):
+        if config.get(key):
+            yield config_error(engine, key, config[key], f"false is allowed; {ENGINE_NAMES[engine]} has no such norm")
     if engine == "tensorrt_llm" and config.get("norm_before_fc") and not subject.eagle_config.get("norm_before_fc"):
         allowed = "add norm_before_fc: TensorRT-LLM looks for it here only"
         yield config_error(engine, "eagle_config", subject.eagle_config, allowed)
@@ -160,6 +164,8 @@ def captured_taps(subject: Subject, engine: str) -> list[int]:
     """The hidden_states indices that this engine captures for this head."""
     default = engine_default(subject.frozen.config.num_layers)
     top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
+    if engine == "llama_cpp":
+        return list(top or default)
     if engine in ("vllm", "speculators"):
         return list(top or nested or default)  # vLLM reads the ids in eagle_config by its own counting, unshifted
     if engine == "sglang":
@@ -169,7 +175,7 @@ def captured_taps(subject: Subject, engine: str) -> list[int]:
 
 def num_captured_taps(subject: Subject, engine: str) -> int:
     """The number of hidden states for which the engine builds `fc`."""
-    if engine == "eagle":
+    if engine in ("eagle", "llama_cpp"):
         return 3
     if engine in ("vllm", "sglang"):
         return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(TAPS) or [0, 0, 0]))

@@ -6,7 +6,7 @@ from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, target_families, tensor_rules
 from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
-from headstart.recipes.other_commands import AUTHORS
+from headstart.recipes.other_commands import OWN_FORMAT
 
 Rule = Callable[[Subject, str], Iterator[Violation]]
 
@@ -64,6 +64,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
         "sglang": EAGLE3,
         "tensorrt_llm": EAGLE3,
         "eagle": (*EAGLE3, config_rules.reference_embedding),
+        "llama_cpp": EAGLE3,
     },
     "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
     "speculators": dict.fromkeys(
@@ -79,11 +80,11 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:
-    """The engines that our export lists; for another head all that read its layout, except the authors' own code."""
+    """The engines that our export lists; for another head all that read its layout as it is."""
     named = files.config.get("headstart", {}).get("engines")
     if named is not None:
         return tuple(named)
-    return tuple(engine for engine in RULES[layout_of(files)] if engine not in AUTHORS)
+    return tuple(engine for engine in RULES[layout_of(files)] if engine not in OWN_FORMAT)
 
 
 def violations(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Violation]:

@@ -3,13 +3,16 @@
     headstart export recipes/tiny.yaml export.format=vllm
     headstart export recipes/tiny_full.yaml decode.head=assets/demo_head export.format=speculators
 
-The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators and medusa; the last three are those of the
-EAGLE authors' code, the speculators library and the Medusa authors' code. Before anything is written, the files are
-checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
-it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
-check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
+The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators, medusa and gguf; eagle, speculators and medusa
+are those of the EAGLE authors' code, the speculators library and the Medusa authors' code. gguf adds head.gguf for
+llama.cpp, by llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written,
+the files are checked against what the format's engine reads (see headstart lint), and a head that the engine would
+serve worse than it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and
+differ only in this check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload
+ORG/NAME FOLDER.
 """
 
+from functools import partial
 from pathlib import Path
 from shlex import quote
 
@@ -21,6 +24,7 @@ from headstart.heads.checkpoint import load_head_for, stored_dtype
 from headstart.heads.files import HeadFiles, refuse_existing, write_folder
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.contracts import RULES, violations
+from headstart.heads.formats.gguf import find_converter, write_gguf
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
@@ -28,7 +32,7 @@ from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
-from headstart.recipes.other_commands import AUTHORS
+from headstart.recipes.other_commands import OWN_FORMAT
 
 
 def main() -> None:
@@ -54,12 +58,15 @@ def export(recipe: Recipe) -> Path:
 
     found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
     refuse_unservable(section.format, found)
+    add = None
+    if section.format == "gguf":
+        add = partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"])
     clean = [engine for engine, broken in found.items() if not broken]
     lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     readme = card(recipe, head, target, target_folder, folder, found)
-    write_folder(HeadFiles(folder, config, tensors), FORMATS[section.format].weights, readme)
+    write_folder(HeadFiles(folder, config, tensors), FORMATS[section.format].weights, readme, add)
     engines = ", ".join(clean) or "headstart"
     print(
         f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
@@ -76,11 +83,13 @@ def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
     """The violations that each engine finds in files of this format, for all engines that read it.
 
-    The authors' own code reads only its own format; of the two authors' formats vLLM reads only Medusa's.
+    Some read only a format of their own; of the two authors' formats vLLM reads only Medusa's.
     """
-    layout = layout_of(files)
+    layout, own = layout_of(files), FORMATS[name].engine
     is_for_both = layout == "medusa_reference"
-    engines = [engine for engine in RULES[layout] if is_for_both or (engine in AUTHORS) == (name in AUTHORS)]
+    engines = [
+        engine for engine in RULES[layout] if is_for_both or engine == own or {engine, own}.isdisjoint(OWN_FORMAT)
+    ]
     return {engine: violations(files, frozen, [engine]) for engine in engines}
 
 

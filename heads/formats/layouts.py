@@ -50,6 +50,14 @@ def engine_files(head: DraftHead, target: ServedTarget) -> Files:
     return head_config(head), tensors
 
 
+def gguf_files(head: DraftHead, target: ServedTarget) -> Files:
+    """The files that llama.cpp's converter reads."""
+    if head.kind != "eagle3":
+        given = f"export.format: 'gguf' given for a head of kind {head.kind}"
+        raise ValueError(f"{given}, EAGLE-3 is allowed: llama.cpp drafts with no other; vllm and native hold this head")
+    return engine_files(head, target)
+
+
 def reference_files(head: DraftHead, target: ServedTarget) -> Files:
     """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
     if head.kind not in ("eagle1", "eagle3"):
@@ -198,4 +206,5 @@ FORMATS = {
     "eagle": Format(reference_files, "eagle"),
     "speculators": Format(speculators_files, "speculators"),
     "medusa": Format(medusa_files, "medusa", "medusa_lm_head.pt"),
+    "gguf": Format(gguf_files, "llama_cpp"),
 }

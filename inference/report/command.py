@@ -13,10 +13,14 @@ report.batches. Methods alternate prompt by prompt, so that a slow phase of the 
 
 report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
 download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
-each after plain decoding's answer to the one before, so that all methods continue the same text.
+each after plain decoding's answer to the one before, so that all methods continue the same text. The test.parquet that
+SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three.
 
-The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts are the
-same as plain decoding's. The first prompt's text is printed with its draft tokens coloured.
+An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
+
+The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and token forcing: plain
+passes read each text, and a token is outside if it is neither the target's own choice at its place nor a near-tie. The
+first prompt's text is printed with its draft tokens coloured.
 
 Writes report.json, report.md and report.html, with pictures if matplotlib is installed, to RUN_DIR/report. They also
 have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
@@ -38,7 +42,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from headstart.common.errors import wrong_value
+from headstart.common.errors import CONTINUES, wrong_value
 from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.run_lock import only_run_in
@@ -51,7 +55,10 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.engine.checks import check_length, check_vocabulary
 from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
+from headstart.inference.report import journal
 from headstart.inference.report.compare import Comparison, Outcome
+from headstart.inference.report.forcing import Forcing
+from headstart.inference.report.journal import Journal, Setting
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.page import page
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
@@ -102,7 +109,7 @@ class Benchmark:
 
 
 def main() -> None:
-    run_command(__doc__, report)
+    run_command(__doc__, report, CONTINUES)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
@@ -118,13 +125,16 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
-    groups = measure(recipe, benchmark)
+    about = journal.made_from(recipe, machine(), folders, benchmark.prompts)
+    measured = Journal(recipe.report_dir / journal.NAME, about)
+    groups = measure(recipe, benchmark, measured)
     text = partial(text_of, benchmark.chat.template.tokenizer)
     traces = trace_methods(recipe, benchmark)
     for one in traces:
         console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
     write_report(recipe, folders, groups, traces, text)
+    measured.path.unlink()  # the same command measures again
     files = "report.json, report.md, report.html"
     console.print(f"written to {recipe.report_dir}: {files}", highlight=False, soft_wrap=True)
     if drawing_module() is None:
@@ -132,30 +142,30 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     return [outcome for group in groups for outcome in group]
 
 
-def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
+def measure(recipe: Recipe, benchmark: Benchmark, measured: Journal) -> list[list[Outcome]]:
     """The outcomes of every method at each setting, whose table is printed as soon as it is ready."""
-    settings = list(product(recipe.report.temperatures, recipe.report.batches))
+    settings = [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
     turns = sum(1 + len(prompt.later) for prompt in benchmark.prompts)
-    num_texts = turns * sum(len(able_to_batch(benchmark.methods, batch)) for _, batch in settings)
+    num_texts = turns * sum(len(able_to_batch(benchmark.methods, setting.batch)) for setting in settings)
     groups = []
-    with Progress("report", num_texts, "texts") as progress:
-        for temperature, batch in settings:
-            groups.append(measure_at(temperature, batch, recipe, benchmark, progress))
+    with Progress("report", num_texts, "texts", done=measured.num_texts) as progress:
+        for setting in settings:
+            groups.append(measure_at(setting, recipe, benchmark, measured, progress))
             progress.console.print(short_table(groups[-1]))
         progress.console.print(LEGEND, highlight=False)
     return groups
 
 
 def measure_at(
-    temperature: float, batch: int, recipe: Recipe, benchmark: Benchmark, progress: Progress
+    setting: Setting, recipe: Recipe, benchmark: Benchmark, measured: Journal, progress: Progress
 ) -> list[Outcome]:
     """The outcomes of every method that can decode batches of this size."""
-    methods = able_to_batch(benchmark.methods, batch)
+    methods = able_to_batch(benchmark.methods, setting.batch)
     if left_out := [method.name for method in benchmark.methods if method not in methods]:
         names = ", ".join(left_out)
-        progress.console.print(f"left out in batches of {batch}, where transformers does not draft: {names}")
-    sampling = sampling_from_recipe(recipe, temperature)
-    what = f"temperature {temperature:g}, batches of {batch}"
+        progress.console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
+    sampling = sampling_from_recipe(recipe, setting.temperature)
+    what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
     rounds = run_rounds(
         methods,
         benchmark.target,
@@ -163,11 +173,16 @@ def measure_at(
         recipe.decode.max_new_tokens,
         sampling,
         WARMUP_PROMPTS,
-        batch,
+        setting.batch,
         benchmark.chat.next_turn,
+        measured.done[setting],
         lambda run: progress.advance(len(run.texts), what),
+        partial(measured.add, setting),
     )
-    return Comparison(methods, rounds, benchmark.target, sampling, batch).outcomes()
+    reading = partial(progress.advance, 0, f"{what}, reading the texts")
+    tokens = [prompt.tokens for prompt in benchmark.prompts]
+    forcing = Forcing.measured(benchmark.target, tokens, recipe.decode.max_new_tokens, sampling)
+    return Comparison(methods, rounds, forcing, setting.batch, reading).outcomes()
 
 
 def recipe_template(recipe: Recipe) -> ChatTemplate:

@@ -1,19 +1,18 @@
 """The report's figures: decoding methods compared on the same prompts, run in alternation on the same machine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy
-import torch
 from numpy.typing import NDArray
 
-from headstart.inference.core.request import DecodeStats, Request
-from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
-from headstart.inference.engine.step import start_history
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method
-from headstart.inference.report.rounds import Round, plain_place, seconds_and_tokens, texts_of
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.report.questions import Prompt
+from headstart.inference.report.rounds import Round, seconds_and_tokens, texts_of
 
 # The keys of report.json are a file format: they keep their names when fields are renamed.
 JSON_KEYS = {"method": "way"}
@@ -30,22 +29,11 @@ class Interval:
 
 
 @dataclass(frozen=True)
-class Divergence:
-    """Where a text first differs from plain decoding's, and how close the two tokens were to a tie."""
-
-    prompt: int
-    position: int  # new tokens before the first difference
-    # The best score minus the lower one of the two tokens: logits, plus the Gumbel noise when sampling. It is the gap
-    # between the best two scores, unless one of the tokens is further down.
-    margin: float
-
-
-@dataclass(frozen=True)
 class CategoryFigures:
     """The figures of one method on the prompts of one category."""
 
     prompts: int
-    identical: int  # prompts whose text equals plain decoding's
+    forced: Forced | None  # as in Outcome
     acceptance_length: float
     tokens_per_second: float | None  # None if batches mix categories, and so share their time
     speedups: dict[str, Interval]  # as in Outcome; empty if batches mix categories
@@ -61,7 +49,8 @@ class Outcome:
     rule: AcceptanceRule = "seeded"  # acceptance rule
     stats: DecodeStats = field(default_factory=DecodeStats)  # its seconds are wall time
     new_tokens: int = 0
-    identical: int = 0  # prompts whose text equals plain decoding's, token by token
+    forced: Forced | None = None  # None for texts that were sampled with other random numbers than plain decoding's
+    rounding: float = 0.0  # gaps up to it are near-ties
     prompts: int = 0
     distinct: float = 0.0  # mean over prompts of (distinct tokens / tokens): low for a text that loops
     first_token: float = 0.0  # median seconds until the first token
@@ -69,7 +58,6 @@ class Outcome:
     speedups: dict[str, Interval] = field(default_factory=dict)  # by the name of the method without our drafters
     by_category: dict[str, CategoryFigures] = field(default_factory=dict)
     shortened: int = 0  # prompts that were too long for the target's positions
-    divergences: list[Divergence] = field(default_factory=list)
     transformers: bool = False  # written by transformers' `generate`; not part of the JSON
 
     @property
@@ -95,13 +83,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rounds of all methods at one temperature and batch size; plain decoding's texts are the reference."""
+    """Rounds of all methods at one temperature and batch size."""
 
     methods: list[Method]
     rounds: Sequence[Round]
-    target: TargetModel
-    sampling: Sampling
+    forcing: Forcing
     batch: int
+    after_text: Callable[[], None] = lambda: None  # called when a text is judged
+
+    @property
+    def sampling(self) -> Sampling:
+        return self.forcing.sampling
 
     def outcomes(self) -> list[Outcome]:
         return [self.outcome(place) for place in range(len(self.methods))]
@@ -122,36 +114,41 @@ class Comparison:
             self.sampling.rule,
             stats,
             new_tokens=sum(run.tokens for run in runs),
-            identical=self.num_identical(self.rounds, place),
             prompts=len(prompts),
             distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
             first_token=quantile([seconds for run in runs for seconds in run.first_token], 0.5),
             per_token=(quantile(later, 0.5), quantile(later, 0.95)),
             speedups=self.speedups(self.rounds, place),
-            by_category={name: self.in_category(name, place) for name in dict.fromkeys(p.category for p in prompts)},
+            rounding=self.forcing.rounding,
             shortened=sum(prompt.left_out > 0 for prompt in prompts),
             transformers=method.transformers,
         )
-        if not outcome.draws_other_random_numbers:
-            plain_texts = texts_of(self.rounds, plain_place(self.methods))
-            outcome.divergences = [
-                divergence(number, prompts[number].tokens, text, plain, self.target, self.sampling)
-                for number, (text, plain) in enumerate(zip(texts, plain_texts, strict=True))
-                if text != plain
-            ]
+        judged = [None] * len(prompts) if outcome.draws_other_random_numbers else self.judged(prompts, texts)
+        outcome.forced = in_sum(judged)
+        for name in dict.fromkeys(prompt.category for prompt in prompts):
+            own = [each for each, prompt in zip(judged, prompts, strict=True) if prompt.category == name]
+            outcome.by_category[name] = self.in_category(name, place, in_sum(own))
         return outcome
 
-    def in_category(self, category: str, place: int) -> CategoryFigures:
+    def judged(self, prompts: Sequence[Prompt], texts: Sequence[list[int]]) -> list[Forced | None]:
+        """What plain passes say about each text."""
+        found: list[Forced | None] = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            found.append(self.forcing.judge(prompt.tokens, text))
+            self.after_text()
+        return found
+
+    def in_category(self, category: str, place: int, forced: Forced | None) -> CategoryFigures:
         """The figures of the method at `place` on the prompts of one category."""
         within = [part for each in self.rounds if (part := each.of_category(category)) is not None]
         stats = DecodeStats.sum_of(stats for part in within for stats in part.runs[place].stats)
-        prompts, identical = sum(len(part.prompts) for part in within), self.num_identical(within, place)
+        prompts = sum(len(part.prompts) for part in within)
         whole = [each for each in self.rounds if each.categories == {category}]
         if sum(len(each.prompts) for each in whole) < prompts:
-            return CategoryFigures(prompts, identical, stats.acceptance_length, None, {})
+            return CategoryFigures(prompts, forced, stats.acceptance_length, None, {})
         seconds, tokens = seconds_and_tokens(whole, place)
         rate, speedups = sum(tokens) / sum(seconds), self.speedups(whole, place)
-        return CategoryFigures(prompts, identical, stats.acceptance_length, rate, speedups)
+        return CategoryFigures(prompts, forced, stats.acceptance_length, rate, speedups)
 
     def speedups(self, rounds: Sequence[Round], place: int) -> dict[str, Interval]:
         """The speed-up over each method without our drafters; a question with all of its turns counts as one unit."""
@@ -162,27 +159,11 @@ class Comparison:
             if method.drafter is None
         }
 
-    def num_identical(self, rounds: Sequence[Round], place: int) -> int:
-        """How many texts equal plain decoding's, token by token."""
-        plain = texts_of(rounds, plain_place(self.methods))
-        return sum(text == other for text, other in zip(texts_of(rounds, place), plain, strict=True))
 
-
-@torch.inference_mode()
-def divergence(
-    number: int, prompt: list[int], text: list[int], plain: list[int], target: TargetModel, sampling: Sampling
-) -> Divergence:
-    """Score the two tokens at the first difference by one forward over the common text; nan if one text just ends."""
-    at = next((i for i, (a, b) in enumerate(zip(text, plain, strict=False)) if a != b), min(len(text), len(plain)))
-    if at == min(len(text), len(plain)):
-        return Divergence(number, at, float("nan"))
-    request = Request(prompt, len(plain), sampling)
-    logits = target.forward(torch.tensor([prompt + plain[:at]], device=target.device), last_only=True).logits
-    position = torch.tensor([[len(prompt) + at]], device=target.device)
-    history = start_history([request], [plain[:at]], target)
-    scores = BatchSampling([sampling], target.device).scores(logits, position, history)[0, 0]
-    lower = torch.minimum(scores[plain[at]], scores[text[at]])
-    return Divergence(number, at, float(scores.max() - lower))
+def in_sum(judged: Sequence[Forced | None]) -> Forced | None:
+    """All of them together; None if they were not judged."""
+    found = [each for each in judged if each is not None]
+    return Forced.sum_of(found) if len(found) == len(judged) else None
 
 
 def speedup(

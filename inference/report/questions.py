@@ -1,10 +1,13 @@
-"""Prompts to measure with, each in a category: read from question files such as Spec-Bench's (arXiv 2401.07851)."""
+"""Prompts to measure with, each in a category: read from question files such as Spec-Bench's (arXiv 2401.07851) and
+SPEED-Bench's (arXiv 2604.09557)."""
 
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from headstart.common.files import read_jsonl
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -12,6 +15,14 @@ from headstart.inference.targets.chat_template import ChatTemplate
 # Spec-Bench files the conversations of MT-Bench under eight topics of ten questions each; its tables have one group.
 CONVERSATION = "multi-turn conversation"
 MT_BENCH_TOPICS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+# SPEED-Bench has some of these topics as categories of its own, also of several turns.
+# Its rows have these keys: as prepare_data.py writes them, and as aiperf reads them.
+SPEED_BENCH_KEYS = ({"sub_category", "multiturn"}, {"question_id", "category", "messages"})
+SPEED_BENCH_CATEGORIES = (
+    *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization"),
+    *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are those of its throughput splits
+)
+PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # in the published files, in place of a question
 SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench"
 
 
@@ -50,19 +61,24 @@ class Chat:
 
 
 def read_questions(path: Path, template: ChatTemplate, longest: int, count: int) -> list[Prompt]:
-    """The prompts of the first `count` rows of a JSONL file, taken from each category in turn.
+    """The prompts of the first `count` rows of a JSONL or parquet file, taken from each category in turn.
 
     A row has `turns`, which are asked one after the other, a `prompt`, which is the only turn, or a `text`, which is
     continued from its last `longest` tokens; so is a prompt without a chat template, or one that is rendered already.
     The category is `category`, else `source`; the topics of MT-Bench's conversations are one category, taken in turn
-    too. Raises ValueError for a row with none of the three, and for a file without rows.
+    too. SPEED-Bench's categories stay as they are. Raises ValueError for a row with none of the three, for rows of
+    SPEED-Bench that lack their question or have another category, and for a file without rows.
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}
-    for number, row in enumerate(read_jsonl(path), start=1):
+    for number, row in enumerate(rows_of(path), start=1):
+        is_speed_bench = any(row.keys() >= keys for keys in SPEED_BENCH_KEYS)
         topic = str(row.get("category", row.get("source", "all")))
-        turns, text = row.get("turns"), row.get("prompt", row.get("text"))
+        turns, text = row.get("turns", contents(row.get("messages"))), row.get("prompt", row.get("text"))
+        if is_speed_bench:
+            check_speed_bench(topic, turns, f"report.prompts: row {number} of {path}")
         if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn for turn in turns):
-            category = CONVERSATION if len(turns) > 1 and topic in MT_BENCH_TOPICS else topic
+            is_mt_bench = len(turns) > 1 and topic in MT_BENCH_TOPICS and not is_speed_bench
+            category = CONVERSATION if is_mt_bench else topic
             found = chat_prompt((turns[0],), tuple(turns[1:]), category, template)
         elif not isinstance(text, str) or not text:
             allowed = "turns (a list of texts), prompt or text (a text) is allowed; fix or remove the row"
@@ -76,6 +92,45 @@ def read_questions(path: Path, template: ChatTemplate, longest: int, count: int)
         allowed = 'a JSONL file with one prompt or more is allowed; add rows such as {"prompt": "import os"}'
         raise ValueError(f"report.prompts: {path} given, which is empty; {allowed}")
     return in_turn(in_turn(by_topic.values()) for by_topic in by_category.values())[:count]
+
+
+def rows_of(path: Path) -> Iterable[dict[str, Any]]:
+    """The rows of a JSONL or a parquet file."""
+    if path.suffix != ".parquet":
+        return read_jsonl(path)
+    try:
+        parquet, arrow = import_module("pyarrow.parquet"), import_module("pyarrow")
+    except ImportError as error:
+        raise ValueError(
+            f"report.prompts: {path} given, for which pyarrow is needed; run pip install -e '.[data]', or give JSONL"
+        ) from error
+    try:
+        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+    except arrow.ArrowException as error:
+        raise ValueError(
+            f"report.prompts: {path} given ({error}), a whole parquet file is allowed; copy it again"
+        ) from error
+    return rows
+
+
+def contents(messages: Any) -> Any:
+    """The texts of a list of messages; whatever else it is, as it is."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return messages
+    return [message.get("content") for message in messages]
+
+
+def check_speed_bench(category: str, turns: Any, place: str) -> None:
+    """Raise ValueError, naming field and place, for a row of SPEED-Bench that is not one to ask."""
+    if category not in SPEED_BENCH_CATEGORIES:
+        allowed = f"one of {', '.join(SPEED_BENCH_CATEGORIES)} is allowed in rows of SPEED-Bench; correct it"
+        raise ValueError(f"{place}: category is {category!r}, {allowed}")
+    if isinstance(turns, list) and any(isinstance(turn, str) and turn.startswith(PLACEHOLDER) for turn in turns):
+        raise ValueError(
+            f"{place}: turns begins with {PLACEHOLDER!r}, the question itself is allowed: the published files are not "
+            f"complete; run prepare_data.py of examples/specdec_bench in github.com/NVIDIA/Model-Optimizer, and give "
+            f"the test.parquet that it writes"
+        )
 
 
 def chat_prompt(said: tuple[str, ...], later: tuple[str, ...], category: str, template: ChatTemplate) -> Prompt:

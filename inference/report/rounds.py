@@ -1,7 +1,7 @@
 """Run methods on the same batches of prompts in alternation, later turns of a chat after the first ones."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, product
@@ -65,31 +65,41 @@ def run_rounds(
     warmup: int,
     batch: int = 1,
     next_turn: NextTurn | None = None,
+    done: Mapping[Place, list[Run]] | None = None,
     after_run: Callable[[Run], None] = lambda run: None,
+    after_round: Callable[[Round], None] = lambda found: None,
 ) -> list[Round]:
     """Every method's runs on the prompts, `batch` of them at a time, and on the later turns of their chats.
 
     With `next_turn`, plain decoding is among the methods, and a later turn follows its answer for all of them: so they
-    continue the same text, even those that sample with random numbers of their own. `after_run` is called between runs.
-    The `warmup` longest batches are decoded first, untimed.
+    continue the same text, even those that sample with random numbers of their own. Rounds in `done` are not run again.
+    `after_run` and `after_round` are called between runs. The `warmup` longest batches are decoded first, untimed.
     """
 
     def run(method: Method, prompts: list[Prompt]) -> Run:
         return run_batch(method, target, [prompt.tokens for prompt in prompts], max_new_tokens, sampling)
 
-    rounds: list[Round] = []
+    done, rounds = done or {}, list[Round]()
     batches = [prompts[start : start + batch] for start in range(0, len(prompts), batch)]
-    longest = sorted(batches, key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
-    for method, each in product(methods, longest[:warmup]):  # they allocate everything that depends on size
+    missing = [each for number, each in enumerate(batches) if (number, 0) not in done]
+    missing.sort(key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
+    for method, each in product(methods, missing[:warmup]):  # they allocate everything that depends on size
         run(method, each)
+    if target.compiler is not None:
+        target.compiler.finish()
     for number, prompts in enumerate(batches):
         turn = 0
         while prompts:
-            runs = in_rotation(methods, number, partial(run, prompts=prompts), after_run)
-            rounds.append(Round((number, turn), prompts, runs))
+            place = number, turn
+            if place in done:
+                rounds.append(Round(place, prompts, done[place]))
+            else:
+                runs = in_rotation(methods, number, partial(run, prompts=prompts), after_run)
+                rounds.append(Round(place, prompts, runs))
+                after_round(rounds[-1])
             if next_turn is None:
                 break
-            answers = runs[plain_place(methods)].texts
+            answers = rounds[-1].runs[plain_place(methods)].texts
             follow = (next_turn(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True))
             turn, prompts = turn + 1, [prompt for prompt in follow if prompt is not None]
     return rounds

@@ -1,13 +1,13 @@
 """The report's outcomes as tables for the terminal and for Markdown."""
 
 import math
-from collections.abc import Callable, Sequence
-from statistics import median
+from collections.abc import Callable
 from textwrap import fill
 
 from rich.table import Table
 
-from headstart.inference.report.compare import CategoryFigures, Divergence, Interval, Outcome
+from headstart.inference.report.compare import CategoryFigures, Interval, Outcome
+from headstart.inference.report.forcing import Forced
 
 COLUMNS = {
     "method": "generate: transformers' own; plain: no drafts; chain, tree: a head's drafts; untrained: a random head's",
@@ -16,13 +16,13 @@ COLUMNS = {
     "speed-up": "tokens/s over plain decoding",
     "95 % interval": "of the speed-up over plain decoding, from a bootstrap over prompts",
     "speed-up over generate": "tokens/s over transformers' own generate",
-    "same text": "prompts whose text equals plain decoding's, token by token",
+    "token forcing": "tokens outside: neither plain passes' own choice at their place nor a near-tie; of all tokens",
     "distinct tokens": "mean share of distinct tokens in a text; low for a text that loops",
     "first token (ms)": "median time until the first token",
     "per token p50 (ms)": "median time per later token",
     "p95 (ms)": "95th percentile of the time per later token",
 }
-SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "same text")  # the columns on a terminal
+SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "token forcing")  # the columns on a terminal
 LEGEND = "\n".join(f"{column}: {COLUMNS[column]}" for column in SHORT)
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 NOTE = "Acceptance length: tokens per target step, the bonus token included (tau). Speed-up: over plain decoding."
@@ -41,7 +41,7 @@ def cells(outcomes: list[Outcome]) -> list[list[str]]:
                 f"{over_plain.value:.2f}",
                 "" if outcome.method == "plain" else low_to_high(over_plain),
                 f"{speedups['generate'].value:.2f}" if "generate" in speedups else "",
-                same_text(outcome),
+                outside(outcome.forced),
                 f"{outcome.distinct:.2f}",
                 *(milliseconds(seconds) for seconds in (outcome.first_token, *outcome.per_token)),
             ]
@@ -64,10 +64,10 @@ def further_tables(outcomes: list[Outcome]) -> list[list[list[str]]]:
 def tables_by_category(outcomes: list[Outcome]) -> list[list[list[str]]]:
     """For each figure, a table of methods by categories."""
     drafting = [o for o in outcomes if o.stats.tokens > o.stats.steps]  # without drafts the length is 1 everywhere
-    comparable = [o for o in outcomes if not o.draws_other_random_numbers]
+    comparable = [o for o in outcomes if o.forced is not None]
     figures: list[tuple[str, list[Outcome], Callable[[CategoryFigures], str]]] = [
         ("acceptance length", drafting, lambda found: f"{found.acceptance_length:.2f}"),
-        ("same text", comparable, lambda found: f"{found.identical}/{found.prompts}"),
+        ("token forcing", comparable, lambda found: outside(found.forced)),
     ]
     if all(found.speedups for found in outcomes[0].by_category.values()):
         figures[1:1] = [
@@ -93,27 +93,19 @@ def milliseconds(seconds: float) -> str:
     return "" if math.isnan(seconds) else f"{1000 * seconds:.1f}"
 
 
-def same_text(outcome: Outcome) -> str:
-    """How many texts equal plain decoding's, or why they need not."""
-    if outcome.draws_other_random_numbers:
-        return "different random numbers"
-    return f"{outcome.identical}/{outcome.prompts}"
+def outside(forced: Forced | None) -> str:
+    """How many tokens are outside, or why none were judged."""
+    return "different random numbers" if forced is None else f"{forced.outside} of {forced.positions}"
 
 
-def divergence_lines(outcomes: list[Outcome]) -> list[str]:
-    """For each method whose texts differ from plain decoding's: how many do, and how near a tie the difference is."""
+def forcing_lines(outcomes: list[Outcome]) -> list[str]:
+    """For each method with tokens that plain passes would not choose: how many are near-ties, and how near."""
     return [
-        f"{outcome.method} differs from plain in {len(outcome.divergences)} of {outcome.prompts} texts; "
-        f"{margins_in_words(outcome.divergences)}"
+        f"{outcome.method}: {forced.near_ties} of {forced.positions} tokens are near-ties, {forced.outside} outside; "
+        f"widest gap {forced.widest:.2g}, rounding moves gaps by up to {outcome.rounding:.2g} here"
         for outcome in outcomes
-        if outcome.divergences
+        if (forced := outcome.forced) is not None and forced.near_ties + forced.outside > 0
     ]
-
-
-def margins_in_words(divergences: Sequence[Divergence]) -> str:
-    """How near a tie the target was at the first difference; a text that only ends earlier has no margin."""
-    margins = [found.margin for found in divergences if not math.isnan(found.margin)] or [math.nan]
-    return f"margin in logits at the first difference: median {median(margins):.2g}, largest {max(margins):.2g}"
 
 
 def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
@@ -134,11 +126,11 @@ def heading(outcomes: list[Outcome]) -> str:
 
 
 def short_table(outcomes: list[Outcome]) -> Table:
-    """The main columns, for the terminal; the caption says where texts differ from plain decoding's."""
+    """The main columns, for the terminal; the caption counts near-ties."""
     rows = [[row[list(COLUMNS).index(column)] for column in SHORT] for row in cells(outcomes)]
     rows[1:] = [[*figures, fill(same, HEADER_WIDTH)] for *figures, same in rows[1:]]
     table = rich_table(heading(outcomes), rows)
-    table.caption, table.caption_justify = "\n".join(divergence_lines(outcomes)), "left"
+    table.caption, table.caption_justify = "\n".join(forcing_lines(outcomes)), "left"
     return table
 
 
@@ -155,7 +147,7 @@ def rich_table(title: str, rows: list[list[str]]) -> Table:
 
 def as_markdown(outcomes: list[Outcome]) -> str:
     tables = map(markdown_table, [cells(outcomes), *further_tables(outcomes)])
-    lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *divergence_lines(outcomes)])
+    lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *forcing_lines(outcomes)])
     return "\n\n".join([f"{heading(outcomes)}:", *tables, *([lines] if lines else [])]) + "\n"
 
 

@@ -79,13 +79,28 @@ def lm_eval(server: Server) -> dict[str, list[str]]:
 
 def aiperf(server: Server) -> dict[str, list[str]]:
     sizes = ["--prompt-input-tokens-mean", "24", "--prompt-output-tokens-mean", "8", "--request-count", "4"]
-    shared = ["--model", server.model, "--url", server.url, "--tokenizer", str(server.target), "--ui", "none", *sizes]
-    out = ["--output-artifact-dir", str(FOLDER / "artifacts")]
+    shared = ["--model", server.model, "--url", server.url, "--tokenizer", str(server.target), "--ui", "none"]
+    profile = ["aiperf", "profile", "--streaming", *shared, "--output-artifact-dir"]
+    folder, artifacts = FOLDER / "speed_bench", str(FOLDER / "artifacts")
+    questions = ["--input-file", str(speed_bench_file()), "--custom-dataset-type", "speed-bench-coding"]
+    limits = ["--osl", "8", "--num-conversations", "1"]
     kinds = ("chat", "completions", "responses")
     return {
-        f"{kind}, streamed": ["aiperf", "profile", "--endpoint-type", kind, "--streaming", *shared, *out]
-        for kind in kinds
+        **{f"{kind}, streamed": [*profile, artifacts, "--endpoint-type", kind, *sizes] for kind in kinds},
+        "SPEED-Bench": [*profile, str(folder / "coding"), "--endpoint-type", "chat", *questions, *limits],
+        "speed-bench-report": ["aiperf", "speed-bench-report", str(folder), "--output", str(folder / "report.csv")],
     }
+
+
+def speed_bench_file() -> Path:
+    """Our invented questions in the form of SPEED-Bench that aiperf reads, which wants ids of 32 characters."""
+    path, lines = FOLDER / "speed_bench.jsonl", (ROOT / "tests/questions/speed_bench.jsonl").read_text().splitlines()
+    with path.open("w") as file:
+        for number, row in enumerate(map(json.loads, lines)):
+            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
+            kept = {"question_id": f"{number:032}", "category": row["category"], "messages": messages}
+            file.write(json.dumps(kept) + "\n")
+    return path
 
 
 def guidellm(server: Server) -> dict[str, list[str]]:
