@@ -8,11 +8,11 @@ Every method continues the first turn of each question greedily, in the target's
 ids, until the answer ends or decode.max_new_tokens are written. Methods take turns, prompt by prompt, after each has
 decoded the longest prompt once. The time until the first token, which reads the prompt, is left out on both sides.
 
-Ours are bfloat16 and float32, each plain and with the head and repeats. Those of llama.cpp decode GGUF files that its
-own converter writes from the same safetensors: bf16, plain, with ngram-simple, and with the head if llama.cpp can draft
-with it (EAGLE-3.0); and q8_0, with weights rounded to 8 bits. *x best* is the rate over that of llama.cpp's fastest
-mode in bf16, *x own plain* over plain decoding from the same weights in the same engine; *same text* counts the texts
-that equal those of that plain decoding.
+Ours are float32 and, where the processor computes in it, bfloat16, each plain and with the head and repeats. Those of
+llama.cpp decode GGUF files that its own converter writes from the same safetensors: bf16, plain, with ngram-simple, and
+with the head if llama.cpp can draft with it (EAGLE-3.0); and q8_0, with weights rounded to 8 bits. *x best* is the rate
+over that of llama.cpp's fastest mode in bf16, *x own plain* over plain decoding from the same weights in the same
+engine; *same text* counts the texts that equal those of that plain decoding.
 """
 
 import argparse
@@ -46,6 +46,7 @@ from headstart.inference.report.command import machine, recipe_template, report_
 from headstart.inference.report.methods import Method, build_methods
 from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import run_batch
+from headstart.inference.targets.loading import has_bfloat16
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
@@ -94,6 +95,8 @@ def our_rows(recipe: Recipe, dtype: str) -> Iterator[Row]:
     def decoding(method: Method) -> Callable[[list[int]], Decoded]:
         def decode(prompt: list[int]) -> Decoded:
             run = run_batch(method, target, [prompt], recipe.decode.max_new_tokens, Sampling())
+            if target.compiler is not None:  # what the first prompt began
+                target.compiler.finish()
             return Decoded(run.texts[0], run.seconds - run.first_token[0], run.stats[0].steps)
 
         return decode
@@ -227,7 +230,8 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
     most, threads = recipe.decode.max_new_tokens, recipe.report.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
     folder, target = recipe.run_dir / "llamacpp", locate_target(recipe.target.path, recipe.target.revision)
-    rows = [row for dtype in ("bfloat16", "float32") for row in our_rows(recipe, dtype)]
+    dtypes = ("bfloat16", "float32") if has_bfloat16(torch.device("cpu")) else ("float32",)
+    rows = [row for dtype in dtypes for row in our_rows(recipe, dtype)]
     files = {outtype: llama.converted(target, outtype, folder) for outtype in ("bf16", "q8_0")}
     with ExitStack() as servers:
 

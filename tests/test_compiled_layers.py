@@ -106,7 +106,7 @@ def test_packed_layers_write_the_same_text_compiled(
     wanted, logits = texts(target), tree_logits(target)
     compiler = compile_at_once(target)
     check_compiled(target, compiler, wanted, logits)
-    forms = {form for _, form in compiler.kernels}
+    forms = {form for (_, form), kernel in compiler.kernels.items() if kernel}
     assert len(forms) == 3  # several tokens of one row, one token of it, one token of several rows
     for layer in target.layers:
         assert all(kernel is not None and kernel.is_checked for kernel in vars(layer)["forward"].kernels.values())
@@ -125,7 +125,7 @@ def test_families_write_the_same_text_compiled(family: str, traced_only: None) -
     compiler = compile_at_once(target)
     check_compiled(target, compiler, wanted, logits)
     # The attention of gpt-oss is transformers' own, and its experts are no operations of fixed shapes.
-    assert bool(compiler.kernels) == (family != "gpt-oss")
+    assert any(compiler.kernels.values()) == (family != "gpt-oss")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
@@ -142,7 +142,7 @@ def test_a_head_drafts_the_same_compiled(
         found = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
         assert found == wanted
         compiler.finish()
-    assert compiler.kernels
+    assert any(compiler.kernels.values())
 
 
 @pytest.mark.slow
@@ -174,7 +174,7 @@ def test_a_kernel_that_differs_is_not_used(make_model: ModelFactory, monkeypatch
     compiler = compile_at_once(target)
     tree_logits(target)
     compiler.finish()
-    assert compiler.kernels
+    assert any(compiler.kernels.values())
     for _ in range(2):
         assert torch.equal(tree_logits(target), logits)
     assert {kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()} == {None}
@@ -184,7 +184,7 @@ def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, 
     target = TargetModel(make_model(num_hidden_layers=2), ())
     compiler = compile_at_once(target)
     target.states(torch.tensor([[5, 6, 7]]))
-    assert not compiler.asked
+    assert not compiler.kernels
 
 
 def test_a_program_may_end_while_layers_are_compiled() -> None:

@@ -31,7 +31,7 @@ from headstart.inference.passes.apart import HERE, CannotTrace, Operation, Run, 
 from headstart.inference.passes.side_by_side import PackedCache
 
 MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
-WORTH = 1000  # calls of a form's layers before one is compiled: a text's beginning has the processor to itself
+WORTH = 30  # calls of a layer before it is compiled: a text's beginning has the processor to itself
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative difference of outputs that rounding stays below
 HINTS = (3, 5)  # rows and tokens that a layer is traced with
 OPTIONS = {
@@ -121,6 +121,7 @@ class CompiledForward:
         self.kind = type(layer), repr(layer)
         self.names = [*signature(type(layer).forward).parameters][1:]
         self.kernels: dict[Form, KernelOfLayer | None] = {}
+        self.asked: dict[Form, int] = {}  # calls without a kernel
 
     def own(self, *args: Any, **kwargs: Any) -> Any:
         return type(self.layer).forward(self.layer, *args, **kwargs)
@@ -162,21 +163,19 @@ class Compiler:
     """Compiles a target's layers, in a thread of its own."""
 
     worth: int = WORTH
-    asked: dict[tuple[object, Form], int] = field(default_factory=dict)  # by the kind of layer and the form
-    kernels: dict[tuple[object, Form], Kernel] = field(default_factory=dict)
+    kernels: dict[tuple[object, Form], Kernel | None] = field(default_factory=dict)  # None: not yet, or it cannot be
     wishes: "SimpleQueue[tuple[CompiledForward, Given] | None]" = field(default_factory=SimpleQueue)
     begun: int = 0
     ended: int = 0
     thread: threading.Thread | None = None
 
     def kernel(self, forward: CompiledForward, given: Given) -> Kernel | None:
-        """The kernel of such layers, if it is ready. It is begun when it has been asked for often."""
+        """The kernel of such layers, if it is ready. It is begun when one of them has asked for it often."""
         key = forward.kind, given.form
-        self.asked[key] = self.asked.get(key, 0) + 1
-        if self.asked[key] == self.worth:
-            if not has_clear_axes(given.tensors):
-                self.asked[key] -= 1
-            else:
+        if key not in self.kernels:
+            forward.asked[given.form] = forward.asked.get(given.form, 0) + 1
+            if forward.asked[given.form] >= self.worth and has_clear_axes(given.tensors):
+                self.kernels[key] = None
                 self.begin(forward, given)
         return self.kernels.get(key)
 
