@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 # OpenMP's threads wait for each other in a loop. On a core that another process needs, too, a step would take twenty
 # times as long, so after this many turns they sleep. It is read when torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
     from headstart.heads.checkpoint import load_head

@@ -116,13 +116,13 @@ class Slots:
             raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
         reach, even, found = self.reach if self.static else end, self.even, []
         for part, states in zip(parts, blocks, strict=True):
-            slots = part[:count]
+            slots = part if count == part.shape[0] else part[:count]
             if even:
-                slots[:, :, end - block : end] = states
+                slots.narrow(2, end - block, block).copy_(states)
             else:
                 rows, columns = self._places(block, slots.device)
                 slots[rows, :, columns] = states.transpose(1, 2).to(slots.dtype)
-            found.append(slots[:, :, :reach])
+            found.append(slots.narrow(2, 0, reach))
         return found
 
     def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:

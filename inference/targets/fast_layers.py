@@ -24,6 +24,8 @@ from headstart.inference.passes.apart import HERE, apart
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
+# Without what `torch.ops` does for operators that take objects: it searches the arguments for traced ones.
+HALF_PRODUCT: Callable[..., Tensor] = torch.ops.quantized.linear_dynamic_fp16._op
 SMALL_BYTES = 32 * 2**20  # float32 weights, or as many bfloat16 ones, that stay in a processor's cache
 
 
@@ -55,7 +57,7 @@ class HalfLinear(PackedLinear):
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
 
     def product(self, inputs: Tensor) -> Tensor:
-        found: Tensor = torch.ops.quantized.linear_dynamic_fp16(inputs, self.packed)
+        found: Tensor = HALF_PRODUCT(inputs, self.packed)
         return found
 
 
