@@ -10,12 +10,14 @@ import ctypes
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import signature
+from pathlib import Path
 from queue import SimpleQueue
 from types import NoneType
 from typing import Any
@@ -33,11 +35,14 @@ from headstart.inference.passes.side_by_side import PackedCache
 MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
 WORTH = 30  # calls of a layer before it is compiled: a text's beginning has the processor to itself
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative difference of outputs that rounding stays below
+HUGE = 2**21  # bytes of a huge page
+MADV_COLLAPSE = 25  # as Linux 6.1 and later name it; earlier ones refuse it
 HINTS = (3, 5)  # rows and tokens that a layer is traced with
 OPTIONS = {
     "compile_threads": 1,  # the other cores decode
     "cpp.threads": 1,  # so small are the fused operations
     "emulate_precision_casts": True,  # rounded where the layer rounds
+    "size_asserts": False,  # a form says what its tensors are like
 }
 REWRITTEN = (KVCache, PackedCache, Slots)  # where a second pass over the same tokens changes nothing
 MASKS = ("attention_mask", "mask")  # as transformers' layers name it, and our heads'
@@ -75,6 +80,7 @@ class Given:
         for tensor in tensors:
             shape = tensor.shape
             form.append(shape if len(shape) < 2 else (shape[0] == rows, shape[1] == tokens, shape[2:]))
+            form.append(tensor.is_contiguous())
         return cls(values, tensors, cache, mask, tuple(form))
 
 
@@ -191,6 +197,7 @@ class Compiler:
     def work(self) -> None:
         with suppress(AttributeError, OSError):  # where a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        use_huge_pages()
         while (wish := self.wishes.get()) is not None:
             forward, given = wish
             try:
@@ -216,9 +223,9 @@ class Compiler:
 
 
 def has_clear_axes(tensors: Sequence[Tensor]) -> bool:
-    """Whether the number of rows cannot be mistaken for that of tokens."""
+    """Whether the number of rows cannot be mistaken for that of tokens, and memory has the order of the axes."""
     rows, tokens = tensors[0].shape[:2]
-    return rows != tokens or rows == 1
+    return (rows != tokens or rows == 1) and all(tensor.is_contiguous() for tensor in tensors)
 
 
 def compiled(forward: CompiledForward, given: Given) -> Kernel:
@@ -305,6 +312,23 @@ def take_constants(graph: GraphModule, names: dict[int, str]) -> list[str]:
         graph.graph.erase_node(node)
     graph.recompile()
     return list(inputs)
+
+
+def use_huge_pages() -> None:
+    """Let Linux put what is in memory on pages of 2 MB: products with packed weights take about a tenth less time.
+
+    It moves about 0.6 GB/s, while other threads read and write.
+    """
+    regions = Path("/proc/self/maps")
+    if sys.platform != "linux" or not regions.is_file():
+        return
+    advise = ctypes.CDLL(None).madvise
+    for line in regions.read_text().splitlines():
+        span, access, _, _, file, *name = line.split()
+        start, end = (int(place, 16) for place in span.split("-"))
+        start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
+        if access == "rw-p" and file == "0" and name in ([], ["[heap]"]) and start < end:
+            advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
 def can_compile() -> bool:
