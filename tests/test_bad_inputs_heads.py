@@ -689,7 +689,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "lint: an engine that reads other layouts": (
         nothing,
         f"{LINT} --engine medusa",
-        Says("layout", "medusa cannot read eagle3", "only vllm, sglang, tensorrt_llm, eagle can", ""),
+        Says("layout", "medusa cannot read eagle3", "only vllm, sglang, tensorrt_llm, eagle, llama_cpp can", ""),
     ),
     "lint: config.json is a list": (
         write("config.json", "[]"),

@@ -187,6 +187,7 @@ def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, 
     assert not compiler.kernels
 
 
+@pytest.mark.slow
 def test_a_program_may_end_while_layers_are_compiled() -> None:
     """Python would end the process with an error if a thread was inside compiled code."""
     program = """

@@ -134,7 +134,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.make_report", "starts over"),
+    "report": ("headstart.inference.report.command.make_report", "continues where it stopped"),
     "export": ("headstart.heads.formats.export.stored_dtype", "starts over"),
     "lint": ("headstart.heads.formats.lint.lint", "starts over"),
     "convert": ("headstart.heads.formats.convert.convert", "starts over"),

@@ -1,0 +1,158 @@
+"""What a plain decoding step costs on a CPU, on a quiet machine and beside a busy process.
+
+    headstart smollm2
+    python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct
+
+The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, and
+the products with packed weights alone. They take turns, and the figures are medians. The second has tokens/s of plain
+decoding by compiled layers while other processes take some of the cores: with headstart's setting for threads that
+wait, and with OpenMP's own.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from headstart.inference.core.request import Request
+from headstart.inference.core.tree import Tree
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.passes.compiled import CompiledForward
+from headstart.inference.targets.fast_layers import JointLinear, PackedLinear
+from headstart.inference.targets.loading import processor_name
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
+
+CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
+KINDS = ("own code", "compiled", "products alone")
+NEW_TOKENS = 64
+BUSY = "while True: pass"
+CORES = os.cpu_count() or 1
+
+
+@contextmanager
+def own_code(layers: list[nn.Module]) -> Iterator[None]:
+    """Within this context the layers are not compiled."""
+    forwards = [vars(layer).pop("forward") for layer in layers]
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            vars(layer)["forward"] = forward
+
+
+def products(target: TargetModel) -> list[PackedLinear]:
+    """Every packed product of a pass, once."""
+    modules = [*target.model.modules()]
+    joint = {id(each.product): each.product.product for each in modules if isinstance(each, JointLinear)}
+    return [each for each in [*modules, *joint.values()] if isinstance(each, PackedLinear)]
+
+
+def load(path: str) -> TargetModel:
+    target = TargetModel.load(TargetSection(path=path, dtype="float32", device="cpu"), ())
+    if target.compiler is None:
+        sys.exit("nothing is compiled here: the weights are not packed, or there is no C++ compiler")
+    target.compiler.worth = 1
+    return target
+
+
+@torch.inference_mode()
+def passes(target: TargetModel) -> dict[str, float]:
+    """Median milliseconds of each kind and number of tokens."""
+    cache, layers, packed = target.new_cache(CONTEXT + 64), target.layers, products(target)
+    cache.target.set_lengths([CONTEXT])
+    times: dict[str, list[float]] = defaultdict(list)
+
+    def run(count: int) -> None:
+        tree = Tree(torch.arange(count)[None] + 300, torch.arange(count)[None] - 1)
+        target.forward_tree(tree, cache)
+
+    def multiply(count: int) -> None:
+        for product in packed:
+            product(torch.zeros(1, count, product.in_features))
+
+    def timed(kind: str, count: int, work: Callable[[int], None]) -> None:
+        started = time.perf_counter()
+        work(count)
+        times[f"{kind}, {count}"].append(1000 * (time.perf_counter() - started))
+
+    for count in SIZES:
+        for _ in range(3):  # asked for, compiled, checked
+            run(count)
+            assert target.compiler is not None
+            target.compiler.finish()
+    assert all(isinstance(vars(layer)["forward"], CompiledForward) for layer in layers)
+    for _ in range(TURNS):
+        for count in SIZES:
+            with own_code(layers):
+                timed(KINDS[0], count, run)
+            timed(KINDS[1], count, run)
+            timed(KINDS[2], count, multiply)
+    return {key: statistics.median(found) for key, found in times.items()}
+
+
+def rate(target: TargetModel) -> dict[str, float]:
+    """Plain decoding: the median of three texts."""
+    assert target.compiler is not None
+    request, rates = Request([*range(300, 400)], NEW_TOKENS), []
+    for turn in range(4):
+        started = time.perf_counter()
+        generate_batch(target, [request])
+        if turn:  # the first compiles
+            rates.append(NEW_TOKENS / (time.perf_counter() - started))
+        target.compiler.finish()
+    return {"tokens/s": statistics.median(rates)}
+
+
+def measured(path: str, part: str, busy: int = 0, **changed: str) -> dict[str, float]:
+    """A part in a process of its own, beside busy ones. This one has imported headstart, which says how threads wait
+    before torch is imported."""
+    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
+    try:
+        command = [sys.executable, __file__, "--target", path, "--part", part]
+        done = subprocess.run(command, env={**os.environ, **changed}, capture_output=True, text=True, check=True)
+    finally:
+        for other in others:
+            other.kill()
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+PARTS: dict[str, Callable[[TargetModel], dict[str, float]]] = {"passes": passes, "rate": rate}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", required=True, help="folder of a float32 model whose weights float16 can hold")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part](load(options.target))))
+        return
+    console, threads = Console(width=120), torch.get_num_threads()
+    console.print(f"{processor_name(torch.device('cpu'))}, {threads} threads, torch {torch.__version__}")
+    found = measured(options.target, "passes")
+    table = Table("milliseconds", *(f"{count} tokens" for count in SIZES))
+    for kind in KINDS:
+        table.add_row(kind, *(f"{found[f'{kind}, {count}']:.1f}" for count in SIZES))
+    console.print(table)
+    table = Table("tokens/s, other busy processes", *map(str, range(CORES + 1)))
+    for name, changed in (("threads that sleep", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
+        rates = [measured(options.target, "rate", busy, **changed)["tokens/s"] for busy in range(CORES + 1)]
+        table.add_row(name, *(f"{each:.1f}" for each in rates))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
