@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-WINDOW = 16  # accepted tokens that a row's next pass reads again, at most
+WINDOW = 4  # accepted tokens that a row's next pass reads again, at most
 Snapshot = Any  # a copy of one row's states
 
 
