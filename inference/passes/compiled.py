@@ -35,6 +35,8 @@ from headstart.inference.passes.side_by_side import PackedCache
 MOST_TOKENS = 256  # in a pass; with more, it waits for products alone
 WORTH = 30  # calls of a layer before it is compiled: a text's beginning has the processor to itself
 SAME = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative difference of outputs that rounding stays below
+PAUSE = 0.5  # seconds without a pass
+MANY = 30_000  # calls of layers: a long run gains by what is compiled beside it
 MOST_KERNELS = 32  # of a target and its heads, for layers whose form is another in every pass
 HUGE = 2**21  # bytes of a huge page
 MADV_COLLAPSE = 25  # as Linux 6.1 and later name it; earlier ones refuse it
@@ -136,6 +138,7 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if HERE.trace is not None or not torch.is_inference_mode_enabled():
             return self.own(*args, **kwargs)
+        self.compiler.calls += 1
         given = Given.read({**dict(zip(self.names, args, strict=False)), **kwargs})
         states = given.tensors[0]
         large = states.numel() > MOST_TOKENS * states.shape[-1]
@@ -175,6 +178,8 @@ class Compiler:
     wishes: "SimpleQueue[tuple[CompiledForward, Given] | None]" = field(default_factory=SimpleQueue)
     begun: int = 0
     ended: int = 0
+    calls: int = 0  # of layers
+    hurries: bool = False
     thread: threading.Thread | None = None
 
     def kernel(self, forward: CompiledForward, given: Given) -> Kernel | None:
@@ -199,9 +204,12 @@ class Compiler:
     def work(self) -> None:
         with suppress(AttributeError, OSError):  # where a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
-        use_huge_pages()
+        is_first = True
         while (wish := self.wishes.get()) is not None:
-            forward, given = wish
+            self.wait_for_rest()
+            if is_first:
+                use_huge_pages()
+            is_first, (forward, given) = False, wish
             try:
                 self.kernels[forward.kind, given.form] = compiled(forward, given)
             except Exception:  # whatever a layer may do, its own code can
@@ -211,10 +219,21 @@ class Compiler:
             del wish, forward, given  # with a cache and a layer, which may be dropped while this waits
             self.ended += 1
 
+    def wait_for_rest(self) -> None:
+        """Wait for a pause between texts, as one that is being written would take twice as long, or for long work."""
+        first = self.calls
+        while not self.hurries and self.calls - first < MANY:
+            before = self.calls
+            time.sleep(PAUSE)
+            if self.calls == before:
+                return
+
     def finish(self) -> None:
         """Wait until everything is compiled that was begun; measurements begin after that."""
+        self.hurries = True
         while self.ended < self.begun:
             time.sleep(0.02)
+        self.hurries = False
 
     def stop(self) -> None:
         """End with the program: a thread that Python ends inside compiled code would end it with an error."""
