@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import torch
@@ -51,6 +51,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
 
+Result = TypeVar("Result")
 PATIENCE = 120  # seconds until a server must have loaded its model
 NGRAM = ("--spec-type", "ngram-simple")
 BEST_OF = "llama.cpp bf16"  # rows of the lossless engine to beat
@@ -95,7 +96,7 @@ def our_rows(recipe: Recipe, dtype: str) -> Iterator[Row]:
     def decoding(method: Method) -> Callable[[list[int]], Decoded]:
         def decode(prompt: list[int]) -> Decoded:
             run = run_batch(method, target, [prompt], recipe.decode.max_new_tokens, Sampling())
-            if target.compiler is not None:  # what the first prompt began
+            if target.compiler is not None:
                 target.compiler.finish()
             return Decoded(run.texts[0], run.seconds - run.first_token[0], run.stats[0].steps)
 
@@ -113,7 +114,9 @@ class LlamaCpp:
         folders = (environment.absolute() / name for name in ("bin", "llama.cpp"))
         os.environ["PATH"] = os.pathsep.join([*map(str, folders), os.environ["PATH"]])  # where an export looks for it
         self.server = environment / "build/bin/llama-server"
-        [package] = environment.glob("PKG-INFO")
+        package = environment / "PKG-INFO"
+        if not package.is_file() or not self.server.is_file():
+            raise ValueError(f"--llamacpp: {environment} holds no llama.cpp; make bench-llamacpp compiles one")
         self.version = re.findall(r"^Version: (.*)$", package.read_text(), re.MULTILINE)[0]
 
     def converted(self, model: Path, outtype: str, folder: Path) -> Path:
@@ -257,16 +260,17 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
     (folder / "texts.json").write_text(json.dumps(written))
 
 
-def main() -> None:
+def from_command_line(doc: str | None, work: Callable[[Recipe, LlamaCpp], Result]) -> Result:
+    """Do the work with the recipe and the llama.cpp of the command line; an error ends the process with one line."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--llamacpp", type=Path, default=Path(".venv-llamacpp"))
     given, arguments = parser.parse_known_args()
-    recipe = recipe_from_command_line(__doc__, arguments)
+    recipe = recipe_from_command_line(doc, arguments)
     try:
-        run(recipe, LlamaCpp(given.llamacpp))
+        return work(recipe, LlamaCpp(given.llamacpp))
     except ValueError as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    main()
+    from_command_line(__doc__, run)

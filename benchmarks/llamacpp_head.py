@@ -9,15 +9,13 @@ the hidden states: it drafts worse, and alike in both. It is exported with expor
 the same questions greedily in float32, with chains of draft tokens. Exit code 1 if a count or a text differs.
 """
 
-import argparse
 import dataclasses
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from llamacpp import LlamaCpp, decoded
+from llamacpp import LlamaCpp, decoded, from_command_line
 from rich.console import Console
 from rich.table import Table
 from serve import QUESTIONS
@@ -35,7 +33,6 @@ from headstart.inference.generate.inputs import taps_to_read
 from headstart.inference.report.command import recipe_template
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.command_line import recipe_from_command_line
 
 NUM_QUESTIONS, NEW_TOKENS, DRAFT_TOKENS = 4, 48, 3
 
@@ -91,16 +88,5 @@ def run(recipe: Recipe, llama: LlamaCpp) -> bool:
     return alike
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--llamacpp", type=Path, default=Path(".venv-llamacpp"))
-    given, arguments = parser.parse_known_args()
-    recipe = recipe_from_command_line(__doc__, arguments)
-    try:
-        sys.exit(0 if run(recipe, LlamaCpp(given.llamacpp)) else 1)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(0 if from_command_line(__doc__, run) else 1)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-Operation = Callable[..., Tensor]  # of tensors; what it returns is contiguous
+Operation = Callable[..., Tensor]  # from tensors to a contiguous one
 
 
 class CannotTrace(Exception):
@@ -22,7 +22,7 @@ class CannotTrace(Exception):
 
 @dataclass
 class Trace:
-    """What tracing a layer has found so far. It is the cache of the traced layer, too, a target's or a head's."""
+    """The operations that a layer's trace has met. It also stands in for the layer's cache, a target's or a head's."""
 
     calls: list[tuple[nn.Module | None, Callable[[Any], Operation]]] = field(default_factory=list)
     copies: dict[int, Any] = field(default_factory=dict)  # of what layers share, by the original's id
