@@ -246,10 +246,10 @@ DRAFTERS: dict[str, Build] = {
 }
 TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
-# What may wait for a device: the outcome of a step, a new row, what a request asks for, one trial for each target, and
+# What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
 MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.packs", "elsewhere"}
-MAY_WAIT |= {"find_packed_sequence_indices"}
+MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Repeats.extend"},
     "prompt lookup": {"GumbelRow.at"},
@@ -267,7 +267,7 @@ def decoded(
     drafter = DRAFTERS[name](target, make_model, make_head)
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
-    for prompt, count, sampling in zip(PROMPTS, (4, 2, 3, 2), samplings, strict=True):
+    for prompt, count, sampling in zip(PROMPTS, (5, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
     while not loop.idle:
         loop.step()
