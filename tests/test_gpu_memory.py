@@ -21,7 +21,10 @@ from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
+from headstart.trainers.cost import TokenCost
+from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.objectives.unrolled import Teacher
+from headstart.trainers.plan import DataSizes, time_rows
 from headstart.trainers.ranks.memory import Machine, activation_bytes, refuse_more_than_memory
 from headstart.trainers.step import autocast, head_in_training
 
@@ -214,3 +217,40 @@ def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
     assert_refused(outcome, says)
     assert "memory: activations, about" in outcome.out
     assert not (middling / "run").exists()
+
+
+def cost_of(recipe: Recipe) -> tuple[TargetConfig, TokenCost]:
+    target = TargetConfig.from_folder(Path(recipe.target.path))
+    return target, TokenCost.of(recipe, target, head_without_weights(recipe, target))
+
+
+def test_the_planned_speeds_are_those_that_an_h100_showed(gpu_recipe: Callable[..., Recipe]) -> None:
+    """docs/gpu.md: plain decoding of one row and of 64, hidden states, and a training step of 8 x 2,048 tokens."""
+    _, cost = cost_of(gpu_recipe("llama3_8b"))
+    assert 1 / cost.responses(1, 1, 600) == pytest.approx(118.3, rel=0.05)
+    assert 1 / cost.responses(1, 64, 400) == pytest.approx(4255, rel=0.05)
+    assert 1 / cost.features(1) == pytest.approx(41_529, rel=0.05)
+    assert cost.steps(8 * 2048) == pytest.approx(0.483, rel=0.05)
+
+
+def test_a_token_meets_only_the_experts_that_are_chosen_for_it(gpu_recipe: Callable[..., Recipe]) -> None:
+    _, cost = cost_of(gpu_recipe("qwen3_5_35b"))
+    assert 2e9 < cost.forward / 2 < 3e9 < 34e9 < cost.weights / 2 < 36e9  # 35B-A3B, of which 1 B look up and score tokens
+
+
+def planned_hours(recipe: Recipe, count: int) -> dict[str, float]:
+    machine = Machine.described(recipe, DeviceMemory(count, 80 * 10**9))
+    target, cost = cost_of(recipe)
+    rows = time_rows(recipe, DataSizes.of(recipe, target), cost, machine)
+    return {what: float(hours.rstrip(" h").replace(",", "")) for what, hours, _ in rows}
+
+
+def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe]) -> None:
+    few, many = (planned_hours(gpu_recipe("llama3_8b"), count) for count in (1, 8))
+    assert set(few) == {"time: responses", "time: features", "time: training", "time of GPUs, in all"}
+    for stage in ("time: responses", "time: features", "time: training"):
+        assert few[stage] == pytest.approx(8 * many[stage], abs=0.05)
+    assert few["time of GPUs, in all"] == pytest.approx(many["time of GPUs, in all"])
+    online = planned_hours(gpu_recipe("llama3_8b", "data.online=[auto]"), 1)
+    assert "time: features" not in online
+    assert online["time: training"] > few["time: training"] + few["time: features"]

@@ -19,6 +19,7 @@ from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe
+from headstart.trainers.cost import TokenCost
 from headstart.trainers.new_head import head_without_weights, load_start
 from headstart.trainers.objectives.medusa2 import trainable_section
 from headstart.trainers.ranks.launch import refuse_lone_decoding
@@ -151,6 +152,9 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
         table.add_row(f"memory: {need.what}", decimal(need.size), need.why)
     for row in data_rows(recipe, data, trained):
         table.add_row(*row)
+    if machine.device.type == "cuda":
+        for row in time_rows(recipe, data, TokenCost.of(recipe, target, head), machine):
+            table.add_row(*row)
     folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", "its weights, wherever it is loaded")
@@ -171,3 +175,38 @@ def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, 
         ("features on disk", f"{at_most}{decimal(data.feature_bytes)}", why),
         ("checkpoints on disk", f"at most {decimal(KEPT * SAVED * trained)}", f"the newest {KEPT}"),
     ]
+
+
+def time_rows(recipe: Recipe, data: DataSizes, cost: TokenCost, machine: Machine) -> list[tuple[str, str, str]]:
+    """The hours of each stage, were every GPU an H100, and what disks must deliver to training."""
+    section, sharing = (
+        recipe.data,
+        {"layers": machine.devices, "tensor": machine.ranks}.get(recipe.target.split or "", 1),
+    )
+    cards, rows, total_seconds = max(machine.ranks, sharing), [], 0.0
+    texts, mean = section.generate_batch, data.tokens / max(data.samples, 1)
+
+    def add(stage: str, card_seconds: float, on: int, why: str) -> None:
+        nonlocal total_seconds
+        total_seconds += card_seconds
+        rows.append((f"time: {stage}", f"{card_seconds / on / 3600:,.2f} h", why))
+
+    if section.store is None:
+        written = data.samples * min(section.response_tokens, mean)
+        if section.responses == "target" and section.server is None:
+            seconds = cost.responses(written, texts, mean / 2, sharing)
+            add(
+                "responses", seconds, cards, f"{written:,.0f} tokens, {texts} texts at once; the plan's longest lengths"
+            )
+        if section.online is None:
+            add("features", cost.features(data.tokens), cards, f"{data.tokens:,} tokens")
+    ranks = min(machine.ranks, recipe.train.batch_size)
+    seen = recipe.train.steps * recipe.train.batch_size * mean
+    again = cost.features(seen) if section.online is not None else 0.0
+    seconds = cost.steps(seen) + again
+    read = f", which read {decimal(int(cost.stored * seen / seconds * ranks))}/s" if section.online is None else ""
+    add("training", seconds, ranks, f"{seen:,.0f} tokens on {ranks} GPUs{read}")
+    rows.append(
+        ("time of GPUs, in all", f"{total_seconds / 3600:,.1f} h", "at the speed of one measured H100: docs/scale.md")
+    )
+    return rows
