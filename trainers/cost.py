@@ -60,21 +60,21 @@ class TokenCost:
             stored=bytes_per_token(target.hidden_size, len(taps), recipe.data.dtype),
         )
 
-    def decode_step(self, texts: int, context: int, cards: int = 1) -> float:
+    def decode_step(self, texts: int, context: float, cards: int = 1) -> float:
         """Seconds of a plain step of `texts` texts of `context` tokens, on a target that so many cards share."""
         read = (self.weights + texts * context * self.cached) / (cards * READ)
         computed = texts * (self.forward + self.logits) / (cards * OPERATIONS)
         return read + computed + texts * ROW + (2 * self.layers * SUM if cards > 1 else 0.0)
 
-    def responses(self, tokens: int, texts: int, context: int, cards: int = 1) -> float:
+    def responses(self, tokens: float, texts: int, context: float, cards: int = 1) -> float:
         """Card seconds of written tokens, by steps of `texts` texts of `context` tokens on average."""
         return tokens * cards * self.decode_step(texts, context, cards) / texts
 
-    def features(self, tokens: int) -> float:
+    def features(self, tokens: float) -> float:
         """Card seconds of reading texts once."""
         return tokens * self.forward / OPERATIONS
 
-    def steps(self, tokens: int) -> float:
+    def steps(self, tokens: float) -> float:
         """Card seconds of training on so many tokens, those of later epochs counted again."""
         return tokens * self.training / OPERATIONS
 
@@ -83,9 +83,9 @@ def multiplied_weights(model: PreTrainedModel, layers: nn.ModuleList) -> float:
     """The weights of its layers that a token meets: of experts, which are stacked, as many as are chosen for it."""
     chosen, found = getattr(model.config.get_text_config(), "num_experts_per_tok", None), 0.0
     for module in layers.modules():
-        are_experts = chosen is not None and type(module).__name__.endswith("Experts")
+        is_stack = type(module).__name__.endswith("Experts")
         for weight in module.parameters(recurse=False):
-            found += weight.numel() * (chosen / weight.shape[0] if are_experts else 1)
+            found += weight.numel() * (1 if chosen is None or not is_stack else chosen / weight.shape[0])
     return found
 
 
