@@ -4,6 +4,7 @@ accelerate launch --config_file recipes/launch/MODE.yaml --num_processes N tests
 """
 
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -38,6 +39,8 @@ def main(folder: Path, result: Path, resumed: Path | None = None) -> None:
         folder / "recipe.yaml", [f"train.clip_norm={CLIP_NORM}", "train.activation_checkpointing=true"]
     )
     accelerator = start_accelerator(recipe)
+    if "RANKS_OF_A_MACHINE" in os.environ:
+        os.environ["LOCAL_WORLD_SIZE"] = os.environ["RANKS_OF_A_MACHINE"]
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32, accelerator.device)
     store = FeatureStore(recipe.features_dir, "train")
     vocab = draft_vocab(recipe.head, store.token_counts(frozen.config.vocab_size))

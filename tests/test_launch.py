@@ -139,6 +139,16 @@ def test_every_launch_takes_the_same_steps(
 
 
 @pytest.mark.slow
+def test_machines_that_each_have_all_slices_of_the_head_take_the_same_steps(
+    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HSDP: two machines of two ranks."""
+    monkeypatch.setenv("RANKS_OF_A_MACHINE", "2")
+    finish(launch("fsdp2", 4, "tests/rank_steps.py", harvested, tmp_path / "result.safetensors"))
+    assert_same(load_file(tmp_path / "result.safetensors"), one_process)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("config_name", "ranks"), CONFIGS[1::2])
 def test_every_launch_resumes_what_a_single_process_saved(
     harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int

@@ -267,7 +267,7 @@ def decoded(
     drafter = DRAFTERS[name](target, make_model, make_head)
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
     samplings = rows_of(mix, 4)
-    for prompt, count, sampling in zip(PROMPTS, (5, 2, 4, 2), samplings, strict=True):
+    for prompt, count, sampling in zip(PROMPTS, (6, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
     while not loop.idle:
         loop.step()

@@ -141,7 +141,7 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     needs, trained = memory_needs(recipe, head, machine, target_bytes(recipe)), num_parameters(head)
     if recipe.joint.mode is not None:
         trained += tuned_parameters(recipe, model_without_weights(trainable_section(recipe, machine.device)))
-    shares = "" if machine.is_sharded else " as data parallel;"
+    shares = "" if machine.slices > 1 else " as data parallel;"
     most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
     needs.append(Need("total on the main rank, about", total(needs), most))
     ranks = f"{machine.ranks}" if machine.is_here else f"{machine.ranks}, devices: {machine.devices}"

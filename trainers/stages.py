@@ -29,7 +29,7 @@ from headstart.trainers.loop import train
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
 from headstart.trainers.plan import preflight, print_plan, refuse_sizes
-from headstart.trainers.ranks.launch import holds_slices, start_accelerator
+from headstart.trainers.ranks.launch import ranks_of_a_copy, start_accelerator
 from headstart.trainers.ranks.memory import Machine, refuse_more_than_memory
 from headstart.trainers.run_checkpoints import Checkpoints, RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.step import TrainingInputs
@@ -66,7 +66,7 @@ class TrainingRun:
         accelerator = start_accelerator(recipe)
         if given is not None:
             return cls(recipe, accelerator, Machine.described(recipe, given))
-        slices = holds_slices(accelerator)
+        slices = ranks_of_a_copy(accelerator)
         return cls(recipe, accelerator, Machine.running(accelerator.num_processes, accelerator.device, slices))
 
     def check(self) -> None:

@@ -2,12 +2,14 @@
 
 import copy
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -93,23 +95,35 @@ class ReplicatedHead(HeadOnRanks):
 
 
 class FullyShardedHead(HeadOnRanks):
-    """FSDP2: every rank holds a slice of each weight and of its optimizer state.
+    """FSDP2: every rank holds a slice of each weight and of its optimizer state, and every machine has all slices.
 
-    The head is a single FSDP unit, whole while it computes: the unroll runs its one layer many times, and the loss
-    takes gradients of norm and lm_head during the forward pass. accelerate shards on GPUs only, so it is done here.
+    So weights are gathered within a machine, and only gradients cross the network (HSDP: Zhao et al. 2023, PyTorch
+    FSDP, arXiv 2304.11277, section 3.2.2). The head is a single FSDP unit, whole while it computes: the unroll runs its
+    one layer many times, and the loss takes gradients of norm and lm_head during the forward pass. accelerate shards on
+    GPUs only, so it is done here.
     """
 
     def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
         super().__init__(accelerator, section)
         self.whole_head, self.unrolled = whole_and_sharded(accelerator, unrolled)
-        mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-        fully_shard(self.unrolled, mesh=mesh)
+        ranks, slices = accelerator.num_processes, ranks_of_a_machine(accelerator)
+        shape, names = (
+            ((ranks,), ("shard",)) if slices == ranks else ((ranks // slices, slices), ("replicate", "shard"))
+        )
+        fully_shard(self.unrolled, mesh=init_device_mesh(accelerator.device.type, shape, mesh_dim_names=names))
         self.module = self.unrolled
         self.optimizers = build_optimizers(self.unrolled.head, section)
 
     def whole(self) -> UnrolledHead | None:
         named = self.unrolled.head.named_parameters()
         return copy_weights(((name, full_tensor(parameter)) for name, parameter in named), self.whole_head)
+
+
+def ranks_of_a_machine(accelerator: Accelerator) -> int:
+    """The ranks that share slices: those of each machine, or all, if machines differ or have a rank each."""
+    ranks = accelerator.num_processes
+    found = set(gather_object([int(os.environ.get("LOCAL_WORLD_SIZE", ranks))]))
+    return min(found) if len(found) == 1 and found != {1} else ranks
 
 
 def clip_and_step(module: nn.Module, optimizers: list[Optimizer], clip_norm: float) -> float:

@@ -15,7 +15,7 @@ from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import UnrolledHead
-from headstart.trainers.ranks.head_on_ranks import FullyShardedHead, HeadOnRanks, ReplicatedHead
+from headstart.trainers.ranks.head_on_ranks import FullyShardedHead, HeadOnRanks, ReplicatedHead, ranks_of_a_machine
 
 ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # train.precision -> its name there
 
@@ -50,6 +50,13 @@ def is_fsdp() -> bool:
 def holds_slices(accelerator: Accelerator) -> bool:
     """Whether each rank holds slices of the head, by FSDP2 or DeepSpeed."""
     return accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+
+
+def ranks_of_a_copy(accelerator: Accelerator) -> int:
+    """The ranks that hold the head together."""
+    if not holds_slices(accelerator):
+        return 1
+    return ranks_of_a_machine(accelerator) if is_fsdp() else accelerator.num_processes
 
 
 def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:

@@ -39,13 +39,13 @@ class Machine:
     device: torch.device
     memory: int  # bytes that a rank can allocate on its device
     devices: int = 1  # that target.split layers spreads the target over
-    is_sharded: bool = False  # whether each rank holds slices of the head (FSDP2, DeepSpeed)
+    slices: int = 1  # that the head is cut into, one for each rank (FSDP2, DeepSpeed); 1: every rank has all of it
     is_here: bool = True  # otherwise it is one that the user describes
 
     @classmethod
-    def running(cls, ranks: int, device: torch.device, is_sharded: bool) -> "Machine":
+    def running(cls, ranks: int, device: torch.device, slices: int) -> "Machine":
         """The machine that this process runs on."""
-        return cls(ranks, device, free_memory(device), max(num_devices(device.type), 1), is_sharded)
+        return cls(ranks, device, free_memory(device), max(num_devices(device.type), 1), slices)
 
     @classmethod
     def described(cls, recipe: Recipe, given: DeviceMemory) -> "Machine":
@@ -165,8 +165,8 @@ def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, mach
     micro_batch = f"{samples} samples of {longest} tokens, unroll {recipe.unroll}, {recipe.train.precision}"
     activations = activation_bytes(recipe, head, samples, longest, machine.device)
     state, why = TRAINED * parameters, "weights, gradients, two moments of AdamW in float32"
-    if machine.is_sharded:
-        state, why = state // machine.ranks + 2 * FLOAT32 * parameters, "its slices of them, and the whole head twice"
+    if machine.slices > 1:
+        state, why = state // machine.slices + 2 * FLOAT32 * parameters, "its slices of them, and the whole head twice"
     elif machine.ranks > 1:
         state, why = state + FLOAT32 * parameters, f"{why}, and gradients to send"
     formats = "float32, and lm_head in bfloat16" if half else "float32"
