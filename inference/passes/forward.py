@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.cache_utils import Cache
 
@@ -328,3 +328,20 @@ def one_stream(states: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor
 
 def one_or_all(masks: dict[str, Tensor]) -> Masks:
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+# Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
+
+
+def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[tap] = args[0] if args else kwargs["hidden_states"]
+
+    return hook
+
+
+def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen[tap] = output if isinstance(output, Tensor) else output[0]
+
+    return hook

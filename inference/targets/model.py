@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget
@@ -20,7 +20,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
 from headstart.inference.passes.check import choose_way
 from headstart.inference.passes.compiled import Compiler, can_compile, use_compiled
-from headstart.inference.passes.forward import Passes
+from headstart.inference.passes.forward import Passes, keep_input, keep_output
 from headstart.inference.targets.architecture import (
     attention_code,
     attention_windows,
@@ -298,23 +298,6 @@ def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> I
     finally:
         for model, config in own:
             model.generation_config = config
-
-
-# Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
-
-
-def keep_input(seen: dict[int, Tensor], tap: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        seen[tap] = args[0] if args else kwargs["hidden_states"]
-
-    return hook
-
-
-def keep_output(seen: dict[int, Tensor], tap: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        seen[tap] = output if isinstance(output, Tensor) else output[0]
-
-    return hook
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
