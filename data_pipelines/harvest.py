@@ -1,41 +1,65 @@
 """From prompts to features: the target answers each prompt, then one forward over each text taps its hidden states.
 
     accelerate launch -m headstart.data_pipelines.harvest recipes/tiny.yaml
+    headstart harvest recipes/tiny.yaml --part 3/64     # in each of 64 jobs, which share run_dir and nothing else
+    headstart harvest recipes/tiny.yaml --engine ray    # on the workers of a Ray cluster
 
-Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks if you like.
+Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks, parts or
+workers if you like. SIGTERM, or Ctrl-C once, lets a part finish its running texts or shard; it then exits.
 """
 
-from headstart.recipes import recipe_from_command_line
+from headstart.recipes.command_line import Part, harvest_arguments
 
 if __name__ == "__main__":
-    recipe_from_command_line(__doc__)  # --help and mistakes end the process here, before torch is loaded
+    harvest_arguments(__doc__)  # --help and mistakes end the process here, before torch is loaded
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import takewhile
 
 import torch
 from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
-from headstart.common.process import end_with_launcher
+from headstart.common.process import Interrupts, end_with_launcher
+from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
+from headstart.data_pipelines.features.shard_files import made_from
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
-from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
+from headstart.data_pipelines.more_prompts import (
+    claim_features,
+    remove_grown_shards,
+    take_over_features,
+    take_over_responses,
+)
 from headstart.data_pipelines.preflight import check_disk, check_harvest
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.prompts.responses import (
+    Ending,
     Writer,
     describe_responses,
     finish_responses,
+    never,
+    responses_path,
     responses_stage,
     server_writer,
     speculative_writer,
     target_writer,
+    until,
     write_given,
     write_responses,
+)
+from headstart.data_pipelines.stages.parts import (
+    entrance,
+    forget_parts,
+    lock_of,
+    parts_at_work,
+    refuse_other_code,
+    refuse_parts_at_work,
+    replace_parts,
 )
 from headstart.data_pipelines.stages.shard_work import (
     ShardProgress,
@@ -47,7 +71,7 @@ from headstart.data_pipelines.stages.shard_work import (
 )
 from headstart.data_pipelines.stages.stage import Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
-from headstart.data_pipelines.together import hold_folder, refuse_differences, run_together
+from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
@@ -61,10 +85,12 @@ STORE_FORMAT = 3  # version of the shards and of the manifest
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
-def run(recipe: Recipe) -> None:
-    """The command: harvest on all ranks of the launch."""
+def run(recipe: Recipe, part: Part | None = None, engine: str | None = None) -> None:
+    """The command: harvest on all ranks of the launch, or one part in this process, or all on a cluster."""
     end_with_launcher()
-    start_processes()
+    state = start_processes()
+    if part is not None:
+        return harvest_part(recipe, part, state)
     with run_together(recipe, "harvest", partial(check_harvest, recipe)):
         print(f"complete in {harvest(recipe).folder}")
 
@@ -75,6 +101,49 @@ def harvest(recipe: Recipe) -> Stage:
         prompts = stages.prompts()
         responses = stages.responses(prompts)
         return stages.features(prompts, responses)
+
+
+def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
+    """Make one part of the shards in this process; the last part to finish writes the manifest.
+
+    Raises SystemExit with a shell's exit code if SIGTERM or Ctrl-C arrives, after the running texts, or the shard.
+    """
+    refuse_for_parts(recipe, f"--part {part}", state)
+    check_harvest(recipe)
+    folder, command, interrupts = recipe.data_folder, f"harvest --part {part}", Interrupts()
+    with ExitStack() as own, harvest_of(recipe, state, lambda: interrupts.received is not None) as stages:
+        with entrance(folder, command):
+            refuse_parts_at_work(folder, beside=part)
+            own.enter_context(only_run_in(lock_of(folder, part), command))
+            refuse_other_code(folder)
+            prompts, responses = stages.begin()
+        with interrupts:
+            stages.make(part.share(stages.shards))
+        if interrupts.received is not None:
+            print(f"{interrupts.number.name}: what is finished is kept; the same command continues", flush=True)
+            raise SystemExit(128 + interrupts.number)
+        with entrance(folder, command, wait=True):  # a command that finds this part at work holds the folder so long
+            own.close()
+            others = parts_at_work(folder)
+            done = None if others else stages.finish(prompts, responses)
+            if done is not None:
+                forget_parts(folder)
+    if done is not None:
+        print(f"complete in {done.folder}")
+    else:
+        print(f"part {part} is made; the last part to finish writes the manifest, or the command without --part does")
+
+
+def refuse_for_parts(recipe: Recipe, way: str, state: PartialState) -> None:
+    """Raise ValueError if the harvest cannot be made by processes that know nothing of each other, the `way` chosen."""
+    if recipe.data.store is not None:
+        raise ValueError(f"data.store: {recipe.data.store} given, so there is nothing to harvest; leave {way} out")
+    if state.num_processes > 1:
+        advice = f"start one process for each part, or leave {way} out"
+        raise ValueError(f"{way}: {state.num_processes} ranks launched, a single process is allowed; {advice}")
+    if recipe.target.split == "tensor":
+        allowed = "null or layers is allowed, as a target split by tensor needs the ranks of a launch"
+        raise ValueError(f"target.split: tensor given with {way}, {allowed}; choose one, or leave {way} out")
 
 
 @contextmanager
@@ -89,13 +158,22 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
         if shared is not None and shared.resolve() != recipe.run_dir.resolve():  # another recipe may fill it already
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
+        on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
         target = locate_target(recipe.target.path, recipe.target.revision)
         refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
-        config = TargetConfig.from_folder(target)
-        taps = taps_to_store(recipe, config)
-        load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
-        stack.callback(load.cache_clear)
-        yield Harvest(recipe, state, config, taps, load)
+        yield stack.enter_context(harvest_of(recipe, state))
+
+
+@contextmanager
+def harvest_of(recipe: Recipe, state: PartialState, ending: Ending = never) -> Iterator["Harvest"]:
+    """The stages of a process that may write them; the target is freed at the end."""
+    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    taps = taps_to_store(recipe, config)
+    load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
+    try:
+        yield Harvest(recipe, state, config, taps, load, ending)
+    finally:
+        load.cache_clear()
 
 
 @dataclass(frozen=True)
@@ -111,6 +189,7 @@ class Harvest:
     config: TargetConfig
     taps: tuple[int, ...]
     load: Callable[[], TargetModel]
+    ending: Ending = never  # whether to finish only what has begun
 
     def say(self, line: str) -> None:
         if self.state.is_main_process:
@@ -136,28 +215,34 @@ class Harvest:
         responses = responses_stage(recipe, prompts)
         with self.state.main_process_first():
             take_over_responses(recipe, responses, shards)
-        if recipe.data.online is None and not responses.is_complete():
-            rows = [row for shard in shards for row in shard.rows]
-            given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
-            written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
-            self.say(check_disk(recipe, self.config, self.taps, given, given + written))
-        run_stage(responses, self.state, self.make_responses, partial(finish_responses, recipe, responses, shards))
+        if not responses.is_complete():
+            self.check_disk()
+        finish = partial(finish_responses, recipe, responses, shards)
+        run_stage(responses, self.state, partial(self.make_responses, shards), finish)
         self.say(describe_responses(recipe, responses))
         return responses
 
-    def make_responses(self) -> None:
+    def check_disk(self) -> None:
+        """Raise ValueError if the disk cannot hold the features of the prompts, whatever the responses are."""
+        recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
+        if recipe.data.online is None:
+            given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+            written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
+            self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+
+    def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
         """Write this rank's share of the responses, by the writer that the recipe names."""
-        recipe, data, shards, ranks = self.recipe, self.recipe.data, self.shards, Ranks()
+        recipe, data, ranks = self.recipe, self.recipe.data, Ranks()
         if data.responses == "given":
             for shard in ranks.share(shards):
                 write_given(recipe, shard)
             return
         if data.server is not None:
-            writer = server_writer(recipe, data.server)
+            writer = until(self.ending, server_writer(recipe, data.server))
         elif data.draft_head is not None:
-            writer, ranks = speculative_writer(recipe, data.draft_head)
+            writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
         else:
-            writer, ranks = target_writer(recipe, self.load()), self.load().ranks
+            writer, ranks = target_writer(recipe, self.load(), self.ending), self.load().ranks
             check_states(recipe, self.load(), shards)
 
         def work(write: Writer) -> None:
@@ -177,31 +262,97 @@ class Harvest:
         if recipe.data.online is not None:
             return responses
         features = features_stage(recipe, responses, self.taps)
-        made_from = shard_identities(features, responses, shards)
+        identities = shard_identities(features, responses.facts()["files"], shards)
         with self.state.main_process_first():
-            take_over_features(recipe, features, shards, made_from)
-        make = partial(self.make_features, responses, made_from)
+            take_over_features(recipe, features, shards, identities)
+        if not features.is_complete():
+            tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
+            self.say(check_disk(recipe, self.config, self.taps, tokens, tokens))
+        make = partial(self.make_features, shards, identities)
         finish = partial(finish_features, recipe, features, shards, prompts, responses)
         run_stage(features, self.state, make, finish)
         self.say(describe_store(features.folder))
         return features
 
-    def make_features(self, responses: Stage, made_from: dict[str, str]) -> None:
-        """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
-        recipe, shards, target = self.recipe, self.shards, self.load()
+    def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
+        """Write this rank's share of the features."""
+        recipe, target = self.recipe, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
         if self.config.has_towers:
             self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-        tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
-        self.say(check_disk(recipe, target.config, target.taps, tokens, tokens))
         share = target.ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
             with ShardProgress(share, self.state, "features") as meter:
-                write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
+                begun = takewhile(lambda shard: not self.ending(), share)
+                write_features(recipe, target.taps, tap_texts, target.device, begun, identities, meter)
 
         target.ranks.carry_out(partial(tap, target), work)
+
+    # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
+
+    def begin(self) -> tuple[Stage, Stage]:
+        """Make the prompts, and record what the shards are made from; the process that calls this holds the folder."""
+        prompts = self.prompts()
+        responses = responses_stage(self.recipe, prompts)
+        take_over_responses(self.recipe, responses, self.shards)
+        if not responses.is_complete():
+            self.check_disk()
+            responses.claim()
+        if self.recipe.data.online is None:
+            claim_features(features_stage(self.recipe, responses if responses.was_complete() else None, self.taps))
+        return prompts, responses
+
+    def make(self, shards: Sequence[ShardPrompts]) -> None:
+        """The responses of these shards, and then their features; what is there is kept."""
+        recipe, missing = self.recipe, [shard for shard in shards if not responses_path(self.recipe, shard).exists()]
+        if missing:
+            self.make_responses(missing)
+        if shards and recipe.data.online is None and not self.ending():
+            features = features_stage(recipe, None, self.taps)
+            identities = shard_identities(features, self.texts_of(shards), shards)
+            remove_grown_shards(recipe, shards, identities)
+            self.make_features(shards, identities)
+
+    def texts_of(self, shards: Sequence[ShardPrompts]) -> dict[str, str]:
+        """Digests of the responses of these shards, by file name."""
+        return {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+
+    def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
+        """Write the manifest if all shards are there, else None; the process that calls this holds the folder."""
+        recipe, shards = self.recipe, self.shards
+        if self.missing():
+            return None
+        if not responses.is_complete():
+            finish_responses(recipe, responses, shards)
+        self.say(describe_responses(recipe, responses))
+        if recipe.data.online is not None:
+            return responses
+        features = features_stage(recipe, responses, self.taps)
+        if not features.was_complete() or features.changed_inputs():
+            features.claim()
+            finish_features(recipe, features, shards, prompts, responses)
+        self.say(describe_store(features.folder))
+        return features
+
+    def missing(self) -> list[ShardPrompts]:
+        """The shards that have no responses, or no features of these."""
+        recipe, shards = self.recipe, self.shards
+
+        def is_there(shard: ShardPrompts) -> bool:
+            made = recipe.data.online is not None or (recipe.features_dir / shard.features_file).exists()
+            return made and responses_path(recipe, shard).exists()
+
+        absent = [shard for shard in shards if not is_there(shard)]
+        if absent or recipe.data.online is not None:
+            return absent
+        identities = shard_identities(features_stage(recipe, None, self.taps), self.texts_of(shards), shards)
+        return [
+            shard
+            for shard in shards
+            if made_from(recipe.features_dir / shard.features_file) != identities[shard.features_file]
+        ]
 
 
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
@@ -211,9 +362,10 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
 
 
-def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> Stage:
+def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...]) -> Stage:
+    """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
     inputs = {
-        "responses": digest_of(responses.facts()["files"]),
+        "responses": None if responses is None else digest_of(responses.facts()["files"]),
         WEIGHTS: target_identity(locate_target(recipe.target.path, recipe.target.revision)),
         "target.dtype": recipe.target.dtype,
         "taps": taps,
@@ -223,14 +375,16 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
     return Stage.of(recipe, "features", inputs)
 
 
-def shard_identities(features: Stage, responses: Stage, shards: list[ShardPrompts]) -> dict[str, str]:
-    """The identity of the inputs of each shard of features, by file name: its own texts, not the others."""
+def shard_identities(features: Stage, texts: Mapping[str, str], shards: Sequence[ShardPrompts]) -> dict[str, str]:
+    """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
+
+    `texts` are digests of the responses, by file name.
+    """
     common = {name: value for name, value in features.inputs.items() if name != "responses"}
-    files = responses.facts()["files"]
-    return {shard.features_file: digest_of([common, files[shard.responses_file]]) for shard in shards}
+    return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
 
-def check_states(recipe: Recipe, target: TargetModel, shards: list[ShardPrompts]) -> None:
+def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
     """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
     states, of = tap(target, [shards[0].rows[0]["tokens"]]), "the first prompt"
     if recipe.data.online is None:
@@ -268,7 +422,7 @@ def finish_features(
 
 
 def main() -> None:
-    run_command(__doc__, run, CONTINUES)
+    run_command(__doc__, run, CONTINUES, harvest_arguments)
 
 
 if __name__ == "__main__":
