@@ -110,6 +110,11 @@ class Part:
     def __str__(self) -> str:
         return f"{self.number}/{self.count}"
 
+    @property
+    def lock(self) -> str:
+        """The name of its lock, which ends in that of the division."""
+        return f"{self.number}-of-{self.count}"
+
     def share(self, work: Sequence[Item]) -> Sequence[Item]:
         return work[self.number - 1 :: self.count]
 

@@ -10,7 +10,6 @@ from headstart.common.files import read_json, remove, write_text
 from headstart.common.process import running_code
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.stages.stage import differences
-from headstart.recipes.command_line import Part
 
 PARTS = "parts"  # the folder with the locks of parts, next to the stages, until the harvest is complete
 CODE = "code.json"
@@ -23,14 +22,15 @@ def entrance(folder: Path, command: str, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def lock_of(folder: Path, part: Part) -> Path:
-    return folder / PARTS / f"{part.number}-of-{part.count}"
+def lock_of(folder: Path, name: str) -> Path:
+    """The folder to hold while making the part, or the shard, of this name."""
+    return folder / PARTS / name
 
 
 def parts_at_work(folder: Path) -> dict[str, str]:
-    """Who makes which part in a run's folder, by the name of its lock; only the holder of the folder may ask."""
+    """Who makes what in a run's folder, by the name of its lock; only the holder of the folder may ask."""
     found = {}
-    for lock in sorted((folder / PARTS).glob("*-of-*")):
+    for lock in sorted(path for path in (folder / PARTS).glob("*") if path.is_dir()):
         try:
             with only_run_in(lock, "a look"):
                 pass
@@ -43,10 +43,9 @@ def parts_at_work(folder: Path) -> dict[str, str]:
     return found
 
 
-def refuse_parts_at_work(folder: Path, beside: Part | None = None) -> None:
-    """Raise ValueError naming the parts at work in a run's folder, except those of the same division as `beside`."""
-    of_this = None if beside is None else f"-of-{beside.count}"
-    others = [who for name, who in parts_at_work(folder).items() if of_this is None or not name.endswith(of_this)]
+def refuse_parts_at_work(folder: Path, beside: str | None = None) -> None:
+    """Raise ValueError naming the parts at work in a run's folder, except those whose lock's name ends in `beside`."""
+    others = [who for name, who in parts_at_work(folder).items() if beside is None or not name.endswith(beside)]
     if others:
         what = f"{folder} is in use by parts of a harvest, which only parts of the same division may run beside"
         raise ValueError(
