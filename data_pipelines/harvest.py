@@ -55,7 +55,7 @@ def run(recipe: Recipe, part: Part | None = None, engine: str | None = None) -> 
     if engine == "ray":
         if find_spec("ray") is None:
             missing = "--engine: ray given, which is not installed"
-            raise ValueError(f"{missing}; run pip install 'headstart[ray]', or leave --engine out")
+            raise ValueError(f"{missing}; run pip install -e '.[ray]', or leave --engine out")
         from headstart.data_pipelines.on_ray import harvest_on_ray  # it needs Ray
 
         refuse_for_parts(recipe, "--engine ray", state)

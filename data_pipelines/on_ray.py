@@ -141,7 +141,7 @@ class Workers:
         self.lost_starts = 0
 
     def __enter__(self) -> "Workers":
-        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.WARNING)
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
         self.say(f"Ray: {len([node for node in ray.nodes() if node['Alive']])} nodes with {self.places()} workers")
         return self
 
