@@ -96,6 +96,7 @@ class Worker:
 
     def __init__(self, recipe: Json, data_folder: str, token: str, current: str) -> None:
         self.values, self.data_folder, self.token, self.current = recipe, Path(data_folder), token, current
+        self.held = ExitStack()  # until the process ends
 
     def about(self) -> tuple[str, Facts]:
         """Who this is, and what it must share with the driver."""
@@ -107,7 +108,7 @@ class Worker:
     @cached_property
     def stages(self) -> Harvest:
         """Kept, with the target, for all shards."""
-        return ExitStack().enter_context(harvest_of(Recipe.model_validate(self.values), start_processes()))
+        return self.held.enter_context(harvest_of(Recipe.model_validate(self.values), start_processes()))
 
     def begin(self) -> None:
         with only_run_in(lock_of(self.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
