@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -103,6 +104,14 @@ def phase_of(run_dir: Path) -> str | None:
     return "responses" if list((run_dir / "responses").glob("*.journal")) else None
 
 
+def is_in(run_dir: Path, phase: str) -> bool:
+    return phase_of(run_dir) == phase
+
+
+def has_shards(run_dir: Path, count: int) -> bool:
+    return len(list(run_dir.glob("responses/*.jsonl"))) >= count
+
+
 def kill_workers_and_nodes(run_dir: Path, nodes: Cluster) -> None:
     """Kill in all phases in turn, at random moments of each; a harvest that ends too early loses its shards again."""
     rng, kills = random.Random(0), Counter[str]()
@@ -119,7 +128,7 @@ def kill_workers_and_nodes(run_dir: Path, nodes: Cluster) -> None:
                 time.sleep(0.1)
             shutil.rmtree(run_dir)
             driver = start(run_dir, "--engine", "ray")
-        if not wait_for(lambda wanted=wanted: phase_of(run_dir) == wanted, driver):
+        if not wait_for(partial(is_in, run_dir, wanted), driver):
             continue
         time.sleep(rng.uniform(0, 0.3 if wanted == "responses" else 0.02))
         phase, others = phase_of(run_dir), list(nodes.worker_nodes)
@@ -174,7 +183,7 @@ def kill_driver(run_dir: Path) -> None:
     """Kill the driver three times, each time after more shards, and start it again at once."""
     for shards in (0, 4, 12):
         driver = start(run_dir, "--engine", "ray")
-        assert wait_for(lambda shards=shards: len(list(run_dir.glob("responses/*.jsonl"))) >= shards, driver)
+        assert wait_for(partial(has_shards, run_dir, shards), driver)
         end(driver)
         print(f"killed the driver after {shards} shards", flush=True)
     assert start(run_dir, "--engine", "ray").wait() == 0
