@@ -1,6 +1,6 @@
 """A harvest on a Ray cluster of three node processes on this machine, whose workers, nodes and driver are killed.
 
-    python benchmarks/ray_kills.py recipes/tiny.yaml data.num_prompts=320 data.shard_samples=8 data.generate_batch=8
+    python benchmarks/ray_kills.py recipes/tiny.yaml data.num_prompts=320 data.shard_samples=8 data.generate_batch=3
 
 Deletes RUN_DIR/ray_kills and works there. 20 times a random worker, or all processes of a node but the first, is
 killed (SIGKILL), and the node added again; then, in another run, the driver. Both must leave what a harvest without Ray
@@ -101,7 +101,7 @@ def phase_of(run_dir: Path) -> str | None:
         return "prompts"
     if list((run_dir / "features").glob("*.partial")):
         return "features"
-    return "responses" if list((run_dir / "responses").glob("*.journal")) else None
+    return "responses" if list((run_dir / "parts").glob("*.worker/*.lock")) else None
 
 
 def is_in(run_dir: Path, phase: str) -> bool:

@@ -59,6 +59,9 @@ def run(recipe: Recipe, part: Part | None = None, engine: str | None = None) -> 
         from headstart.data_pipelines.on_ray import harvest_on_ray  # it needs Ray
 
         refuse_for_parts(recipe, "--engine ray", state)
+        if recipe.data.draft_head is not None:
+            found = f"data.draft_head: {recipe.data.draft_head} given, for which each worker would need two targets"
+            raise ValueError(f"{found}; leave it out (null), or harvest in parts (--part)")
         check_harvest(recipe, is_here=False)
         return print(f"complete in {harvest_on_ray(recipe, state).folder}")
     with run_together(recipe, "harvest", partial(check_harvest, recipe)):

@@ -10,7 +10,7 @@ import torch
 from accelerate import PartialState
 
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
-from headstart.data_pipelines.features.shard_files import made_from
+from headstart.data_pipelines.features.shard_files import made_from, shard_is_whole
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import (
@@ -205,7 +205,10 @@ class Harvest:
             features = features_stage(recipe, None, self.taps)
             identities = shard_identities(features, self.texts_of(shards), shards)
             remove_grown_shards(recipe, shards, identities)
-            self.make_features(shards, identities)
+            folder, names = recipe.features_dir, [shard.features_file for shard in shards]
+            whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
+            if len(whole) < len(names):
+                self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
 
     def texts_of(self, shards: Sequence[ShardPrompts]) -> dict[str, str]:
         """Digests of the responses of these shards, by file name."""

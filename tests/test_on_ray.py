@@ -170,6 +170,13 @@ def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
     assert_raises(lambda: run(tiny_recipe(folder, "target.split=tensor"), None, "ray"), said)
 
 
+def test_a_draft_head_is_refused(folder: Path) -> None:
+    recipe = tiny_recipe(folder, f"data.draft_head={folder / 'head'}")
+    assert_raises(
+        lambda: run(recipe, None, "ray"), Says("data.draft_head", "head given", "two targets", "leave it out")
+    )
+
+
 # A cluster
 
 

@@ -17,6 +17,7 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.data_pipelines.stages.parts import CODE, PARTS, lock_of
 from headstart.data_pipelines.stages.shard_work import ShardProgress
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.command_line import Part
 
@@ -74,9 +75,12 @@ def test_a_plain_run_makes_what_parts_have_left_and_keeps_what_they_made(folder:
     assert contents(folder / "run") == undivided(folder)
 
 
-def test_a_part_of_a_complete_harvest_has_nothing_to_do(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     harvest(tiny_recipe(folder))
     before = contents(folder / "run")
+    monkeypatch.setattr(TargetModel, "load_to_answer", lambda *given: pytest.fail("loaded"))
     make(folder, "2/2")
     assert "complete in" in capsys.readouterr().out
     assert contents(folder / "run") == before
