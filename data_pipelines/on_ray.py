@@ -188,7 +188,8 @@ class Workers:
                         waiting.appendleft(done)
                     continue
                 except RayTaskError as error:
-                    raise error.cause from None
+                    is_message = isinstance(error.cause, ValueError | OSError)  # else ours, with the worker's traceback
+                    raise (error.cause if is_message else error) from None
                 self.idle.append(worker)
                 if done is None:
                     self.names[worker] = self._welcome(*result)
