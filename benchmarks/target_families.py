@@ -45,7 +45,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.common.progress import Progress
-from headstart.data_pipelines.harvest import LOGITS_TOLERANCE
+from headstart.data_pipelines.harvest_stages import LOGITS_TOLERANCE
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import GREEDY, Request
 from headstart.inference.core.sampling import Sampling

@@ -4,9 +4,12 @@ import ctypes
 import os
 import platform
 import signal
+import subprocess
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
+from types import FrameType
 
 import psutil
 
@@ -85,3 +88,39 @@ def end_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, daemon=True, name="parent watch").start()
+
+
+class Interrupts:
+    """Records SIGTERM and the first Ctrl-C inside its context; a second Ctrl-C ends the process at once."""
+
+    SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+
+    def __enter__(self) -> "Interrupts":
+        self._handlers = {number: signal.signal(number, self._record) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    @property
+    def number(self) -> signal.Signals:
+        """The signal; SIGTERM on a rank that stops because another rank received one."""
+        return signal.Signals(signal.SIGTERM if self.received is None else self.received)
+
+
+def running_code() -> dict[str, str]:
+    """The versions that results depend on, and the commit if this is a clone: what the workers of a run must share."""
+    found = {f"version of {name}": version(name) for name in ("headstart", "torch", "transformers")}
+    root = Path(__file__).resolve().parents[1]
+    if (root / ".git").exists():
+        asked = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True)
+        found["commit of headstart"] = asked.stdout.strip() or "unknown to git"
+    return found

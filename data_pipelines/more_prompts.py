@@ -5,6 +5,7 @@ texts that it was made from. So it does not matter which run wrote them, nor whe
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from headstart.common.files import read_jsonl, resume_jsonl, write_jsonl, write_text
@@ -72,6 +73,33 @@ def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]
     stage.claim()
     kept = len(there) - len(grown)
     print(f"features: {kept:,} of {len(shards):,} shards are there and reused, {len(shards) - kept:,} are made now")
+
+
+def claim_features(stage: Stage) -> None:
+    """Record what features are made from whose responses may not all be there, for processes that add shards.
+
+    Raises ValueError if the features that are there were made from other inputs; their texts are checked by shard.
+    """
+    found = stage.claimed_for()
+    if found == stage.inputs and stage.was_complete():
+        return
+    if found is not None:
+        stage.inputs["responses"] = found["responses"]
+    stage.refuse()
+    stage.claim()
+    keep_manifest_entries(stage.folder, {path.name for path in stage.folder.glob("*.safetensors")})
+
+
+def remove_grown_shards(recipe: Recipe, prompts: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
+    """Remove the features of shards that hold only the first of their texts, to be made anew."""
+    for shard in prompts:
+        path = recipe.features_dir / shard.features_file
+        if not path.exists() or made_from(path) == identities[path.name]:
+            continue
+        is_shorter = len(open_shard(path).get_tensor("offsets")) - 1 < len(shard.rows)
+        if is_shorter and starts_with(path, responses_path(recipe, shard)):
+            path.unlink()
+            note_path(path).unlink(missing_ok=True)
 
 
 def starts_with(shard: Path, responses: Path) -> bool:

@@ -117,7 +117,7 @@ def folder_fact(folder: Path, token: str) -> str:
         if owner is not None and owner.token == token:
             return "the same folder"
         time.sleep(0.1)
-    return f"{folder.absolute()}, another folder than the main rank's"
+    return f"{folder.absolute()}, another folder"
 
 
 def run_facts(recipe: Recipe) -> Facts:

@@ -18,7 +18,7 @@ from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
 from headstart.inference.serve.options import serve_options
 from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
-from headstart.recipes.command_line import DeviceMemory
+from headstart.recipes.command_line import DeviceMemory, harvest_arguments, recipe_and_devices
 from headstart.recipes.other_commands import convert_options, doctor_options, lint_options, store_options
 from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
@@ -65,6 +65,7 @@ COMMANDS = {  # in data-flow order
         "headstart.data_pipelines.harvest",
         "Let the target answer the prompts, and store its hidden states while it reads the answers.",
         "reads prompts, target; writes RUN_DIR/prompts, responses, features",
+        read_arguments=harvest_arguments,
     ),
     "inspect": Command(
         "headstart.data_pipelines.inspect",
@@ -157,7 +158,7 @@ def run(arguments: list[str]) -> None:
     sys.argv = [f"headstart {name}", *own]  # what the command's own --help shows as its name
     command = COMMANDS[name]
     if command.module is None:
-        run_command(TRAIN_HELP, train, CONTINUES, plans=True)
+        run_command(TRAIN_HELP, train, CONTINUES, recipe_and_devices)
         return
     command.read_arguments(docstring(command.module))
     import_module(command.module).main()

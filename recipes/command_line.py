@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +17,8 @@ from headstart.common.process import keep_freed_memory
 from headstart.recipes.fields import recipe_fields
 from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import Recipe
+
+Item = TypeVar("Item")
 
 
 class RecipeParser(argparse.ArgumentParser):
@@ -91,15 +93,63 @@ def recipe_and_devices(doc: str | None, argv: Sequence[str] | None = None) -> tu
     return recipe, given
 
 
+@dataclass(frozen=True)
+class Part:
+    """One of the parts into which work is divided, such as 3/64; numbers begin at 1."""
+
+    number: int
+    count: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise argparse.ArgumentTypeError(f"{text} given, 1/N to N/N of any N are allowed; write one, such as 3/64")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    @property
+    def lock(self) -> str:
+        """The name of its lock, which ends in that of the division."""
+        return f"{self.number}-of-{self.count}"
+
+    def share(self, work: Sequence[Item]) -> Sequence[Item]:
+        return work[self.number - 1 :: self.count]
+
+
+def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, Part | None, str | None]:
+    """The same for a harvest, of which a process may make one part, or Ray's workers all; `doc` opens --help."""
+    parser = recipe_parser(doc)
+    way = parser.add_mutually_exclusive_group()
+    about = (
+        "make one part of the shards, in this process alone: 1/64 is the first of 64, which run in any order, at any "
+    )
+    about += "time; the last one to finish writes the manifest, or the same command without --part does"
+    way.add_argument("--part", type=Part.parse, metavar="K/N", help=about)
+    about = (
+        "let the workers of a Ray cluster make the shards: the one that RAY_ADDRESS names or this machine is part of, "
+    )
+    about += "else one started here; needs pip install -e '.[ray]'"
+    way.add_argument("--engine", choices=["ray"], help=about)
+    arguments = parser.parse_intermixed_args(argv)
+    return named_recipe(arguments), arguments.part, arguments.engine
+
+
 def run_command(
-    doc: str | None, run: Callable[..., object], interrupted: str = STARTS_OVER, plans: bool = False
+    doc: str | None,
+    run: Callable[..., object],
+    interrupted: str = STARTS_OVER,
+    read: Callable[[str | None], tuple[Recipe, *tuple[object, ...]]] | None = None,
 ) -> None:
     """Run a command on the recipe from the command line; errors of users, disks and networks end it with one message.
 
-    `interrupted` is the message for Ctrl-C. One that `plans` is also given the devices of --device-memory, or None.
+    `interrupted` is the message for Ctrl-C. A command with options of its own has them read by `read`, which returns
+    the recipe and what else `run` is given.
     """
     with errors_as_messages(interrupted):
-        arguments = recipe_and_devices(doc) if plans else (recipe_from_command_line(doc),)
+        arguments = (recipe_from_command_line(doc),) if read is None else read(doc)
         keep_freed_memory()
         with errors_as_messages(interrupted, arguments[0]):
             run(*arguments)

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
-from headstart.data_pipelines.harvest import check_teacher_logits, harvest
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest_stages import check_teacher_logits
 from headstart.data_pipelines.prompts import python_stdlib
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files, stdlib_prompts

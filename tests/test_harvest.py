@@ -119,7 +119,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
     prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
 
     def watched(*given: Any) -> Iterator[tuple[int, Any]]:
-        sizes.append(given[-1])
+        sizes.append(given[3])
         return generate_each(*given)
 
     wanted = dict(target_writer(recipe, target)(prompts, samplings))

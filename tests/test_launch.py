@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.data_pipelines.harvest import harvest
+from headstart.recipes.command_line import Part, harvest_arguments
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.ranks.launch import refuse_deepspeed, refuse_muon
 
@@ -54,7 +56,9 @@ def test_a_launch_file_chooses_the_parallelism_and_nothing_that_a_recipe_sets(co
 
 
 def test_every_launch_file_is_tested() -> None:
-    assert {path.stem for path in LAUNCHES.glob("*.yaml")} == {"one", "ddp", "fsdp2", "zero2", "zero3"}
+    names = {path.name for path in LAUNCHES.iterdir()}
+    configurations = {f"{name}.yaml" for name in ("one", "ddp", "fsdp2", "zero2", "zero3")}
+    assert names == {*configurations, "slurm.sh", "slurm_array.sh", "harvest_job.yaml"}
 
 
 def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) -> None:
@@ -63,25 +67,48 @@ def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) ->
         "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
         "accelerate": 'echo "$@"',
     }
-    for name, body in stubs.items():
-        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
-        (tmp_path / name).chmod(0o755)
     slurm = {
         "SLURM_JOB_NODELIST": "node[7-8]",
         "SLURM_JOB_ID": "123456",
         "SLURM_NNODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
     }
-    ended = subprocess.run(
-        [LAUNCHES / "slurm.sh", "ddp", "trainers/eagle.py", "recipes/tiny.yaml", "head.taps=[1, 2]"],
-        env={**os.environ, **slurm, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    script = [LAUNCHES / "slurm.sh", "ddp", "trainers/eagle.py", "recipes/tiny.yaml", "head.taps=[1, 2]"]
+    printed = run_with_stubs(tmp_path, stubs, script, slurm)
     shared = "launch --config_file recipes/launch/ddp.yaml --num_machines 2 --machine_rank {} --num_processes 16"
     rest = "--main_process_ip node7 --main_process_port 23456 trainers/eagle.py recipes/tiny.yaml head.taps=[1, 2]"
-    assert ended.stdout.splitlines() == [f"{shared.format(rank)} {rest}" for rank in (0, 1)]
+    assert printed.splitlines() == [f"{shared.format(rank)} {rest}" for rank in (0, 1)]
+
+
+def run_with_stubs(folder: Path, stubs: dict[str, str], command: Sequence[object], variables: dict[str, str]) -> str:
+    """What a command prints that finds these programs, each a line of bash, before all others."""
+    for name, body in stubs.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, **variables, "PATH": f"{folder}:{os.environ['PATH']}"}
+    return subprocess.run([*map(str, command)], env=environment, capture_output=True, text=True, check=True).stdout
+
+
+OVERRIDES = "recipes/tiny.yaml", "head.taps=[1, 2]"
+
+
+@pytest.mark.parametrize("launcher", ["a SLURM array", "an Indexed Job"])
+def test_each_job_makes_the_part_of_its_number(launcher: str, tmp_path: Path) -> None:
+    """SLURM counts tasks from 1, as the script's documentation says, and Kubernetes from 0."""
+    stubs = {"srun": '"$@"', "headstart": 'printf "%s|" "$@"'}
+    if launcher == "a SLURM array":
+        command, variables = [LAUNCHES / "slurm_array.sh", "64", *OVERRIDES], {"SLURM_ARRAY_TASK_ID": "3"}
+    else:
+        job = yaml.safe_load((LAUNCHES / "harvest_job.yaml").read_text())["spec"]
+        [container] = job["template"]["spec"]["containers"]
+        program, name, *arguments = container["args"]
+        assert arguments[0].startswith("recipes/")
+        assert job["completions"] == job["parallelism"] == 64
+        command = [*container["command"], program, name, *OVERRIDES]
+        variables = {"JOB_COMPLETION_INDEX": "2"}
+    typed = run_with_stubs(tmp_path, stubs, command, variables).split("|")[:-1]
+    assert typed == ["harvest", *OVERRIDES, "--part", "3/64"]
+    assert harvest_arguments("", typed[1:])[1] == Part(3, 64)
 
 
 def test_muon_is_refused_where_ranks_hold_slices() -> None:

@@ -30,8 +30,9 @@ OTHER_PROGRAMS = {
     "trainers/tracking.py": "asks git for the revision",
     "Makefile": "runs pip and pytest too",
     "recipes/launch/slurm.sh": "options of SLURM",
+    "recipes/launch/slurm_array.sh": "options of SLURM",
 }
-OTHER_COMMANDS = r"\b(pip|sbatch|srun|transformers serve|aiperf) "  # on their lines, options are theirs
+OTHER_COMMANDS = r"\b(pip|sbatch|srun|ray|transformers serve|aiperf) "  # on their lines, options are theirs
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ from functools import partial
 
 from headstart.common.errors import CONTINUES
 from headstart.recipes import run_command
+from headstart.recipes.command_line import recipe_and_devices
 from headstart.trainers.eagle import train
 
 
 def main() -> None:
-    run_command(__doc__, partial(train, script="trainers/block.py"), CONTINUES, plans=True)
+    run_command(__doc__, partial(train, script="trainers/block.py"), CONTINUES, recipe_and_devices)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ Ctrl-C once, finishes the current step, saves and exits.
 
 from headstart.common.errors import CONTINUES
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.command_line import DeviceMemory
+from headstart.recipes.command_line import DeviceMemory, recipe_and_devices
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trainers/eagle.py") -> None:
@@ -36,7 +36,7 @@ def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trai
 
 
 def main() -> None:
-    run_command(__doc__, train, CONTINUES, plans=True)
+    run_command(__doc__, train, CONTINUES, recipe_and_devices)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
 """The training loop of draft heads: deterministic, resumable after any step, the same on one rank or many."""
 
-import signal
 import time
 from functools import lru_cache
-from types import FrameType
 
 import torch
 from accelerate import Accelerator
 
+from headstart.common.process import Interrupts
 from headstart.heads.base import DraftHead
 from headstart.recipes import Recipe
 from headstart.trainers.evaluation import TEMPERATURES, decoding_metrics, held_out_metrics, metrics_by_depth
@@ -149,29 +148,3 @@ def progress_text(metrics: dict[str, float], unroll: int) -> str:
     rates = " ".join(f"{metrics[f'train/acceptance_{k}']:.2f}" for k in range(unroll))
     speed = f"{metrics['train/tokens_per_second']:.0f} tokens/s"
     return f"loss {metrics['train/loss_0']:.3f}, acceptance by depth {rates}, {speed}"
-
-
-class Interrupts:
-    """Records SIGTERM and the first Ctrl-C inside its context; a second Ctrl-C ends the process at once."""
-
-    SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-
-    def __enter__(self) -> "Interrupts":
-        self._handlers = {number: signal.signal(number, self._record) for number in self.SIGNALS}
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    @property
-    def number(self) -> signal.Signals:
-        """The signal; SIGTERM on a rank that stops because another rank received one."""
-        return signal.Signals(signal.SIGTERM if self.received is None else self.received)

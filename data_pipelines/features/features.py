@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -105,7 +105,7 @@ def write_features(
     taps: tuple[int, ...],
     tap_texts: TapTexts,
     device: torch.device,
-    work: Sequence[ShardPrompts],
+    work: Iterable[ShardPrompts],
     made_from: Mapping[str, str],
     meter: ShardProgress,
 ) -> None:

@@ -22,6 +22,7 @@ from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.self_written.selection import Selection, opening_texts
+from headstart.data_pipelines.stages.parts import refuse_parts_at_work
 from headstart.data_pipelines.stages.shard_work import start_processes
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
 from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities, writes_date
@@ -298,6 +299,7 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
     if stage.was_complete() and not stage.changed_inputs():
         return stage
     with only_run_in(recipe.data_folder, "the prompts"):
+        refuse_parts_at_work(recipe.data_folder)
         if recipe.data.prompts == SELF:
             start_processes()
             write_own_candidates(recipe, partial(TargetModel.load_to_answer, recipe.target, ()))

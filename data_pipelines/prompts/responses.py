@@ -31,6 +31,11 @@ from headstart.recipes import Recipe
 
 # Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
 Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
+Ending = Callable[[], bool]  # whether to finish what has begun, and nothing else
+
+
+def never() -> bool:
+    return False
 
 
 def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
@@ -53,6 +58,18 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
     if data.server is not None or data.draft_head is not None:
         inputs["written_by"] = written_by(recipe)
     return Stage.of(recipe, "responses", inputs)
+
+
+def until(ending: Ending, writer: Writer) -> Writer:
+    """A writer that ends after the next text once it is `ending`."""
+
+    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+        for answer in writer(prompts, samplings):
+            yield answer
+            if ending():
+                return
+
+    return write
 
 
 def written_by(recipe: Recipe) -> str:
@@ -213,15 +230,17 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
     return "; ".join(parts)
 
 
-def target_writer(recipe: Recipe, target: TargetModel) -> Writer:
+def target_writer(recipe: Recipe, target: TargetModel, ending: Ending = never) -> Writer:
     """Write responses with our own decoding, one seed per sample. All ranks must call this.
 
     Raises ValueError for a target whose generation_config.json asks for what we do not support.
     """
-    return decoding_writer(recipe, target, None, texts_together(recipe, target, longest_sample(recipe)))
+    return decoding_writer(recipe, target, None, texts_together(recipe, target, longest_sample(recipe)), ending)
 
 
-def decoding_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None, max_batch: int) -> Writer:
+def decoding_writer(
+    recipe: Recipe, target: TargetModel, drafter: Drafter | None, max_batch: int, ending: Ending
+) -> Writer:
     """Write at most `max_batch` responses at a time; a drafter changes the speed, never the text."""
     own = TargetDefaults.of(target)  # a server applies them, too
 
@@ -229,20 +248,20 @@ def decoding_writer(recipe: Recipe, target: TargetModel, drafter: Drafter | None
         pairs = zip(prompts, samplings, strict=True)
         most = recipe.data.response_tokens
         requests = [own.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
-        for number, generation in generate_each(target, requests, drafter, max_batch):
+        for number, generation in generate_each(target, requests, drafter, max_batch, ending):
             yield number, generation.tokens
 
     return write
 
 
-def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
+def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
     config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
     max_batch = texts_together(recipe, target, longest_sample(recipe), tree_nodes(recipe.decode))
     growth = growth_from_recipe(recipe.decode, target, head, batch=max_batch)
-    return decoding_writer(recipe, target, head_drafter(head, growth), max_batch), target.ranks
+    return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
 
 
 def server_writer(recipe: Recipe, url: str) -> Writer:

@@ -64,12 +64,21 @@ def generate_batch(
 
 
 def generate_each(
-    target: TargetModel, requests: Collection[Request], drafter: Drafter | None = None, max_batch: int = 16
+    target: TargetModel,
+    requests: Collection[Request],
+    drafter: Drafter | None = None,
+    max_batch: int = 16,
+    ending: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[int, Generation]]:
-    """`generate_batch` that yields (number of the request, its output) as each text ends."""
+    """`generate_batch` that yields (number of the request, its output) as each text ends.
+
+    Once it is `ending`, the texts that have begun are finished, and no others.
+    """
     loop = loop_of(target, requests, drafter, max_batch)
     for _ in loop.run():
         yield from loop.take_ended()
+        if loop.waiting and ending():
+            loop.waiting = Queue()
 
 
 def loop_of(

@@ -47,6 +47,7 @@ TINY_TARGET: dict[str, Any] = {
 # Placeholders of the documents for a path or number of the user's own.
 STAND_INS = {
     r"\bRECIPE\b": "recipes/tiny.yaml",
+    r"/shared/runs/one --(part|engine)": r"runs/\1 --\1",
     r" \[EXPORT\]": " runs/tiny/export/vllm",
     r"\bHEAD TARGET\b": "runs/tiny/head assets/demo_target",
     r"\bEXPORT\b": "runs/tiny/export/vllm",
@@ -80,6 +81,7 @@ BY_HAND = {
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
+    r"benchmarks/ray_kills\.py": "half an hour of kills; run when the harvest on Ray changes",
 }
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
 ORDER = (

@@ -1,0 +1,316 @@
+"""The stages before training, in one process: prompts, responses and features, whole or some shards of them."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import takewhile
+
+import torch
+from accelerate import PartialState
+
+from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
+from headstart.data_pipelines.features.shard_files import made_from, shard_is_whole
+from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
+from headstart.data_pipelines.features.store import describe_store, existing_store
+from headstart.data_pipelines.more_prompts import (
+    claim_features,
+    remove_grown_shards,
+    take_over_features,
+    take_over_responses,
+)
+from headstart.data_pipelines.preflight import check_disk
+from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
+from headstart.data_pipelines.prompts.responses import (
+    Ending,
+    Writer,
+    describe_responses,
+    finish_responses,
+    never,
+    responses_path,
+    responses_stage,
+    server_writer,
+    speculative_writer,
+    target_writer,
+    until,
+    write_given,
+    write_responses,
+)
+from headstart.data_pipelines.stages.shard_work import (
+    ShardProgress,
+    ShardPrompts,
+    prompt_shards,
+    run_stage,
+)
+from headstart.data_pipelines.stages.stage import Stage, file_digest
+from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
+from headstart.heads.checkpoint import head_taps
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_origin import target_identity
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.ranks import Ranks
+from headstart.recipes import Recipe
+
+STORE_FORMAT = 3  # version of the shards and of the manifest
+LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
+
+
+@contextmanager
+def harvest_of(recipe: Recipe, state: PartialState, ending: Ending = never) -> Iterator["Harvest"]:
+    """The stages of a process that may write them; the target is freed at the end."""
+    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    taps = taps_to_store(recipe, config)
+    load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
+    try:
+        yield Harvest(recipe, state, config, taps, load, ending)
+    finally:
+        load.cache_clear()
+
+
+@dataclass(frozen=True)
+class Harvest:
+    """The stages before training. One that is complete and matches the recipe is reused.
+
+    If there are more prompts than before, what was made from the others is kept. Every stage raises ValueError if its
+    files were made from other inputs.
+    """
+
+    recipe: Recipe
+    state: PartialState
+    config: TargetConfig
+    taps: tuple[int, ...]
+    load: Callable[[], TargetModel]
+    ending: Ending = never  # whether to finish only what has begun
+
+    def say(self, line: str) -> None:
+        if self.state.is_main_process:
+            print(line, flush=True)
+
+    @cached_property
+    def shards(self) -> list[ShardPrompts]:
+        """The prompts, once they are made, as they are divided into shards."""
+        return prompt_shards(self.recipe)
+
+    def prompts(self) -> Stage:
+        write_own_candidates(self.recipe, self.load)
+        with self.state.main_process_first():
+            stage = make_prompts(self.recipe)
+        self.say(describe_prompts(self.recipe))
+        return stage
+
+    def responses(self, prompts: Stage) -> Stage | None:
+        """The target's answers to the prompts; None with data.store, which needs none."""
+        recipe, shards = self.recipe, self.shards
+        if recipe.data.store is not None:
+            return None
+        responses = responses_stage(recipe, prompts)
+        with self.state.main_process_first():
+            take_over_responses(recipe, responses, shards)
+        if not responses.is_complete():
+            self.check_disk()
+        finish = partial(finish_responses, recipe, responses, shards)
+        run_stage(responses, self.state, partial(self.make_responses, shards), finish)
+        self.say(describe_responses(recipe, responses))
+        return responses
+
+    def check_disk(self) -> None:
+        """Raise ValueError if the disk cannot hold the features of the prompts, whatever the responses are."""
+        recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
+        if recipe.data.online is None:
+            given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+            written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
+            self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+
+    def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
+        """Write this rank's share of the responses, by the writer that the recipe names."""
+        recipe, data, ranks = self.recipe, self.recipe.data, Ranks()
+        if data.responses == "given":
+            for shard in ranks.share(shards):
+                write_given(recipe, shard)
+            return
+        if data.server is not None:
+            writer = until(self.ending, server_writer(recipe, data.server))
+        elif data.draft_head is not None:
+            writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
+        else:
+            writer, ranks = target_writer(recipe, self.load(), self.ending), self.load().ranks
+            check_states(recipe, self.load(), shards)
+
+        def work(write: Writer) -> None:
+            share = ranks.share(shards)
+            with ShardProgress(share, self.state, "responses", data.generate_batch) as meter:
+                write_responses(recipe, write, share, meter)
+
+        ranks.carry_out(writer, work)
+
+    def features(self, prompts: Stage, responses: Stage | None) -> Stage:
+        """The target's hidden states: data.store if the recipe names one; with data.online the responses instead."""
+        recipe, shards = self.recipe, self.shards
+        if responses is None:
+            assert recipe.data.store is not None
+            taps = stored_taps(head_taps(recipe.head, self.config), self.config.num_layers)
+            return existing_store(recipe, recipe.data.store, taps)
+        if recipe.data.online is not None:
+            return responses
+        features = features_stage(recipe, responses, self.taps)
+        identities = shard_identities(features, responses.facts()["files"], shards)
+        with self.state.main_process_first():
+            take_over_features(recipe, features, shards, identities)
+        if not features.is_complete():
+            tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
+            self.say(check_disk(recipe, self.config, self.taps, tokens, tokens))
+        make = partial(self.make_features, shards, identities)
+        finish = partial(finish_features, recipe, features, shards, prompts, responses)
+        run_stage(features, self.state, make, finish)
+        self.say(describe_store(features.folder))
+        return features
+
+    def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
+        """Write this rank's share of the features."""
+        recipe, target = self.recipe, self.load()
+        check_states(recipe, target, shards)
+        check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
+        if self.config.has_towers:
+            self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
+        share = target.ranks.share(shards)
+
+        def work(tap_texts: TapTexts) -> None:
+            with ShardProgress(share, self.state, "features") as meter:
+                begun = takewhile(lambda shard: not self.ending(), share)
+                write_features(recipe, target.taps, tap_texts, target.device, begun, identities, meter)
+
+        target.ranks.carry_out(partial(tap, target), work)
+
+    # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
+
+    def begin(self) -> tuple[Stage, Stage]:
+        """Make the prompts, and record what the shards are made from; the process that calls this holds the folder."""
+        prompts = self.prompts()
+        responses = responses_stage(self.recipe, prompts)
+        take_over_responses(self.recipe, responses, self.shards)
+        if not responses.is_complete():
+            self.check_disk()
+            responses.claim()
+        if self.recipe.data.online is None:
+            claim_features(features_stage(self.recipe, responses if responses.was_complete() else None, self.taps))
+        return prompts, responses
+
+    def make(self, shards: Sequence[ShardPrompts]) -> None:
+        """The responses of these shards, and then their features; what is there is kept."""
+        recipe, missing = self.recipe, [shard for shard in shards if not responses_path(self.recipe, shard).exists()]
+        if missing:
+            self.make_responses(missing)
+        if shards and recipe.data.online is None and not self.ending():
+            features = features_stage(recipe, None, self.taps)
+            identities = shard_identities(features, self.texts_of(shards), shards)
+            remove_grown_shards(recipe, shards, identities)
+            folder, names = recipe.features_dir, [shard.features_file for shard in shards]
+            whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
+            if len(whole) < len(names):
+                self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
+
+    def texts_of(self, shards: Sequence[ShardPrompts]) -> dict[str, str]:
+        """Digests of the responses of these shards, by file name."""
+        return {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+
+    def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
+        """Write the manifest if all shards are there, else None; the process that calls this holds the folder."""
+        recipe, shards = self.recipe, self.shards
+        if self.missing():
+            return None
+        if not responses.is_complete():
+            finish_responses(recipe, responses, shards)
+        self.say(describe_responses(recipe, responses))
+        if recipe.data.online is not None:
+            return responses
+        features = features_stage(recipe, responses, self.taps)
+        if not features.was_complete() or features.changed_inputs():
+            features.claim()
+            finish_features(recipe, features, shards, prompts, responses)
+        self.say(describe_store(features.folder))
+        return features
+
+    def missing(self) -> list[ShardPrompts]:
+        """The shards that have no responses, or no features of these."""
+        recipe, shards = self.recipe, self.shards
+
+        def is_there(shard: ShardPrompts) -> bool:
+            made = recipe.data.online is not None or (recipe.features_dir / shard.features_file).exists()
+            return made and responses_path(recipe, shard).exists()
+
+        absent = [shard for shard in shards if not is_there(shard)]
+        if absent or recipe.data.online is not None:
+            return absent
+        identities = shard_identities(features_stage(recipe, None, self.taps), self.texts_of(shards), shards)
+        return [
+            shard
+            for shard in shards
+            if made_from(recipe.features_dir / shard.features_file) != identities[shard.features_file]
+        ]
+
+
+def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
+    """The head's taps; or all taps of an existing store, finished or not, if it includes the head's."""
+    taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
+    found = Stage("features", recipe.features_dir, {}).claimed_for()
+    return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
+
+
+def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...]) -> Stage:
+    """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
+    inputs = {
+        "responses": None if responses is None else digest_of(responses.facts()["files"]),
+        WEIGHTS: target_identity(locate_target(recipe.target.path, recipe.target.revision)),
+        "target.dtype": recipe.target.dtype,
+        "taps": taps,
+        "data.dtype": recipe.data.dtype,
+        "format": STORE_FORMAT,
+    }
+    return Stage.of(recipe, "features", inputs)
+
+
+def shard_identities(features: Stage, texts: Mapping[str, str], shards: Sequence[ShardPrompts]) -> dict[str, str]:
+    """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
+
+    `texts` are digests of the responses, by file name.
+    """
+    common = {name: value for name, value in features.inputs.items() if name != "responses"}
+    return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
+
+
+def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
+    """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
+    states, of = tap(target, [shards[0].rows[0]["tokens"]]), "the first prompt"
+    if recipe.data.online is None:
+        finite_states(recipe, states, target.taps, of)
+    else:  # nothing is stored in data.dtype
+        refuse_non_finite(recipe.target.dtype, states, of)
+
+
+def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
+    """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
+    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
+    folder = locate_target(recipe.target.path, recipe.target.revision)
+    frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+    frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)
+
+
+def finish_features(
+    recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
+) -> None:
+    """Write the manifest: the shards and everything that they depend on."""
+    target = locate_target(recipe.target.path, recipe.target.revision)
+    about = {
+        "taps": features.inputs["taps"],
+        "dtype": recipe.data.dtype,
+        "target": {"path": recipe.target.path, "revision": recipe.target.revision, "sha256": target_identity(target)},
+        "mask_rule": f"{recipe.data.turns} turns of the assistant" if recipe.data.responses == "given" else "response",
+        "written_by": responses.facts().get("written_by"),
+        "temperatures": recipe.data.temperatures if recipe.data.responses == "target" else None,
+        "prompts_sha256": prompts.facts().get("sha256"),
+        "chat_template_sha256": prompts.facts().get("chat_template"),
+        "made_from": features.inputs,
+    }
+    write_manifest(features.folder, [shard.features_file for shard in shards], about)
+    features.finish({"manifest": file_digest(features.folder / MANIFEST)})

@@ -1,0 +1,221 @@
+"""A harvest on the workers of a Ray cluster: each holds a target and makes the shards it is given.
+
+Ray starts the workers and notices when one is lost; its shards then go to another. Results go straight to the run's
+folder, which all machines share, and only notes come back to the driver, which this file's `harvest_on_ray` is.
+"""
+
+import logging
+import math
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from accelerate import PartialState
+from ray.exceptions import RayActorError, RayTaskError
+
+from headstart.common.process import running_code
+from headstart.common.progress import Progress
+from headstart.common.run_lock import only_run_in
+from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
+from headstart.data_pipelines.prompts.prompts import prompts_stage
+from headstart.data_pipelines.prompts.responses import read_texts, responses_path, responses_stage
+from headstart.data_pipelines.stages.parts import forget_parts, lock_of, refuse_parts_at_work
+from headstart.data_pipelines.stages.shard_work import ShardPrompts, start_processes
+from headstart.data_pipelines.stages.stage import Json, Stage, differences
+from headstart.data_pipelines.together import PAGE, Facts, folder_fact
+from headstart.recipes import Recipe
+
+COMMAND = "harvest --engine ray"
+OF_WORKERS = ".worker"  # ends the names of the locks that workers hold
+WAIT_SECONDS = 1.0  # how often the driver looks for machines that have joined
+BATCHES = 8  # of responses in one task, whose last batch is not full
+TASKS = 4  # for each worker at least, if there are enough shards, so that none waits long for the others
+LOSSES = 10  # after so many workers were lost on the same shards, the shards are to blame
+
+
+def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
+    """Run the missing stages on all workers of a cluster; returns the last stage.
+
+    Raises ValueError for a second driver, for a worker of other code or without the run's folder, and with
+    the message of one who cannot go on.
+    """
+    folder = recipe.data_folder
+    with only_run_in(folder, COMMAND) as owner, harvest_of(recipe, state) as stages:
+        refuse_parts_at_work(folder, beside=OF_WORKERS)
+        with Workers(recipe, owner.token) as workers:
+            for _ in workers.carry_out([Task("the prompts", "begin")]):
+                prompts = prompts_stage(recipe)
+            while missing := stages.missing():
+                make_shards(workers, stages, missing)
+            done = stages.finish(prompts, responses_stage(recipe, prompts))
+        assert done is not None
+        forget_parts(folder)
+    return done
+
+
+def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]) -> None:
+    """Let the workers make shards, and show the progress."""
+    data, samples = stages.recipe.data, sum(len(shard.rows) for shard in missing)
+    size = math.ceil(BATCHES * data.generate_batch / data.shard_samples)
+    size = max(1, min(size, len(missing) // (TASKS * workers.places())))
+    groups = [missing[start : start + size] for start in range(0, len(missing), size)]
+    tasks = {Task(described(group), "make", tuple(shard.name for shard in group)): group for group in groups}
+    total, started, tokens = sum(len(shard.rows) for shard in stages.shards), time.perf_counter(), 0
+    with Progress("responses and features", total, "samples", done=total - samples) as progress:
+        workers.say = progress.say
+        for task, made in workers.carry_out(list(tasks)):
+            tokens += made
+            speed = tokens / (time.perf_counter() - started)
+            progress.advance(sum(len(shard.rows) for shard in tasks[task]), f"{speed:,.0f} tokens/s, {workers.count()}")
+
+
+def described(group: Sequence[ShardPrompts]) -> str:
+    first, last = group[0].name, group[-1].name
+    return first if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """A call of a worker's method."""
+
+    what: str  # is made by it
+    method: str
+    names: tuple[str, ...] = ()  # of shards
+
+
+class Worker:
+    """One process of the cluster, with a target; it runs the code that a part of a harvest runs."""
+
+    def __init__(self, recipe: Json, data_folder: str, token: str, current: str) -> None:
+        self.values, self.data_folder, self.token, self.current = recipe, Path(data_folder), token, current
+        self.held = ExitStack()  # until the process ends
+
+    def about(self) -> tuple[str, Facts]:
+        """Who this is, and what it must share with the driver."""
+        if os.path.isdir(self.current):  # relative paths of the recipe start there
+            os.chdir(self.current)
+        folder = folder_fact(self.data_folder, self.token)
+        return f"process {os.getpid()} on {socket.gethostname()}", {**running_code(), "the run's folder": folder}
+
+    @cached_property
+    def stages(self) -> Harvest:
+        """Kept, with the target, for all shards."""
+        return self.held.enter_context(harvest_of(Recipe.model_validate(self.values), start_processes()))
+
+    def begin(self) -> None:
+        with only_run_in(lock_of(self.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
+            self.stages.begin()
+
+    def make(self, *names: str) -> int:
+        """Responses and features of these shards; returns the number of their tokens.
+
+        Waits for a worker that Ray takes for lost, or whose driver has died, until it is really gone.
+        """
+        shards = [shard for shard in self.stages.shards if shard.name in names]
+        with ExitStack() as held:
+            for shard in shards:
+                lock = lock_of(self.data_folder, f"{shard.name}{OF_WORKERS}")
+                held.enter_context(only_run_in(lock, COMMAND, wait=True))
+            self.stages.make(shards)
+        texts = [text for shard in shards for text in read_texts(responses_path(self.stages.recipe, shard))]
+        return sum(len(text.tokens) for text in texts)
+
+
+class Workers:
+    """A context manager that connects to a cluster, or starts one here, and has workers on all of its places."""
+
+    def __init__(self, recipe: Recipe, token: str) -> None:
+        self.arguments = recipe.model_dump(mode="json"), str(recipe.data_folder), token, os.getcwd()
+        self.whole_machine = recipe.target.split == "layers"
+        self.say: Callable[[str], object] = lambda line: print(line, flush=True)
+        self.names: dict[Any, str] = {}  # of the workers that have answered, by handle
+        self.idle: list[Any] = []
+        self.busy: dict[Any, tuple[Any, Task | None]] = {}  # the call that a worker carries out; None: `about`
+        self.lost_starts = 0
+
+    def __enter__(self) -> "Workers":
+        ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
+        self.say(f"Ray: {len([node for node in ray.nodes() if node['Alive']])} nodes with {self.places()} workers")
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        ray.shutdown()
+
+    def needs(self) -> dict[str, int]:
+        """What a worker takes of a machine: a GPU, or all if the target is split over them, or a CPU core."""
+        gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
+        if not any(gpus):
+            return {"num_cpus": 1}
+        return {"num_gpus": min(filter(None, gpus)) if self.whole_machine else 1}
+
+    def places(self) -> int:
+        """How many workers the cluster has room for at present."""
+        ((resource, count),) = self.needs().items()
+        there = ray.cluster_resources().get({"num_cpus": "CPU", "num_gpus": "GPU"}[resource], 0)
+        return max(1, int(there) // count)
+
+    def count(self) -> str:
+        return "1 worker" if len(self.names) == 1 else f"{len(self.names)} workers"
+
+    def carry_out(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
+        """Yield each task with its result, as it is done; what a lost worker was doing is done again by another.
+
+        Raises the error of a task that fails, and ValueError if a worker differs from the driver.
+        """
+        waiting, left, losses = deque(tasks), len(tasks), dict.fromkeys(tasks, 0)
+        while left:
+            for _ in range(len(self.idle) + len(self.busy), min(self.places(), left)):
+                worker: Any = ray.remote(Worker).options(**self.needs()).remote(*self.arguments)
+                self.busy[worker.about.remote()] = worker, None
+            while waiting and self.idle:
+                worker, task = self.idle.pop(), waiting.popleft()
+                self.busy[getattr(worker, task.method).remote(*task.names)] = worker, task
+            for call in ray.wait(list(self.busy), timeout=WAIT_SECONDS)[0]:
+                worker, done = self.busy.pop(call)
+                try:
+                    result = ray.get(call)
+                except RayActorError as error:
+                    self._note_loss(worker, done, error, losses)
+                    if done is not None:
+                        waiting.appendleft(done)
+                    continue
+                except RayTaskError as error:
+                    is_message = isinstance(error.cause, ValueError | OSError)  # else ours, with the worker's traceback
+                    raise (error.cause if is_message else error) from None
+                self.idle.append(worker)
+                if done is None:
+                    self.names[worker] = self._welcome(*result)
+                else:
+                    left -= 1
+                    yield done, result
+
+    def _welcome(self, name: str, facts: Facts) -> str:
+        own = {**running_code(), "the run's folder": "the same folder"}
+        if different := differences(facts, own, "{} there, {} here"):
+            lines = "\n  ".join([f"a worker of the Ray cluster differs from this driver ({name}):", *different])
+            advice = f"install the same on all machines, and give a run_dir that all of them share ({PAGE})"
+            raise ValueError(f"{lines}\n{advice}")
+        self.lost_starts = 0
+        return name
+
+    def _note_loss(self, worker: Any, task: Task | None, error: Exception, losses: dict[Task, int]) -> None:
+        """Say in one line which worker was lost; raises ValueError if too many were lost on the same task."""
+        ray.kill(worker)  # Ray may have lost sight of it only for a while
+        self.lost_starts += task is None
+        if task is not None:
+            losses[task] += 1
+        name, what = self.names.pop(worker, "a worker that was starting"), "nothing" if task is None else task.what
+        if max(self.lost_starts, *losses.values()) >= LOSSES:
+            raise ValueError(
+                f"{LOSSES} workers were lost with {what}, the last one ({name}) so: {error}\n"
+                "correct the cause, which their logs in Ray's session folder may tell, and run the same command again"
+            )
+        self.say(f"lost {name}" + ("" if task is None else f"; another worker goes on with {task.what}"))

@@ -1,0 +1,214 @@
+"""Laws of a harvest in parts: in whatever order, number and company they run, the store is that of an undivided run."""
+
+import json
+import multiprocessing
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
+from tiny_run import build_run, contents, tiny_recipe
+
+from headstart.common.run_lock import only_run_in
+from headstart.data_pipelines.harvest import harvest, harvest_part
+from headstart.data_pipelines.stages.parts import CODE, PARTS, lock_of
+from headstart.data_pipelines.stages.shard_work import ShardProgress
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import load_recipe
+from headstart.recipes.command_line import Part
+
+MORE = "data.num_prompts=13"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three shards of training samples and one of held-out ones."""
+    build_run(tmp_path)
+    return tmp_path
+
+
+def make(folder: Path, part: str, *overrides: str) -> None:
+    harvest_part(tiny_recipe(folder, *overrides), Part.parse(part), PartialState())
+
+
+def undivided(folder: Path, *overrides: str) -> dict[str, bytes]:
+    harvest(tiny_recipe(folder, *overrides, f"run_dir={folder / 'undivided'}"))
+    return contents(folder / "undivided")
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [["1/1"], ["2/3", "3/3", "1/3"], ["1/3", "1/2", "2/2"], ["3/9", *(f"{k}/9" for k in (1, 2, 4, 5, 6, 7, 8, 9))]],
+)
+def test_parts_of_any_number_and_order_leave_what_an_undivided_run_leaves(folder: Path, parts: list[str]) -> None:
+    for part in parts:
+        make(folder, part)
+    assert contents(folder / "run") == undivided(folder)
+
+
+def make_in_process(folder: Path, part: str) -> None:
+    torch.set_num_threads(1)
+    harvest_part(load_recipe(folder / "recipe.yaml"), Part.parse(part), PartialState(cpu=True))
+
+
+@pytest.mark.slow
+def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(folder: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=make_in_process, args=(folder, f"{number}/3")) for number in (1, 2, 3)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
+    assert contents(folder / "run") == undivided(folder)
+
+
+def test_a_plain_run_makes_what_parts_have_left_and_keeps_what_they_made(folder: Path) -> None:
+    make(folder, "1/2")
+    made = (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns
+    harvest(tiny_recipe(folder))
+    assert (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns == made
+    assert contents(folder / "run") == undivided(folder)
+
+
+def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    harvest(tiny_recipe(folder))
+    before = contents(folder / "run")
+    monkeypatch.setattr(TargetModel, "load_to_answer", lambda *given: pytest.fail("loaded"))
+    make(folder, "2/2")
+    assert "complete in" in capsys.readouterr().out
+    assert contents(folder / "run") == before
+
+
+def test_parts_go_on_with_more_prompts(folder: Path) -> None:
+    """The last shard grows; the part that has it makes its features anew."""
+    make(folder, "1/1")
+    for part in ("1/2", "2/2"):
+        make(folder, part, MORE)
+    assert contents(folder / "run") == undivided(folder, MORE)
+
+
+# Company
+
+
+def test_a_part_that_runs_twice_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+        command = ["harvest", str(folder / "recipe.yaml"), "--part"]
+        twice = type_command([*command, "2/3"], monkeypatch, capsys)
+        assert_refused(twice, Says("2-of-3", "harvest --part 2/3 as process", "one command at a time", "wait for it"))
+        others = type_command([*command, "2/4"], monkeypatch, capsys)
+        assert_refused(others, Says("run", "harvest --part 2/3 as process", "parts of the same division", "SIGTERM"))
+        assert not (folder / "run/prompts").exists()
+        assert_told(type_command([*command, "1/3"], monkeypatch, capsys), "part 1/3 is made | the last part to finish")
+
+
+@pytest.mark.parametrize("command", ["harvest", "train", "prompts"])
+def test_no_other_command_writes_beside_a_part(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+        outcome = type_command([command, str(folder / "recipe.yaml")], monkeypatch, capsys)
+        assert_refused(outcome, Says(f"{folder / 'run'}", "harvest --part 2/3 as process", "parts", "wait for them"))
+        assert not (folder / "run/prompts").exists()
+
+
+def test_a_part_waits_for_no_other_command(folder: Path) -> None:
+    with only_run_in(folder / "run", "training"), pytest.raises(ValueError, match="in use by training"):
+        make(folder, "1/2")
+
+
+def test_of_parts_that_finish_together_the_last_writes_the_manifest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make(folder, "1/2")
+    with only_run_in(lock_of(folder / "run", "1-of-2"), "harvest --part 1/2"):  # it has not come to its end yet
+        make(folder, "2/2")
+        assert "part 2/2 is made" in capsys.readouterr().out
+        assert not (folder / "run/features/manifest.json").exists()
+    make(folder, "1/2")
+    assert contents(folder / "run") == undivided(folder)
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("seed=4", "the prompts in {run}/prompts were made from other inputs | seed: made with 3, the recipe says 4"),
+        ("data.response_tokens=13", "the responses in | data.response_tokens: made with 12"),
+        ("data.dtype=int8", "the features in | data.dtype: made with 'float32'"),
+    ],
+)
+def test_a_part_of_another_recipe_is_refused_by_name(folder: Path, override: str, named: str) -> None:
+    make(folder, "1/2")
+    before = contents(folder / "run")
+    assert_raises(lambda: make(folder, "2/2", override), named.format(run=folder / "run"))
+    assert contents(folder / "run") == before
+
+
+def test_a_part_by_other_code_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(folder, "1/2")
+    before = contents(folder / "run")
+    code = {**json.loads(before[f"{PARTS}/{CODE}"]), "commit of headstart": "abc", "version of torch": "1.0"}
+    monkeypatch.setattr("headstart.data_pipelines.stages.parts.running_code", lambda: code)
+    said = Says("the same code", f"version of torch: '{torch.__version__}' in other parts", "'1.0' here", "rm ")
+    assert_raises(lambda: make(folder, "2/2"), said)
+    assert_raises(lambda: make(folder, "2/2"), "commit of headstart | 'abc' here")
+    assert contents(folder / "run") == before
+
+
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3", "1/0"])
+def test_what_is_no_part_is_refused(
+    text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), f"--part={text}"], monkeypatch, capsys)
+    assert outcome.code == 2
+    assert_refused(outcome, Says("--part", f"{text} given", "1/N to N/N", "such as 3/64"))
+
+
+def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
+    said = Says("target.split", "tensor given with --part 1/2", "null or layers is allowed", "leave --part 1/2 out")
+    assert_raises(lambda: make(folder, "1/2", "target.split=tensor"), said)
+
+
+# SIGTERM
+
+
+@pytest.mark.parametrize(("stage", "after"), [("responses", 1), ("responses", 4), ("features", 1)])
+def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str, after: int
+) -> None:
+    """Three texts decode together; a shard of features has five samples."""
+    expected, calls = undivided(folder), 0
+    add: Callable[..., None] = ShardProgress.add
+
+    def signalling(meter: ShardProgress, *counts: Any) -> None:
+        nonlocal calls
+        add(meter, *counts)
+        calls += meter.what == stage
+        if meter.what == stage and calls == after:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ShardProgress, "add", signalling)
+    with pytest.raises(SystemExit) as stop:
+        make(folder, "1/1")
+    assert stop.value.code == 143
+    assert "SIGTERM: what is finished is kept" in capsys.readouterr().out
+    run = folder / "run"
+    if stage == "responses":
+        kept = sum(len(path.read_text().splitlines()) for path in (run / "responses").glob("*.jsonl*"))
+        assert after < kept <= after + 2, "the other two texts that were running"
+    else:
+        assert len(list((run / "features").glob("*.safetensors"))) == 1
+    assert not list(run.rglob("*.partial"))
+    make(folder, "1/1")
+    assert contents(run) == expected
