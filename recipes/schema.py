@@ -66,7 +66,28 @@ def with_day_as_text(variables: object) -> object:
         raise ValueError("date is a day such as 2026-11-26; correct it, or remove it") from None
 
 
+def refuse_other_schemes(url: str) -> str:
+    """Raise ValueError for text that is no URL of a server."""
+    if not re.match(r"https?://[^/\s]", url):
+        written = url.lstrip("/") or "HOST:PORT"
+        raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
+    return url
+
+
+def refuse_repeated_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len({*urls}) < len(urls):
+        raise ValueError(f"each URL once is allowed; write [{', '.join(dict.fromkeys(urls))}]")
+    return urls
+
+
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
+Url = Annotated[str, AfterValidator(refuse_other_schemes)]
+Servers = Annotated[
+    tuple[Url, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
+    AfterValidator(refuse_repeated_urls),
+]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
@@ -178,20 +199,14 @@ class DataSection(Section):
         "the training process itself; others, such as [cuda:4, cuda:5], are assigned to the training processes in "
         "turn, each for a target in a process of its own. null stores all features, then trains.",
     )
-    server: str | None = Field(
-        default=None, description="URL of an OpenAI-compatible server whose target writes the responses; null is none."
+    server: Servers | None = Field(
+        default=None,
+        description="URL, or list of URLs, of OpenAI-compatible servers whose target writes the responses; null is "
+        "none.",
     )
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
-
-    @field_validator("server")
-    @classmethod
-    def server_is_a_url(cls, server: str | None) -> str | None:
-        if server is not None and not re.match(r"https?://[^/\s]", server):
-            written = server.lstrip("/") or "HOST:PORT"
-            raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
-        return server
 
     @field_validator("prompts")
     @classmethod

@@ -20,7 +20,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
-from tiny_run import build_run, build_tokenizer, tiny_recipe
+from tiny_run import VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
@@ -30,7 +30,7 @@ from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
 from headstart.data_pipelines.stages import shard_work
@@ -247,7 +247,8 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
     handler.says_ids = False
     tokenizer = build_tokenizer()
     prompt = tokenizer("target")["input_ids"]
-    [(_, found)] = CompletionClient(f"{url}/v1", tokenizer).complete([prompt], [Sampling()], 8, 1)
+    [(_, answer)] = CompletionClient([f"{url}/v1"]).each([completion(prompt, Sampling(), 8)], 1)
+    found = answer.tokens(tokenizer, VOCAB_SIZE)
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
@@ -269,9 +270,9 @@ def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504, 429, 408])
     waits: list[float] = []
-    client = CompletionClient(url, build_tokenizer(), waits.append)
+    client = CompletionClient([url], waits.append)
     with pytest.raises(ValueError, match="status 408"):
-        list(client.complete([[1, 2]], [Sampling()], 4, 1))
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
@@ -279,19 +280,19 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
     """Requests beyond the hundredth used to wait for a connection and time out."""
     url, handler = server
     handler.together = threading.Barrier(120)
-    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
+    client = CompletionClient([url], pause=lambda seconds: None)
     prompts = [[number, 7] for number in range(120)]
-    found = dict(client.complete(prompts, [Sampling()] * 120, 4, 120))
-    assert [found[number] for number in range(120)] == [prompt[::-1] for prompt in prompts]
+    found = dict(client.each([completion(prompt, Sampling(), 4) for prompt in prompts], 120))
+    assert [found[number].choice["token_ids"] for number in range(120)] == [prompt[::-1] for prompt in prompts]
 
 
 @pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
 def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
     url, handler = server
     handler.odd = odd
-    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
+    client = CompletionClient([url], pause=lambda seconds: None)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
-        list(client.complete([[1, 2]], [Sampling()], 4, 1))
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
 
 
 def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:

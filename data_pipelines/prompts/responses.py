@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
-from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
@@ -245,16 +245,14 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch), target.ranks
 
 
-def server_writer(recipe: Recipe, url: str) -> Writer:
-    """Write responses with an OpenAI-compatible server that runs the target."""
-    client, vocab_size = CompletionClient(url, load_target_tokenizer(recipe)), num_tokens(recipe)
+def server_writer(recipe: Recipe, urls: Sequence[str]) -> Writer:
+    """Write responses with OpenAI-compatible servers that run the target."""
+    client, tokenizer, vocab_size = CompletionClient(urls), load_target_tokenizer(recipe), num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        answers = client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
-        for number, tokens in answers:
-            if max(tokens, default=0) >= vocab_size:
-                answered = f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target"
-                raise ValueError(f"{answered} is allowed; start the server with the target of target.path")
-            yield number, tokens
+        pairs = zip(prompts, samplings, strict=True)
+        bodies = [completion(prompt, sampling, recipe.data.response_tokens) for prompt, sampling in pairs]
+        for number, answer in client.each(bodies, recipe.data.generate_batch):
+            yield number, answer.tokens(tokenizer, vocab_size)
 
     return write
