@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from completion_server import Server, serving
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
 from tiny_run import VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
@@ -173,58 +173,10 @@ def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> No
 # Who writes the responses
 
 
-class Server(BaseHTTPRequestHandler):
-    """Completions in vLLM's form: the response to a prompt is its tokens in reverse order.
-
-    `failures` are the statuses of the next requests, 0 for success.
-    """
-
-    seen: list[dict[str, Any]]
-    says_ids: bool
-    failures: Iterator[int]
-    together: threading.Barrier | None
-    odd: object
-
-    def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "tiny"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if status := next(self.failures, 0):
-            return self.answer(status, {"error": "busy"})
-        if self.together is not None:
-            self.together.wait(timeout=10)
-        if self.odd is not None:
-            return self.answer(200, self.odd)
-        self.seen.append(body)
-        tokens = body["prompt"][::-1][: body["max_tokens"]]
-        text = build_tokenizer().decode(tokens)
-        ids = {"token_ids": tokens} if self.says_ids else {}
-        return self.answer(200, {"choices": [{"text": text, "finish_reason": "stop", **ids}]})
-
-    def answer(self, status: int, body: object) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
-
-
-class Patient(ThreadingHTTPServer):
-    request_queue_size = 200  # connections that may wait to be accepted
-
-
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Server]]]:
-    handler = type(
-        "Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([]), "together": None, "odd": None}
-    )
-    running = Patient(("127.0.0.1", 0), handler)
-    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}", handler
-    running.shutdown()
-    running.server_close()
+    with serving() as found:
+        yield found
 
 
 def test_responses_come_from_a_server_that_sometimes_fails(server: tuple[str, type[Server]], tmp_path: Path) -> None:
