@@ -20,11 +20,13 @@ from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
 from headstart.common.process import end_with_launcher
+from headstart.data_pipelines.features.engine_states import EngineStates, own_target
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import take_over_features, take_over_responses
 from headstart.data_pipelines.preflight import check_disk, check_harvest
+from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.prompts.responses import (
     Writer,
@@ -58,6 +60,7 @@ from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
+CHECKED_TEXTS = 3  # prompts whose states by vLLM are compared with the target's own
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
@@ -152,8 +155,10 @@ class Harvest:
             for shard in ranks.share(shards):
                 write_given(recipe, shard)
             return
-        if data.server is not None:
-            writer = server_writer(recipe, data.server)
+        if data.states is not None:
+            writer = server_writer(recipe, self.engine.client)
+        elif data.server is not None:
+            writer = server_writer(recipe, CompletionClient(data.server))
         elif data.draft_head is not None:
             writer, ranks = speculative_writer(recipe, data.draft_head)
         else:
@@ -188,13 +193,15 @@ class Harvest:
 
     def make_features(self, responses: Stage, made_from: dict[str, str]) -> None:
         """Write this rank's share of the features; raises ValueError if the disk cannot hold those of all ranks."""
+        if self.recipe.data.states is not None:
+            self.move_features(responses, made_from)
+            return
         recipe, shards, target = self.recipe, self.shards, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
         if self.config.has_towers:
             self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-        tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
-        self.say(check_disk(recipe, target.config, target.taps, tokens, tokens))
+        self.check_room(responses)
         share = target.ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
@@ -202,6 +209,32 @@ class Harvest:
                 write_features(recipe, target.taps, tap_texts, target.device, share, made_from, meter)
 
         target.ranks.carry_out(partial(tap, target), work)
+
+    def move_features(self, responses: Stage, made_from: dict[str, str]) -> None:
+        """Move the states that vLLM writes into this rank's share of the features."""
+        engine, share = self.engine, Ranks().share(self.shards)
+        self.check_room(responses)
+        with ShardProgress(share, self.state, "features") as meter:
+            write_features(self.recipe, self.taps, engine.tap, torch.device("cpu"), share, made_from, meter)
+
+    def check_room(self, responses: Stage) -> None:
+        """Say how much space the features take; raises ValueError if the disk cannot hold them."""
+        tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
+        self.say(check_disk(self.recipe, self.config, self.taps, tokens, tokens))
+
+    @cached_property
+    def engine(self) -> EngineStates:
+        """The servers of data.states, whose states of a few prompts are the target's own."""
+        recipe, prompts = self.recipe, [row["tokens"] for row in self.shards[0].rows[:CHECKED_TEXTS]]
+        engine = EngineStates(recipe, self.config, self.taps)
+        if self.state.is_main_process:
+            if (target := own_target(recipe, self.config)) is None:
+                found = f"{recipe.target.path} is too large to load here"
+                self.say(f"{found}: vLLM's hidden states were not compared with it")
+            else:
+                check_teacher_logits(recipe, target, prompts[0])
+                engine.refuse_other_states(target, prompts)
+        return engine
 
 
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
@@ -220,6 +253,8 @@ def features_stage(recipe: Recipe, responses: Stage, taps: tuple[int, ...]) -> S
         "data.dtype": recipe.data.dtype,
         "format": STORE_FORMAT,
     }
+    if recipe.data.states is not None:
+        inputs["data.states"] = recipe.data.states
     return Stage.of(recipe, "features", inputs)
 
 

@@ -76,7 +76,7 @@ def refuse_other_schemes(url: str) -> str:
 
 def refuse_repeated_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
     if len({*urls}) < len(urls):
-        raise ValueError(f"each URL once is allowed; write [{', '.join(dict.fromkeys(urls))}]")
+        raise ValueError(f"URLs without repeats are allowed; write {list(dict.fromkeys(urls))}")
     return urls
 
 
@@ -199,6 +199,11 @@ class DataSection(Section):
         "the training process itself; others, such as [cuda:4, cuda:5], are assigned to the training processes in "
         "turn, each for a target in a process of its own. null stores all features, then trains.",
     )
+    states: Literal["vllm"] | None = Field(
+        default=None,
+        description="vllm: the servers of data.server compute the features (vLLM's extract_hidden_states), too; null: "
+        "the harvest loads the target.",
+    )
     server: Servers | None = Field(
         default=None,
         description="URL, or list of URLs, of OpenAI-compatible servers whose target writes the responses; null is "
@@ -223,15 +228,24 @@ class DataSection(Section):
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
         if self.self_system_prompts is not None and self.prompts != SELF:
             raise ValueError(f"self_system_prompts is for prompts {SELF}; remove it, or choose prompts {SELF}")
-        writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
+        writers = ["states"] * (self.states is not None and self.responses == "target")
+        writers += ["server"] * (self.server is not None and self.states is None)
+        writers += ["draft_head"] * (self.draft_head is not None)
         writers += ["responses given"] * (self.responses == "given")
         if len(writers) > 1:
-            raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
+            raise ValueError(f"one of states or server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.online is not None and self.store is not None:
             raise ValueError("online computes the features; remove store, or remove online")
+        if self.states is not None and (self.online is not None or self.store is not None):
+            raise ValueError("states is for features that are harvested; remove states, or remove online and store")
         if self.online is not None and "auto" in self.online and len(self.online) > 1:
             raise ValueError("online: auto is allowed alone; remove it, or remove the other devices")
         return self
+
+    @property
+    def server_writes(self) -> bool:
+        """Whether the servers of data.server write the responses."""
+        return self.responses == "target" and (self.server is not None or self.states is not None)
 
     @property
     def holds_out_own_prompts(self) -> bool:

@@ -1,10 +1,13 @@
 """Completions from OpenAI-compatible servers that run the target, such as vLLM or SGLang."""
 
+import fcntl
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from threading import Lock
 
 import httpx
@@ -35,6 +38,25 @@ class Answer:
     url: str
     content: Json
     choice: Json
+
+    @property
+    def states_path(self) -> Path | None:
+        """The file into which vLLM's method extract_hidden_states writes the states of the prompt."""
+        path = (self.content.get("kv_transfer_params") or {}).get("hidden_states_path")
+        return None if path is None else Path(path)
+
+    @contextmanager
+    def written_states(self) -> Iterator[Path]:
+        """The path of that file once it is whole; it is removed at the end. Raises OSError if it is not there."""
+        assert self.states_path is not None
+        lock = self.states_path.with_name(self.states_path.name + ".lock")
+        try:
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH)  # vLLM holds it until the file is whole
+            yield self.states_path
+        finally:
+            for path in (self.states_path, lock):
+                path.unlink(missing_ok=True)
 
     def tokens(self, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
         """The ids that the server gives (vLLM's return_token_ids), else those of its text; ValueError beyond a
@@ -94,6 +116,11 @@ class CompletionClient:
             if failure is not None:
                 raise failure
 
+    def ask(self, server: Server, body: Json) -> Answer | None:
+        """One server's answer to a completion; None if it gets no more requests."""
+        response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
+        return None if response is None else Answer(server.url, response.json(), found(server, response, "choices"))
+
     def _complete(self, body: Json) -> Answer:
         while True:
             with self._lock:
@@ -102,13 +129,12 @@ class CompletionClient:
                 server = min(self.live, key=lambda each: each.in_flight)
                 server.in_flight += 1
             try:
-                response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
+                answer = self.ask(server, body)
             finally:
                 with self._lock:
                     server.in_flight -= 1
-            if response is not None:
-                choice = found(server, response, "choices")
-                return Answer(server.url, response.json(), choice)
+            if answer is not None:
+                return answer
 
     def _served_by_all(self) -> str:
         """The model that every server serves; raises ValueError naming those that serve another than the first."""
@@ -149,7 +175,9 @@ class CompletionClient:
             is_first, server.failure = not server.failure, server.failure or why
             left = len(self.live)
         if is_first and left:
-            print(f"data.server: {why}; it gets no more requests, {left} of {len(self.servers)} servers go on", flush=True)
+            print(
+                f"data.server: {why}; it gets no more requests, {left} of {len(self.servers)} servers go on", flush=True
+            )
 
     def _none_left(self) -> ValueError:
         return ValueError(f"data.server: {' and '.join(server.failure for server in self.servers)}; {REMEDY}")

@@ -50,8 +50,8 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
             "data.temperatures": data.temperatures,
             "seed": recipe.seed,
         }
-    if data.server is not None or data.draft_head is not None:
-        inputs["written_by"] = written_by(recipe)
+        if data.server_writes or data.draft_head is not None:
+            inputs["written_by"] = written_by(recipe)
     return Stage.of(recipe, "responses", inputs)
 
 
@@ -59,7 +59,7 @@ def written_by(recipe: Recipe) -> str:
     """Who or what writes the responses, for the manifest."""
     if recipe.data.responses == "given":
         return "whoever wrote data.prompts"
-    if recipe.data.server is not None:
+    if recipe.data.server_writes:
         return "the server of data.server"
     return "plain decoding" if recipe.data.draft_head is None else "speculative decoding"
 
@@ -245,14 +245,17 @@ def speculative_writer(recipe: Recipe, folder: Path) -> tuple[Writer, Ranks]:
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch), target.ranks
 
 
-def server_writer(recipe: Recipe, urls: Sequence[str]) -> Writer:
+def server_writer(recipe: Recipe, client: CompletionClient) -> Writer:
     """Write responses with OpenAI-compatible servers that run the target."""
-    client, tokenizer, vocab_size = CompletionClient(urls), load_target_tokenizer(recipe), num_tokens(recipe)
+    tokenizer, vocab_size = load_target_tokenizer(recipe), num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
         bodies = [completion(prompt, sampling, recipe.data.response_tokens) for prompt, sampling in pairs]
         for number, answer in client.each(bodies, recipe.data.generate_batch):
+            if recipe.data.states is not None and answer.states_path is not None:
+                with answer.written_states():
+                    pass  # of the prompt alone; those of the whole text are asked for later
             yield number, answer.tokens(tokenizer, vocab_size)
 
     return write
