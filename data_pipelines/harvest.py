@@ -60,7 +60,7 @@ from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe, run_command
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
-CHECKED_TEXTS = 3  # prompts whose states by vLLM are compared with the target's own
+CHECKED_TEXTS, LONGEST_CHECK = 3, 64  # prompts, and tokens of each, whose states by vLLM are compared with our own
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
@@ -225,15 +225,17 @@ class Harvest:
     @cached_property
     def engine(self) -> EngineStates:
         """The servers of data.states, whose states of a few prompts are the target's own."""
-        recipe, prompts = self.recipe, [row["tokens"] for row in self.shards[0].rows[:CHECKED_TEXTS]]
-        engine = EngineStates(recipe, self.config, self.taps)
-        if self.state.is_main_process:
-            if (target := own_target(recipe, self.config)) is None:
-                found = f"{recipe.target.path} is too large to load here"
-                self.say(f"{found}: vLLM's hidden states were not compared with it")
-            else:
-                check_teacher_logits(recipe, target, prompts[0])
-                engine.refuse_other_states(target, prompts)
+        recipe, engine = self.recipe, EngineStates(self.recipe, self.config, self.taps)
+        texts = [row["tokens"][:LONGEST_CHECK] for row in self.shards[0].rows[:CHECKED_TEXTS]]
+        if not self.state.is_main_process:
+            return engine
+        if (target := own_target(recipe, self.config)) is not None:
+            check_teacher_logits(recipe, target, texts[0])
+            engine.refuse_other_states(target, texts)
+        else:
+            self.say(f"{recipe.target.path} is too large to load here: of vLLM's states only the last one is checked")
+            folder = locate_target(recipe.target.path, recipe.target.revision)
+            engine.refuse_other_last_state(FrozenTarget.from_folder(folder, getattr(torch, recipe.target.dtype)), texts)
         return engine
 
 

@@ -42,14 +42,15 @@ class Server(BaseHTTPRequestHandler):
         tokens = self.response(body)
         text = build_tokenizer().decode(tokens)
         ids = {"token_ids": tokens} if self.says_ids else {}
-        choice = {"text": text, "finish_reason": "stop", **ids}
-        return self.answer(200, {"choices": [choice], **self.more(body)})
+        choice: dict[str, Any] = {"text": text, "finish_reason": "stop", **ids}
+        more = self.more(body, choice)
+        return self.answer(200, {"choices": [choice], **more})
 
     def response(self, body: dict[str, Any]) -> list[int]:
         return list(body["prompt"][::-1][: body["max_tokens"]])
 
-    def more(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Other fields of the answer."""
+    def more(self, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        """Other fields of the answer; its choice may be changed."""
         return {}
 
     def answer(self, status: int, body: object) -> None:

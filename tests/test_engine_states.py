@@ -18,7 +18,7 @@ import pytest
 import torch
 from completion_server import Server, serving
 from safetensors.torch import save_file
-from tiny_run import assert_same_sample, build_run, contents, tiny_recipe
+from tiny_run import assert_same_sample, build_run, build_target, contents, tiny_recipe
 from torch import Tensor
 
 from headstart.data_pipelines.features import engine_states
@@ -26,6 +26,7 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection
 
 TAPS, LAYERS = (2, 3, 4), 7
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
@@ -44,13 +45,16 @@ class Writer(Server):
     change: Change = dict
     alone = threading.Lock()
 
-    def more(self, body: dict[str, Any]) -> dict[str, Any]:
+    def more(self, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         path = self.folder / f"cmpl-{uuid4().hex}.safetensors"
         lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         with self.alone, torch.inference_mode():
             tokens = torch.tensor([body["prompt"]])
             states, last_hidden = self.target.states(tokens)
+        if "logprobs" in body:
+            best = self.target.frozen.logits(last_hidden[0, -1]).log_softmax(-1).max(-1)
+            choice |= {"token_ids": [int(best.indices)], "logprobs": {"token_logprobs": [float(best.values)]}}
         every = [*states[:LAYERS], last_hidden, self.target.frozen.norm(last_hidden)]
         found = torch.cat([every[layer] for layer in self.layers]).transpose(0, 1).contiguous()
         content = type(self).change({"hidden_states": found, "token_ids": tokens[0]})
@@ -65,12 +69,17 @@ class Writer(Server):
         return {"kv_transfer_params": {"hidden_states_path": str(path)}}
 
 
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    section = TargetSection(path=str(build_target(tmp_path_factory.mktemp("served"))), dtype="float32", device="cpu")
+    return TargetModel.load(section, tuple(range(LAYERS + 1)), packed=False)
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., str]]:
+def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
     """Starts a server that writes states; returns its URL."""
     build_run(tmp_path)
     (tmp_path / "written").mkdir()
-    target = TargetModel.load(tiny_recipe(tmp_path).target, tuple(range(LAYERS + 1)), packed=False)
     with ExitStack() as stack:
         yield lambda **fields: stack.enter_context(
             serving(Writer, target=target, folder=tmp_path / "written", **fields)
@@ -112,6 +121,13 @@ def test_without_a_server_the_command_that_starts_one_is_printed(
         assert words[2] == str(tmp_path / "target")
         assert words[words.index("--max-model-len") + 1] == "37"
         assert '"eagle_aux_hidden_state_layer_ids": [2, 3, 4, 7]' in words[words.index("--speculative-config") + 1]
+
+
+def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, "data.states=vllm", "data.server=http://x", "data.response_tokens=104")
+    with pytest.raises(ValueError, match=r"^data\.response_tokens: 104 given, up to 103 is allowed with data\.states"):
+        harvest(recipe)
 
 
 def without_some(content: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -157,13 +173,17 @@ def test_a_server_with_other_states_is_named_before_anything_is_written(
     assert not list((tmp_path / "written").iterdir())
 
 
-def test_a_target_too_large_to_load_is_said_and_its_states_are_taken(
+def test_of_a_target_too_large_to_load_the_last_state_is_checked(
     tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine_states, "free_memory", lambda device: 0)
+    for last, cause in ((8, "it is after the final norm: training needs the last state before"), (6, "another state")):
+        wrong = start(layers=(*TAPS, last))
+        with pytest.raises(ValueError, match=rf"^data\.states: {wrong}: .* log-probability .* off .*{cause}"):
+            harvest(with_states(tmp_path, start(), wrong))
     recipe = with_states(tmp_path, start())
     harvest(recipe)
-    assert "too large to load here: vLLM's hidden states were not compared" in capsys.readouterr().out
+    assert "too large to load here: of vLLM's states only the last one is checked" in capsys.readouterr().out
     assert len(FeatureStore(recipe.features_dir, "train")) == 12
 
 

@@ -8,6 +8,7 @@ is checked against the target's own states.
 
 import json
 import shlex
+from collections.abc import Iterator
 
 import torch
 from jaxtyping import Float
@@ -18,6 +19,7 @@ from torch import Tensor
 from headstart.data_pipelines.features.features import States
 from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
 from headstart.data_pipelines.stages.shard_work import longest_sample
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.budget import free_memory
@@ -25,9 +27,10 @@ from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
-LONGEST_CHECK = 64  # tokens of each text whose states are compared
 TOLERANCE = 0.2  # distance from the target's own state, relative to it: rounding, also of 8-bit weights, stays below
 ROOM = 1.2  # factor of the memory that the target's files need when they are loaded
+LOGPROB_TOLERANCE = 0.2  # between the server's log-probability and ours of its state: rounding stays below
+NEEDED_BEFORE = "training needs the last state before the norm, which cannot be computed from the other"
 AFTER_NORM = -1  # in place of a tap: the last hidden state after the final norm
 
 
@@ -40,7 +43,7 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
     options = {
         "--revision": recipe.target.revision,
         "--dtype": recipe.target.dtype,
-        "--max-model-len": str(min(longest_sample(recipe) + 1, config.max_positions)),  # one token is written
+        "--max-model-len": str(longest_sample(recipe) + 1),  # one token is written
         "--speculative-config": json.dumps({**method, "draft_model_config": {"hf_config": layers}}),
         "--kv-transfer-config": json.dumps({**connector, "kv_connector_extra_config": folder}),
     }
@@ -58,6 +61,10 @@ class EngineStates:
     def __init__(self, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -> None:
         self.recipe, self.config, self.layers = recipe, config, (*taps, config.num_layers)
         self.advice = f"a server for these taps is started by\n  {serve_command(recipe, config, taps)}"
+        if longest_sample(recipe) >= config.max_positions:
+            most = config.max_positions - recipe.data.prompt_tokens - 1
+            allowed = f"up to {most} is allowed with data.states vllm, which writes a token after each text; lower it"
+            raise ValueError(f"data.response_tokens: {recipe.data.response_tokens} given, {allowed}")
         if recipe.data.server is None:
             needed = "data.server: null given, the URL of one vLLM server or more is needed with data.states vllm"
             raise ValueError(f"{needed}; {self.advice}\nthen give data.server=http://HOST:8000")
@@ -81,14 +88,36 @@ class EngineStates:
 
         `target` has all of its hidden states as taps.
         """
-        for text in (text[:LONGEST_CHECK] for text in texts):
+        for text in texts:
             with torch.inference_mode():
                 taps, last_hidden = target.states(torch.tensor([text], device=target.device))
             own = {tap: state[0] for tap, state in enumerate([*taps[: self.config.num_layers], last_hidden])}
             own[AFTER_NORM] = target.frozen.norm(last_hidden)[0]
-            for server in self.client.live:
-                if (answer := self.client.ask(server, completion(text, Sampling(), max_new_tokens=1))) is not None:
-                    refuse_other_layers(server.url, self._moved(text, answer), own, self.layers, self.advice)
+            for answer, states in self._of_each_server(text):
+                refuse_other_layers(answer.url, states, own, self.layers, self.advice)
+
+    def refuse_other_last_state(self, frozen: FrozenTarget, texts: list[list[int]]) -> None:
+        """Raise ValueError, naming the server, unless every server's next token is as likely as its last state says."""
+        for text in texts:
+            for answer, states in self._of_each_server(text):
+                token, told = answer.choice["token_ids"][0], answer.choice["logprobs"]["token_logprobs"][0]
+                found = (frozen.logits(states[-1, -1]), frozen.unembed(states[-1, -1].to(frozen.lm_head.dtype)))
+                away, if_after_norm = (abs(float(logits.log_softmax(-1)[token]) - told) for logits in found)
+                if away <= min(LOGPROB_TOLERANCE, if_after_norm):
+                    continue
+                cause = "it is another state, or the server has another model, revision or number format"
+                if if_after_norm <= LOGPROB_TOLERANCE:
+                    cause = f"it is after the final norm: {NEEDED_BEFORE}"
+                differ = (
+                    f"the target's lm_head gives its last state a log-probability that is {away:.2g} off the server's"
+                )
+                raise ValueError(f"data.states: {answer.url}: {differ}; {cause}; {self.advice}")
+
+    def _of_each_server(self, text: list[int]) -> Iterator[tuple[Answer, Float[Tensor, "tokens layers hidden"]]]:
+        body = {**completion(text, Sampling(), max_new_tokens=1), "logprobs": 1}
+        for server in self.client.live:
+            if (answer := self.client.ask(server, body)) is not None:
+                yield answer, self._moved(text, answer)
 
     def _moved(self, text: list[int], answer: Answer) -> Float[Tensor, "tokens layers hidden"]:
         """The states of a text, whose file is removed."""
@@ -144,7 +173,7 @@ def refuse_other_layers(
         found = f"states that differ from all of the target's, by up to {furthest:.0%}"
         cause = "it serves another model, revision or number format than target.path"
     elif AFTER_NORM in nearest:
-        found, cause = written, "training needs the last state before the norm, which cannot be computed from the other"
+        found, cause = written, NEEDED_BEFORE
     else:
         found, cause = written, "it was started for other taps"
         shifts = {its - ours for its, ours in zip(nearest, wanted, strict=True)}
