@@ -91,14 +91,17 @@ def with_states(folder: Path, *urls: str) -> Recipe:
 
 
 def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
-    tmp_path: Path, start: Callable[..., str]
+    tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Also if a server ends between two texts."""
+    monkeypatch.setattr("headstart.data_pipelines.prompts.completion_client.RETRIES", 0)
     own = tiny_recipe(tmp_path, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
     harvest(own)
     for path in (tmp_path / "written").iterdir():  # of the responses' prompts
         path.unlink()
-    recipe = with_states(tmp_path, start(), start())
+    recipe = with_states(tmp_path, dying := start(dies_after=13), start())
     harvest(recipe)
+    assert capsys.readouterr().out.count(f"{dying}/v1/completions gave no answer") == 1
     assert contents(recipe.responses_dir).keys() == contents(own.responses_dir).keys()
     for split in ("train", "heldout"):
         mine, its = (FeatureStore(each.features_dir, split) for each in (own, recipe))
@@ -194,7 +197,7 @@ def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_a
 
     def broken_late(content: dict[str, Tensor]) -> dict[str, Tensor]:
         texts.append(len(content["token_ids"]))
-        if len(texts) == 16 + 6 + 10:  # the responses, the check by each server, nearly two shards of five
+        if len(texts) == 16 + 3 + 12:  # the responses, the check, more than two shards of five
             content["hidden_states"][0, 0, 0] = torch.nan
         return content
 

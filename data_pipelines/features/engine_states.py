@@ -129,8 +129,9 @@ class EngineStates:
         except (OSError, SafetensorError) as error:
             wrote = f"data.states: {answer.url} wrote {answer.states_path}, which cannot be read here ({error})"
             raise ValueError(
-                f"{wrote}; its shared_storage_path must be a folder that this machine sees under the same name, with "
-                "working flock, whose files this user may read and remove"
+                f"{wrote}; if the server has just ended, run the same command again; else its shared_storage_path must "
+                "be a folder that this machine sees under the same name, with working flock, whose files this user may "
+                "read and remove"
             ) from error
         tokens, states = found["token_ids"], found["hidden_states"]
         if tokens.tolist() != text:

@@ -25,8 +25,10 @@ import torch
 from accelerate import PartialState
 from served_heads import ROOT, WORK
 
+from headstart.data_pipelines.features.engine_states import EngineStates
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
+from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe, load_recipe
 
 SIZES = (
@@ -52,16 +54,30 @@ def main() -> None:
     with server(sys.argv[1], printed_command(recipe(*its)), work) as url:
         found = recipe(*its, f"data.server={url}")
         harvest(found)
+        by_logprobs = last_state_fits(found)
         refusal = refused(recipe(work / "other", "data.states=vllm", f"data.server={url}", "head.taps=[3, 9, 14]"))
     left = [path.name for path in (found.data_folder / "vllm").iterdir()]
     away, same, texts = compared(found, mine)
     print(f"{same} of {texts} texts equal; largest difference of a state: {away:.1e} of its tap's largest value")
+    print(f"the server's log-probabilities fit its last state: {by_logprobs}")
     print(f"files that vLLM wrote and that are left: {len(left)}\nother taps: {refusal}")
-    sys.exit(0 if away <= TOLERANCE and same == texts and not left and "2, 8, 13, 16" in refusal else 1)
+    sys.exit(0 if away <= TOLERANCE and same == texts and by_logprobs and not left and "2, 8, 13, 16" in refusal else 1)
 
 
 def recipe(run_dir: Path, *overrides: str) -> Recipe:
     return load_recipe("recipes/tiny.yaml", [f"run_dir={run_dir}", *SIZES, *overrides])
+
+
+def last_state_fits(made: Recipe) -> bool:
+    """Whether the check passes that is made of a target which is too large to load."""
+    frozen = FrozenTarget.from_folder(Path(made.target.path), torch.float32)
+    engine = EngineStates(made, frozen.config, FeatureStore(made.features_dir, "train").taps)
+    try:
+        engine.refuse_other_last_state(frozen, [FeatureStore(made.features_dir, "train")[0].tokens.tolist()])
+    except ValueError as error:
+        print(error)
+        return False
+    return True
 
 
 def refused(wanted: Recipe) -> str:
