@@ -323,7 +323,6 @@ class MedusaSection(Section):
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
     )
-    medusa_layers: int = Field(default=1, gt=0, le=32, description="Residual blocks per Medusa head.")
     sequential: bool = Field(
         default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )

@@ -116,8 +116,8 @@ a shard above 64 bits | data.shard_samples=10000000000000000000000000
     shard_samples | given | 64 bits | lower it
 33 Medusa heads | head={kind: medusa, medusa_heads: 33} | train.unroll=32
     medusa_heads | 33 | <= 32 | or leave it out for the default
-a million layers | head={kind: medusa, medusa_layers: 1000000}
-    medusa_layers | 1000000 | <= 32 | or leave it out for the default
+a million layers | head={kind: block, num_layers: 1000000}
+    num_layers | 1000000 | <= 16 | or leave it out for the default
 an objective weight below 0 | train.objective_weight=-1
     train.objective_weight | -1 given | allowed | or leave it out for the default
 a LoRA rank of 0 | joint.lora_rank=0

@@ -108,7 +108,7 @@ def server(python: str, command: list[str], work: Path) -> Iterator[str]:
     connector = json.loads(command[-1])
     connector |= {"kv_connector": "CpuHiddenStatesConnector", "kv_connector_module_path": "vllm_cpu_connector"}
     assert (command[:2], command[-2]) == (["vllm", "serve"], "--kv-transfer-config")
-    model, *options = [*command[2:-1], json.dumps(connector), "--port", str(port), "--enforce-eager"]
+    options = [*command[3:-1], json.dumps(connector), "--port", str(port), "--enforce-eager"]
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT / "tests" / "interop"),
@@ -116,7 +116,7 @@ def server(python: str, command: list[str], work: Path) -> Iterator[str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    start = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+    start = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", command[2], *options]
     with (work / "vllm.log").open("w") as log:
         process = subprocess.Popen(start, env=environment, stdout=log, stderr=log)
     try:
