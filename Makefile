@@ -84,8 +84,9 @@ check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers'
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
 
-check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding (minutes)
+check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding, and hidden states (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python
+	$(BIN)/python tests/interop/check_vllm_states.py .venv-vllm/bin/python
 
 # The package on the index holds llama.cpp's sources. The server alone is compiled, for this processor; the environment
 # is that of the converter in the sources.

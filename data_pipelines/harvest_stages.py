@@ -9,6 +9,7 @@ from itertools import takewhile
 import torch
 from accelerate import PartialState
 
+from headstart.data_pipelines.features.engine_states import EngineStates, own_target
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shard_files import made_from, shard_is_whole
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
@@ -20,6 +21,7 @@ from headstart.data_pipelines.more_prompts import (
     take_over_responses,
 )
 from headstart.data_pipelines.preflight import check_disk
+from headstart.data_pipelines.prompts.completion_client import CompletionClient
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
 from headstart.data_pipelines.prompts.responses import (
     Ending,
@@ -53,6 +55,7 @@ from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
+CHECKED_TEXTS, LONGEST_CHECK = 3, 64  # prompts, and tokens of each, whose states by vLLM are compared with our own
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
 
 
@@ -130,7 +133,8 @@ class Harvest:
                 write_given(recipe, shard)
             return
         if data.server is not None:
-            writer = until(self.ending, server_writer(recipe, data.server))
+            client = CompletionClient(data.server) if data.states is None else self.engine.client
+            writer = until(self.ending, server_writer(recipe, client))
         elif data.draft_head is not None:
             writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
         else:
@@ -168,6 +172,9 @@ class Harvest:
 
     def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
         """Write this rank's share of the features."""
+        if self.recipe.data.states is not None:
+            self.write_features(self.engine.tap, torch.device("cpu"), Ranks().share(shards), identities)
+            return
         recipe, target = self.recipe, self.load()
         check_states(recipe, target, shards)
         check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
@@ -176,11 +183,32 @@ class Harvest:
         share = target.ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
-            with ShardProgress(share, self.state, "features") as meter:
-                begun = takewhile(lambda shard: not self.ending(), share)
-                write_features(recipe, target.taps, tap_texts, target.device, begun, identities, meter)
+            self.write_features(tap_texts, target.device, share, identities)
 
         target.ranks.carry_out(partial(tap, target), work)
+
+    def write_features(
+        self, tap_texts: TapTexts, device: torch.device, share: Sequence[ShardPrompts], identities: dict[str, str]
+    ) -> None:
+        with ShardProgress(share, self.state, "features") as meter:
+            begun = takewhile(lambda shard: not self.ending(), share)
+            write_features(self.recipe, self.taps, tap_texts, device, begun, identities, meter)
+
+    @cached_property
+    def engine(self) -> EngineStates:
+        """The servers of data.states, whose states of a few prompts are the target's own."""
+        recipe, engine = self.recipe, EngineStates(self.recipe, self.config, self.taps)
+        texts = [row["tokens"][:LONGEST_CHECK] for row in self.shards[0].rows[:CHECKED_TEXTS]]
+        if not self.state.is_main_process:
+            return engine
+        if (target := own_target(recipe, self.config)) is not None:
+            check_teacher_logits(recipe, target, texts[0])
+            engine.refuse_other_states(target, texts)
+        else:
+            self.say(f"{recipe.target.path} is too large to load here: of vLLM's states only the last one is checked")
+            folder = locate_target(recipe.target.path, recipe.target.revision)
+            engine.refuse_other_last_state(FrozenTarget.from_folder(folder, getattr(torch, recipe.target.dtype)), texts)
+        return engine
 
     # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
 
@@ -267,6 +295,8 @@ def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...
         "data.dtype": recipe.data.dtype,
         "format": STORE_FORMAT,
     }
+    if recipe.data.states is not None:
+        inputs["data.states"] = recipe.data.states
     return Stage.of(recipe, "features", inputs)
 
 

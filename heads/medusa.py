@@ -105,8 +105,8 @@ class MedusaHead(LastHiddenHead):
     @classmethod
     def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
         assert isinstance(section, MedusaSection)
-        sizes = frozen.config.hidden_size, section.medusa_heads, section.medusa_layers
-        shape = MedusaShape(*sizes, sequential=section.sequential, lm_head_rank=section.lm_head_rank)
+        sizes = frozen.config.hidden_size, section.medusa_heads
+        shape = MedusaShape(*sizes, num_layers=1, sequential=section.sequential, lm_head_rank=section.lm_head_rank)
         return cls(shape, frozen, vocab)
 
     def new_lm_head(self) -> nn.Module:

@@ -29,6 +29,7 @@ REMOVED: dict[str, str] = {
     "head.confidence": "remove it: headstart calibrates scores after training and trains no confidence head",
     "head.fc_norm": "write head.norms: true for the two norms of EAGLE-3.1, or remove it",
     "head.markov_gate": "remove it: the Markov head has no gate",
+    "head.medusa_layers": "remove it: a new Medusa head has one residual block, as in its paper",
     "head.norm_output": "write head.norms: true for the two norms of EAGLE-3.1, or remove it",
     "head.sample_from_anchor": "remove it: heads with markov_rank above 0 or causal true predict the next token",
     "joint.distill_weight": "remove it: the divergence from the original target has the weight 1",

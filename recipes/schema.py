@@ -66,7 +66,28 @@ def with_day_as_text(variables: object) -> object:
         raise ValueError("date is a day such as 2026-11-26; correct it, or remove it") from None
 
 
+def refuse_other_schemes(url: str) -> str:
+    """Raise ValueError for text that is no URL of a server."""
+    if not re.match(r"https?://[^/\s]", url):
+        written = url.lstrip("/") or "HOST:PORT"
+        raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
+    return url
+
+
+def refuse_repeated_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
+    if len({*urls}) < len(urls):
+        raise ValueError(f"URLs without repeats are allowed; write {list(dict.fromkeys(urls))}")
+    return urls
+
+
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
+Url = Annotated[str, AfterValidator(refuse_other_schemes)]
+Servers = Annotated[
+    tuple[Url, ...],
+    Field(strict=False, min_length=1),
+    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
+    AfterValidator(refuse_repeated_urls),
+]
 Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
@@ -178,20 +199,19 @@ class DataSection(Section):
         "the training process itself; others, such as [cuda:4, cuda:5], are assigned to the training processes in "
         "turn, each for a target in a process of its own. null stores all features, then trains.",
     )
-    server: str | None = Field(
-        default=None, description="URL of an OpenAI-compatible server whose target writes the responses; null is none."
+    states: Literal["vllm"] | None = Field(
+        default=None,
+        description="vllm: the servers of data.server compute the features (vLLM's extract_hidden_states), too; null: "
+        "the harvest loads the target.",
+    )
+    server: Servers | None = Field(
+        default=None,
+        description="URL, or list of URLs, of OpenAI-compatible servers whose target writes the responses; null is "
+        "none.",
     )
     draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
-
-    @field_validator("server")
-    @classmethod
-    def server_is_a_url(cls, server: str | None) -> str | None:
-        if server is not None and not re.match(r"https?://[^/\s]", server):
-            written = server.lstrip("/") or "HOST:PORT"
-            raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
-        return server
 
     @field_validator("prompts")
     @classmethod
@@ -208,15 +228,24 @@ class DataSection(Section):
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
         if self.self_system_prompts is not None and self.prompts != SELF:
             raise ValueError(f"self_system_prompts is for prompts {SELF}; remove it, or choose prompts {SELF}")
-        writers = ["server"] * (self.server is not None) + ["draft_head"] * (self.draft_head is not None)
+        writers = ["states"] * (self.states is not None and self.responses == "target")
+        writers += ["server"] * (self.server is not None and self.states is None)
+        writers += ["draft_head"] * (self.draft_head is not None)
         writers += ["responses given"] * (self.responses == "given")
         if len(writers) > 1:
-            raise ValueError(f"one of server, draft_head and responses given is allowed; remove {writers[0]}")
+            raise ValueError(f"one of states or server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.online is not None and self.store is not None:
             raise ValueError("online computes the features; remove store, or remove online")
+        if self.states is not None and (self.online is not None or self.store is not None):
+            raise ValueError("states is for features that are harvested; remove states, or remove online and store")
         if self.online is not None and "auto" in self.online and len(self.online) > 1:
             raise ValueError("online: auto is allowed alone; remove it, or remove the other devices")
         return self
+
+    @property
+    def server_writes(self) -> bool:
+        """Whether the servers of data.server write the responses."""
+        return self.responses == "target" and (self.server is not None or self.states is not None)
 
     @property
     def holds_out_own_prompts(self) -> bool:
@@ -294,7 +323,6 @@ class MedusaSection(Section):
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
     )
-    medusa_layers: int = Field(default=1, gt=0, le=32, description="Residual blocks per Medusa head.")
     sequential: bool = Field(
         default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )

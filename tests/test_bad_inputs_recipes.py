@@ -116,8 +116,8 @@ a shard above 64 bits | data.shard_samples=10000000000000000000000000
     shard_samples | given | 64 bits | lower it
 33 Medusa heads | head={kind: medusa, medusa_heads: 33} | train.unroll=32
     medusa_heads | 33 | <= 32 | or leave it out for the default
-a million layers | head={kind: medusa, medusa_layers: 1000000}
-    medusa_layers | 1000000 | <= 32 | or leave it out for the default
+a million layers | head={kind: block, num_layers: 1000000}
+    num_layers | 1000000 | <= 16 | or leave it out for the default
 an objective weight below 0 | train.objective_weight=-1
     train.objective_weight | -1 given | allowed | or leave it out for the default
 a LoRA rank of 0 | joint.lora_rank=0
@@ -195,7 +195,11 @@ costs without a head | decode.drafter=prompt_lookup | decode.growth=cost_aware
 rejection with a dynamic tree | decode.acceptance=rejection
     decode | dynamic | allows growth chain or searched | allows
 two writers of responses | data.server=http://x | data.draft_head=head
-    data | draft_head | one of server, draft_head | remove server
+    data | draft_head | one of states or server, draft_head | remove server
+two sources of features | data.states=vllm | data.store=x
+    data | store | states is for features that are harvested | remove states
+states of vLLM and texts of a draft head | data.states=vllm | data.draft_head=head
+    data | draft_head | one of states or server, draft_head | remove states
 a store with online mode | data.online=[auto] | data.store=x
     data | online | computes the features | remove store
 given responses of the built-in corpus | data.responses=given | data.prompts=python-stdlib
@@ -268,6 +272,12 @@ a head without a name | report.other_heads={'': head}
     report.other_heads | given | names, each with a path | change it
 a server without http | data.server=localhost:8000
     data.server | 'localhost:8000' given | http:// or https:// | write http://localhost:8000
+a server twice | data.server=[http://x, http://x]
+    data.server | given | URLs without repeats are allowed | write ['http://x']
+one of the servers without http | data.server=[http://x, y:8000]
+    data.server | given | http:// or https:// | write http://y:8000
+another engine's states | data.states=sglang
+    data.states | 'sglang' given | vllm | change it
 a server that is empty | data.server=''
     data.server | '' given | http:// or https:// | write http://HOST:PORT
 a hub dataset without a name | data.prompts='hf:'

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +17,10 @@ from typing import Any, cast
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from completion_server import Server, serving
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
-from tiny_run import build_run, build_tokenizer, tiny_recipe
+from tiny_run import VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
@@ -30,7 +30,7 @@ from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
-from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
 from headstart.data_pipelines.stages import shard_work
@@ -173,58 +173,10 @@ def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> No
 # Who writes the responses
 
 
-class Server(BaseHTTPRequestHandler):
-    """Completions in vLLM's form: the response to a prompt is its tokens in reverse order.
-
-    `failures` are the statuses of the next requests, 0 for success.
-    """
-
-    seen: list[dict[str, Any]]
-    says_ids: bool
-    failures: Iterator[int]
-    together: threading.Barrier | None
-    odd: object
-
-    def do_GET(self) -> None:
-        self.answer(200, {"data": [{"id": "tiny"}]})
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        if status := next(self.failures, 0):
-            return self.answer(status, {"error": "busy"})
-        if self.together is not None:
-            self.together.wait(timeout=10)
-        if self.odd is not None:
-            return self.answer(200, self.odd)
-        self.seen.append(body)
-        tokens = body["prompt"][::-1][: body["max_tokens"]]
-        text = build_tokenizer().decode(tokens)
-        ids = {"token_ids": tokens} if self.says_ids else {}
-        return self.answer(200, {"choices": [{"text": text, "finish_reason": "stop", **ids}]})
-
-    def answer(self, status: int, body: object) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Print nothing."""
-
-
-class Patient(ThreadingHTTPServer):
-    request_queue_size = 200  # connections that may wait to be accepted
-
-
 @pytest.fixture
 def server() -> Iterator[tuple[str, type[Server]]]:
-    handler = type(
-        "Fresh", (Server,), {"seen": [], "says_ids": True, "failures": iter([]), "together": None, "odd": None}
-    )
-    running = Patient(("127.0.0.1", 0), handler)
-    threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{running.server_port}", handler
-    running.shutdown()
-    running.server_close()
+    with serving() as found:
+        yield found
 
 
 def test_responses_come_from_a_server_that_sometimes_fails(server: tuple[str, type[Server]], tmp_path: Path) -> None:
@@ -247,7 +199,8 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
     handler.says_ids = False
     tokenizer = build_tokenizer()
     prompt = tokenizer("target")["input_ids"]
-    [(_, found)] = CompletionClient(f"{url}/v1", tokenizer).complete([prompt], [Sampling()], 8, 1)
+    [(_, answer)] = CompletionClient([f"{url}/v1"]).each([completion(prompt, Sampling(), 8)], 1)
+    found = answer.tokens(tokenizer, VOCAB_SIZE)
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
@@ -269,9 +222,9 @@ def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504, 429, 408])
     waits: list[float] = []
-    client = CompletionClient(url, build_tokenizer(), waits.append)
+    client = CompletionClient([url], waits.append)
     with pytest.raises(ValueError, match="status 408"):
-        list(client.complete([[1, 2]], [Sampling()], 4, 1))
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
     assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
@@ -279,19 +232,19 @@ def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[S
     """Requests beyond the hundredth used to wait for a connection and time out."""
     url, handler = server
     handler.together = threading.Barrier(120)
-    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
+    client = CompletionClient([url], pause=lambda seconds: None)
     prompts = [[number, 7] for number in range(120)]
-    found = dict(client.complete(prompts, [Sampling()] * 120, 4, 120))
-    assert [found[number] for number in range(120)] == [prompt[::-1] for prompt in prompts]
+    found = dict(client.each([completion(prompt, Sampling(), 4) for prompt in prompts], 120))
+    assert [found[number].choice["token_ids"] for number in range(120)] == [prompt[::-1] for prompt in prompts]
 
 
 @pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
 def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
     url, handler = server
     handler.odd = odd
-    client = CompletionClient(url, build_tokenizer(), pause=lambda seconds: None)
+    client = CompletionClient([url], pause=lambda seconds: None)
     with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
-        list(client.complete([[1, 2]], [Sampling()], 4, 1))
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
 
 
 def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_new_heads_give_the_targets_own_logits(
 ) -> None:
     """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
-    section = MedusaSection(kind="medusa", medusa_heads=3, medusa_layers=2, sequential=sequential, lm_head_rank=rank)
+    section = MedusaSection(kind="medusa", medusa_heads=3, sequential=sequential, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
     assert isinstance(head, LevelHead)
     output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)

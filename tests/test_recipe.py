@@ -288,6 +288,11 @@ def test_every_field_has_a_description() -> None:
     assert all(field.description.endswith(".") and "\n" not in field.description for field in fields.values())
 
 
+def test_a_recipe_has_at_most_100_keys() -> None:
+    """For a new one, another that no recipe sets goes."""
+    assert len(recipe_fields()) <= 100
+
+
 def test_help_lists_every_field(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     with pytest.raises(SystemExit) as stop:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
-from headstart.data_pipelines.prompts.completion_client import CompletionClient
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
@@ -55,8 +55,8 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
             "data.temperatures": data.temperatures,
             "seed": recipe.seed,
         }
-    if data.server is not None or data.draft_head is not None:
-        inputs["written_by"] = written_by(recipe)
+        if data.server_writes or data.draft_head is not None:
+            inputs["written_by"] = written_by(recipe)
     return Stage.of(recipe, "responses", inputs)
 
 
@@ -76,7 +76,7 @@ def written_by(recipe: Recipe) -> str:
     """Who or what writes the responses, for the manifest."""
     if recipe.data.responses == "given":
         return "whoever wrote data.prompts"
-    if recipe.data.server is not None:
+    if recipe.data.server_writes:
         return "the server of data.server"
     return "plain decoding" if recipe.data.draft_head is None else "speculative decoding"
 
@@ -264,16 +264,17 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
 
 
-def server_writer(recipe: Recipe, url: str) -> Writer:
-    """Write responses with an OpenAI-compatible server that runs the target."""
-    client, vocab_size = CompletionClient(url, load_target_tokenizer(recipe)), num_tokens(recipe)
+def server_writer(recipe: Recipe, client: CompletionClient) -> Writer:
+    """Write responses with OpenAI-compatible servers that run the target."""
+    tokenizer, vocab_size = load_target_tokenizer(recipe), num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        answers = client.complete(prompts, samplings, recipe.data.response_tokens, recipe.data.generate_batch)
-        for number, tokens in answers:
-            if max(tokens, default=0) >= vocab_size:
-                answered = f"data.server: {url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target"
-                raise ValueError(f"{answered} is allowed; start the server with the target of target.path")
-            yield number, tokens
+        pairs = zip(prompts, samplings, strict=True)
+        bodies = [completion(prompt, sampling, recipe.data.response_tokens) for prompt, sampling in pairs]
+        for number, answer in client.each(bodies, recipe.data.generate_batch):
+            if recipe.data.states is not None and answer.states_path is not None:
+                with answer.written_states():
+                    pass  # of the prompt alone; those of the whole text are asked for later
+            yield number, answer.tokens(tokenizer, vocab_size)
 
     return write
