@@ -20,6 +20,7 @@ from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
 from headstart.common.process import end_with_launcher
+from headstart.common.remote import pull, shown
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
@@ -66,7 +67,7 @@ def run(recipe: Recipe) -> None:
     end_with_launcher()
     start_processes()
     with run_together(recipe, "harvest", partial(check_harvest, recipe)):
-        print(f"complete in {harvest(recipe).folder}")
+        print(f"complete in {shown(harvest(recipe).folder)}")
 
 
 def harvest(recipe: Recipe) -> Stage:
@@ -116,6 +117,13 @@ class Harvest:
         if self.state.is_main_process:
             print(line, flush=True)
 
+    @contextmanager
+    def main_rank_first(self) -> Iterator[None]:
+        """Let the other ranks begin when the main one has ended, with what it wrote."""
+        with self.state.main_process_first():
+            pull(self.recipe.data_folder)
+            yield
+
     @cached_property
     def shards(self) -> list[ShardPrompts]:
         """The prompts, once they are made, as they are divided into shards."""
@@ -123,7 +131,7 @@ class Harvest:
 
     def prompts(self) -> Stage:
         write_own_candidates(self.recipe, self.load)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             stage = make_prompts(self.recipe)
         self.say(describe_prompts(self.recipe))
         return stage
@@ -134,7 +142,7 @@ class Harvest:
         if recipe.data.store is not None:
             return None
         responses = responses_stage(recipe, prompts)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             take_over_responses(recipe, responses, shards)
         if recipe.data.online is None and not responses.is_complete():
             rows = [row for shard in shards for row in shard.rows]
@@ -172,13 +180,14 @@ class Harvest:
         recipe, shards = self.recipe, self.shards
         if responses is None:
             assert recipe.data.store is not None
+            pull(recipe.data.store)
             taps = stored_taps(head_taps(recipe.head, self.config), self.config.num_layers)
             return existing_store(recipe, recipe.data.store, taps)
         if recipe.data.online is not None:
             return responses
         features = features_stage(recipe, responses, self.taps)
         made_from = shard_identities(features, responses, shards)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             take_over_features(recipe, features, shards, made_from)
         make = partial(self.make_features, responses, made_from)
         finish = partial(finish_features, recipe, features, shards, prompts, responses)
