@@ -56,7 +56,7 @@ def cache_limit() -> int:
     if given is None:
         mirrors().mkdir(parents=True, exist_ok=True)
         return shutil.disk_usage(mirrors()).free // 2
-    if re.fullmatch(r"\d+(\.\d+)?", given) is None:
+    if re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", given) is None:
         raise ValueError(f"HEADSTART_CACHE_GB: {given} given, a number of gigabytes is allowed; change or unset it")
     return int(float(given) * 1e9)
 
@@ -139,7 +139,7 @@ def naming_url(url: str) -> Iterator[None]:
         said, kind = without_secrets(" ".join(str(error).split())), type(error).__name__
         advice = "check the network and the store; the same command then continues"
         if isinstance(error, FileNotFoundError):
-            advice = "make the bucket, or correct its name"
+            advice = "make it, or correct the name of its bucket or folder"
         elif isinstance(error, PermissionError) or "redential" in f"{kind} {said}":
             advice = f"give credentials that may list, read, write and delete there: {SCHEMES[scheme].credentials}"
         raise ValueError(f"{url}: {kind}: {said}; {advice}") from error
@@ -211,12 +211,19 @@ def fetch(path: Path, is_sound: Callable[[Path], bool] = lambda path: True) -> N
 def download(wanted: Mapping[Path, Info], is_sound: Callable[[Path], bool] = lambda path: True) -> None:
     """Download files of one store; each gets its name once its size, and what `is_sound` checks, is right."""
     left = {path: path.with_name(path.name + PARTIAL) for path in wanted}
-    for _ in range(ATTEMPTS):
+    for attempt in range(ATTEMPTS):
         if not left:
             return
         files, first = located(next(iter(left)))
-        with naming_url(first if len(left) == 1 else f"{first} and {len(left) - 1} other files"):
-            files.get([located(path)[1] for path in left], [str(partial) for partial in left.values()])
+        try:
+            with naming_url(first if len(left) == 1 else f"{first} and {len(left) - 1} other files"):
+                files.get([located(path)[1] for path in left], [str(partial) for partial in left.values()])
+        except ValueError:  # the package has tried again where a request failed, but not where a body was damaged
+            if attempt + 1 < ATTEMPTS:
+                continue
+            for partial in left.values():
+                partial.unlink(missing_ok=True)
+            raise
         for path, partial in list(left.items()):
             if partial.stat().st_size == wanted[path]["size"] and is_sound(partial):
                 os.utime(partial, times=(written_at(wanted[path]),) * 2)
@@ -228,9 +235,10 @@ def download(wanted: Mapping[Path, Info], is_sound: Callable[[Path], bool] = lam
     if left:
         path, partial = next(iter(left.items()))
         size, found = wanted[path]["size"], partial.stat().st_size
-        arrived = f"{url_of(path)} arrived damaged {ATTEMPTS} times ({found} of {size} bytes, or another content)"
-        partial.unlink()
-        raise ValueError(f"{arrived}; check the store's copy and the network, then run the same command again")
+        arrived = f"{url_of(path)} arrived damaged {ATTEMPTS} times (last {found:,} bytes of {size:,})"
+        for partial in left.values():
+            partial.unlink()
+        raise ValueError(f"{arrived}; check the network and the store's copy, then run the same command again")
 
 
 def is_longer(path: Path, stored: Path) -> bool:

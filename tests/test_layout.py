@@ -57,6 +57,7 @@ ONLY_IN = {
         "data_pipelines/prompts/self_written/candidates.py",
     ),
     "deepspeed": ("trainers/",),
+    "fsspec": ("common/remote.py",),
     "peft": ("trainers/objectives/medusa2.py",),
     "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),

@@ -181,7 +181,8 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
     if not is_remote(path):
         opened = open_shard(path)
         return {name: opened.get_tensor(name) for name in names}
-    (header, start), found = stored_header(path), {}
+    header, start = stored_header(path)
+    found: dict[str, Tensor] = {}
     for name in names:
         first, last = header[name]["data_offsets"]
         alone = json.dumps({name: {**header[name], "data_offsets": [0, last - first]}}).encode()
