@@ -92,6 +92,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add rows to a growing file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("a") as file:
         file.write(as_lines(rows))
     publish_growing(path)
