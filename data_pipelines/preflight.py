@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from rich.filesize import decimal
 
-from headstart.common.remote import check_access, url_of
+from headstart.common.remote import check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
@@ -51,6 +51,7 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
             load_taps(recipe.data.draft_head, target)
     if recipe.data.store is not None:
         with naming_field("data.store"):
+            pull(recipe.data.store)
             read_manifest(recipe.data.store)
     if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
