@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -76,11 +77,8 @@ def epoch(recipe: Recipe, folder: Path, store: Path, steps: int) -> float:
     section = recipe.train.model_copy(update={"steps": steps, "checkpoint_every": steps, "eval_prompts": 0})
     data = recipe.data.model_copy(update={"store": store, "folder": recipe.data_folder})
     changes = {"run_dir": folder / "run", "train": section, "data": data}
-    loop.train_step = timed
-    try:
+    with patch.object(loop, "train_step", timed):
         train(recipe.model_copy(update=changes))
-    finally:
-        loop.train_step = step
     shutil.rmtree(folder / "run")
     return times[-1] - times[0]
 
