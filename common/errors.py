@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from headstart.common.files import PARTIAL
+from headstart.common.remote import PARTIAL, shown
 
 STARTS_OVER = "interrupted; the same command starts over"
 NOT_BEGUN = "interrupted before the work began; run the same command again"
@@ -60,7 +60,7 @@ def errors_as_messages(interrupted: str = STARTS_OVER, settings: BaseModel | Non
         if message is None:
             raise
         flush_or_discard_output()
-        raise SystemExit(141 if unread else f"error: {message}") from None
+        raise SystemExit(141 if unread else f"error: {shown(message)}") from None
 
 
 def explained(error: Exception, settings: BaseModel | None = None) -> str | None:

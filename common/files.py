@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-PARTIAL = ".partial"  # ends the name of a file or folder until it is whole
+from headstart.common.remote import PARTIAL, delete, publish, publish_growing
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     partial = path.with_name(path.name + PARTIAL)
     with removed_on_failure(partial), naming(path):
         yield partial
-        partial.replace(path)
+        publish(partial, path)
 
 
 def check_folder(folder: Path) -> None:
@@ -36,7 +36,7 @@ def check_folder(folder: Path) -> None:
     probe = folder / "probe"
     with whole_file(probe) as partial:
         partial.touch()
-    probe.unlink()
+    remove(probe)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -57,7 +57,8 @@ def removed_on_failure(path: Path) -> Iterator[None]:
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
+    """Remove a file or a folder, if it is there, also from the store that it mirrors."""
+    delete(path)
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -91,8 +92,10 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def append_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
     """Add rows to a growing file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), path.open("a") as file:
         file.write(as_lines(rows))
+    publish_growing(path)
 
 
 def resume_jsonl(path: Path) -> list[dict[str, Any]]:

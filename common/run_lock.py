@@ -16,10 +16,12 @@ from filelock import FileLock, Timeout
 
 from headstart.common.files import naming
 from headstart.common.process import launcher_command
+from headstart.common.remote import create, delete, pull, stored_text, url_of
 
 LOCK = "in_use.lock"  # held by the operating system
 OWNER = "in_use.json"  # says who holds it
 ENDING_SECONDS = 600.0  # how long to wait for a run that is saving because its launcher has ended
+STORE_SECONDS = 5.0  # between looks into a store for the owner that is waited for
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,21 @@ class Owner:
 
     @classmethod
     def read(cls, folder: Path) -> "Owner | None":
-        """The owner that a folder names; None if there is none, or its name is not properly written."""
+        """The owner that a folder, or its store, names; None if there is none, or its name is not properly written."""
+        return cls.read_here(folder) if url_of(folder) is None else cls.parse(stored_text(folder / OWNER) or "")
+
+    @classmethod
+    def read_here(cls, folder: Path) -> "Owner | None":
         try:
-            return cls(**json.loads((folder / OWNER).read_text(encoding="utf-8")))
-        except (FileNotFoundError, ValueError, TypeError):
+            return cls.parse((folder / OWNER).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return None
+
+    @classmethod
+    def parse(cls, text: str) -> "Owner | None":
+        try:
+            return cls(**json.loads(text))
+        except (ValueError, TypeError):
             return None
 
     def is_ending(self) -> bool:
@@ -69,11 +82,16 @@ def only_run_in(folder: Path, command: str, wait: bool = False) -> Iterator[Owne
         with suppress(FileNotFoundError):  # the owner that was waited for has removed its empty folder
             acquire(lock, folder, wait)
     try:
+        killed, text = Owner.read_here(folder), json.dumps(asdict(owner), indent=1)
         with naming(folder / OWNER):
-            (folder / OWNER).write_text(json.dumps(asdict(owner), indent=1), encoding="utf-8")
+            (folder / OWNER).write_text(text, encoding="utf-8")
+        if url_of(folder) is not None:
+            claim(folder, text, killed, wait)
+            pull(folder)
         yield owner
     finally:
-        for name in (OWNER, LOCK):  # removed while it is held: whoever waits for a removed file opens the new one
+        names = (OWNER, LOCK) if left_store(folder, owner) else (LOCK,)
+        for name in names:  # removed while it is held: whoever waits for a removed file opens the new one
             (folder / name).unlink(missing_ok=True)
         lock.release()
         if is_new:
@@ -99,3 +117,37 @@ def acquire(lock: FileLock, folder: Path, wait: bool) -> None:
     stop = "" if owner is None else f" (kill {owner.pid} there saves and ends a training run)"
     advice = f"wait for it, stop it{stop}, or choose another run_dir"
     raise ValueError(f"{folder} is in use by {who}; one command at a time may write into a folder: {advice}")
+
+
+def claim(folder: Path, text: str, killed: Owner | None, wait: bool) -> None:
+    """Become the owner of a folder in its store, where no lock ends with its process; raises ValueError naming another.
+
+    `killed` is the owner that this machine's files name. It ended without leaving, as this process holds its lock.
+    """
+    told = False
+    while not create(folder / OWNER, text):
+        owner, url = Owner.read(folder), url_of(folder)
+        who = "another command" if owner is None else owner.describe()
+        if owner is not None and killed is not None and owner.token == killed.token:
+            delete(folder / OWNER)
+            continue
+        if_killed = f"if it was killed, remove {url}/{OWNER} and run the same command again"
+        if not wait:
+            advice = f"wait for it, stop it, or choose another run_dir; {if_killed}"
+            raise ValueError(f"{url} is in use by {who}; one command at a time may write into a folder: {advice}")
+        if not told:
+            print(f"{url}: waiting for {who}; {if_killed}", file=sys.stderr)
+        told = True
+        time.sleep(STORE_SECONDS)
+
+
+def left_store(folder: Path, owner: Owner) -> bool:
+    """Remove the owner from the folder's store, if it is in one; False if that fails, which leaves it to the next."""
+    if url_of(folder) is None:
+        return True
+    try:
+        if Owner.read(folder) == owner:
+            delete(folder / OWNER)
+    except ValueError:  # the store cannot be reached, and the first error says more
+        return False
+    return True

@@ -22,6 +22,7 @@ from accelerate import PartialState
 
 from headstart.common.errors import CONTINUES
 from headstart.common.process import Interrupts, end_with_launcher
+from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.preflight import check_harvest
@@ -63,9 +64,9 @@ def run(recipe: Recipe, part: Part | None = None, engine: str | None = None) -> 
             found = f"data.draft_head: {recipe.data.draft_head} given, for which each worker would need two targets"
             raise ValueError(f"{found}; leave it out (null), or harvest in parts (--part)")
         check_harvest(recipe, is_here=False)
-        return print(f"complete in {harvest_on_ray(recipe, state).folder}")
+        return print(f"complete in {shown(harvest_on_ray(recipe, state).folder)}")
     with run_together(recipe, "harvest", partial(check_harvest, recipe)):
-        print(f"complete in {harvest(recipe).folder}")
+        print(f"complete in {shown(harvest(recipe).folder)}")
 
 
 def harvest(recipe: Recipe) -> Stage:
@@ -102,7 +103,7 @@ def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
             if done is not None:
                 forget_parts(folder)
     if done is not None:
-        print(f"complete in {done.folder}")
+        print(f"complete in {shown(done.folder)}")
     else:
         print(f"part {part} is made; the last part to finish writes the manifest, or the command without --part does")
 

@@ -9,6 +9,7 @@ from itertools import takewhile
 import torch
 from accelerate import PartialState
 
+from headstart.common.remote import files_in, pull
 from headstart.data_pipelines.features.engine_states import EngineStates, own_target
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shard_files import made_from, shard_is_whole
@@ -90,6 +91,13 @@ class Harvest:
         if self.state.is_main_process:
             print(line, flush=True)
 
+    @contextmanager
+    def main_rank_first(self) -> Iterator[None]:
+        """Let the other ranks begin when the main one has ended, with what it wrote."""
+        with self.state.main_process_first():
+            pull(self.recipe.data_folder)
+            yield
+
     @cached_property
     def shards(self) -> list[ShardPrompts]:
         """The prompts, once they are made, as they are divided into shards."""
@@ -97,7 +105,7 @@ class Harvest:
 
     def prompts(self) -> Stage:
         write_own_candidates(self.recipe, self.load)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             stage = make_prompts(self.recipe)
         self.say(describe_prompts(self.recipe))
         return stage
@@ -108,7 +116,7 @@ class Harvest:
         if recipe.data.store is not None:
             return None
         responses = responses_stage(recipe, prompts)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             take_over_responses(recipe, responses, shards)
         if not responses.is_complete():
             self.check_disk()
@@ -153,13 +161,14 @@ class Harvest:
         recipe, shards = self.recipe, self.shards
         if responses is None:
             assert recipe.data.store is not None
+            pull(recipe.data.store)
             taps = stored_taps(head_taps(recipe.head, self.config), self.config.num_layers)
             return existing_store(recipe, recipe.data.store, taps)
         if recipe.data.online is not None:
             return responses
         features = features_stage(recipe, responses, self.taps)
         identities = shard_identities(features, responses.facts()["files"], shards)
-        with self.state.main_process_first():
+        with self.main_rank_first():
             take_over_features(recipe, features, shards, identities)
         if not features.is_complete():
             tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
@@ -262,11 +271,13 @@ class Harvest:
     def missing(self) -> list[ShardPrompts]:
         """The shards that have no responses, or no features of these."""
         recipe, shards = self.recipe, self.shards
+        made = {path.name for path in files_in(recipe.features_dir, ".safetensors")}
 
         def is_there(shard: ShardPrompts) -> bool:
-            made = recipe.data.online is not None or (recipe.features_dir / shard.features_file).exists()
-            return made and responses_path(recipe, shard).exists()
+            read = recipe.data.online is not None or shard.features_file in made
+            return read and responses_path(recipe, shard).exists()
 
+        pull(recipe.data_folder)
         absent = [shard for shard in shards if not is_there(shard)]
         if absent or recipe.data.online is not None:
             return absent

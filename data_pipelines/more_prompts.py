@@ -8,9 +8,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from headstart.common.files import read_jsonl, resume_jsonl, write_jsonl, write_text
+from headstart.common.files import read_jsonl, remove, resume_jsonl, write_jsonl, write_text
+from headstart.common.remote import files_in, is_there
 from headstart.data_pipelines.features.features import token_tensors
-from headstart.data_pipelines.features.shard_files import made_from, note_path, open_shard
+from headstart.data_pipelines.features.shard_files import made_from, note_path, read_tensors
 from headstart.data_pipelines.features.shards import MANIFEST, read_manifest
 from headstart.data_pipelines.prompts.responses import journal_of, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardPrompts
@@ -37,7 +38,7 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
         if len(rows) < len(shards[path].rows):
             if recipe.data.responses == "target":
                 write_jsonl(journal_of(path), rows)
-            path.unlink()
+            remove(path)
     stage.claim()
     kept, all_rows = sum(map(len, [*found.values(), *journals.values()])), sum(len(s.rows) for s in shards.values())
     print(f"responses: {kept:,} of {all_rows:,} are there and reused, {all_rows - kept:,} are new")
@@ -60,7 +61,7 @@ def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]
     if stage.changed_inputs() != {"responses"}:
         return
     shards = {shard.features_file: shard for shard in prompts}
-    there = sorted(stage.folder.glob("*.safetensors"))
+    there = files_in(stage.folder, ".safetensors")
     grown = [path for path in there if path.name not in shards or made_from(path) != identities[path.name]]
     for path in grown:
         if path.name not in shards or not starts_with(path, responses_path(recipe, shards[path.name])):
@@ -68,8 +69,8 @@ def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]
     stage.claim(stage.claimed_for())  # not complete from here on
     keep_manifest_entries(stage.folder, {path.name for path in there} - {path.name for path in grown})
     for path in grown:
-        path.unlink()
-        note_path(path).unlink(missing_ok=True)
+        remove(path)
+        remove(note_path(path))
     stage.claim()
     kept = len(there) - len(grown)
     print(f"features: {kept:,} of {len(shards):,} shards are there and reused, {len(shards) - kept:,} are made now")
@@ -87,28 +88,28 @@ def claim_features(stage: Stage) -> None:
         stage.inputs["responses"] = found["responses"]
     stage.refuse()
     stage.claim()
-    keep_manifest_entries(stage.folder, {path.name for path in stage.folder.glob("*.safetensors")})
+    keep_manifest_entries(stage.folder, {path.name for path in files_in(stage.folder, ".safetensors")})
 
 
 def remove_grown_shards(recipe: Recipe, prompts: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
     """Remove the features of shards that hold only the first of their texts, to be made anew."""
     for shard in prompts:
         path = recipe.features_dir / shard.features_file
-        if not path.exists() or made_from(path) == identities[path.name]:
+        if not is_there(path) or made_from(path) == identities[path.name]:
             continue
-        is_shorter = len(open_shard(path).get_tensor("offsets")) - 1 < len(shard.rows)
+        is_shorter = len(read_tensors(path, ["offsets"])["offsets"]) - 1 < len(shard.rows)
         if is_shorter and starts_with(path, responses_path(recipe, shard)):
-            path.unlink()
-            note_path(path).unlink(missing_ok=True)
+            remove(path)
+            remove(note_path(path))
 
 
 def starts_with(shard: Path, responses: Path) -> bool:
     """Whether the texts of a shard are the first of those in a responses file."""
-    stored = open_shard(shard)
-    texts = read_texts(responses)[: len(stored.get_tensor("offsets")) - 1]
+    stored = read_tensors(shard, ["offsets", "tokens", "loss_mask"])
+    texts = read_texts(responses)[: len(stored["offsets"]) - 1]
     wanted = token_tensors(texts)
-    ends = stored.get_tensor("offsets").diff().tolist() == [len(text.tokens) for text in texts]
-    return ends and all(stored.get_tensor(name).equal(tensor) for name, tensor in wanted.items())
+    ends = stored["offsets"].diff().tolist() == [len(text.tokens) for text in texts]
+    return ends and all(stored[name].equal(tensor) for name, tensor in wanted.items())
 
 
 def keep_manifest_entries(folder: Path, names: set[str]) -> None:
@@ -118,4 +119,4 @@ def keep_manifest_entries(folder: Path, names: set[str]) -> None:
     for entry in read_manifest(folder)["shards"]:
         if entry["file"] in names:
             write_text(note_path(folder / entry["file"]), json.dumps(entry))
-    (folder / MANIFEST).unlink()
+    remove(folder / MANIFEST)

@@ -9,6 +9,7 @@ from tempfile import TemporaryFile
 
 from rich.filesize import decimal
 
+from headstart.common.remote import check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
@@ -50,6 +51,7 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
             load_taps(recipe.data.draft_head, target)
     if recipe.data.store is not None:
         with naming_field("data.store"):
+            pull(recipe.data.store)
             read_manifest(recipe.data.store)
     if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
@@ -79,6 +81,10 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
 
 def refuse_unwritable(field: str, folder: Path) -> None:
     """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
+    if url_of(folder) is not None:
+        with naming_field(field):
+            check_access(folder)
+        return
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
         with TemporaryFile(dir=found):
@@ -122,6 +128,9 @@ def check_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], leas
     """
     token_bytes = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
     there = sum(path.stat().st_size for path in recipe.features_dir.glob("*.safetensors"))
+    sizes = " to ".join(dict.fromkeys(decimal(token_bytes * tokens) for tokens in (least, most)))
+    if (url := url_of(recipe.features_dir)) is not None:
+        return f"features take {sizes} in {url} ({token_bytes:,} bytes per token)"
     needed, free = token_bytes * least * DISK_MARGIN - there, shutil.disk_usage(recipe.data_folder).free
     if needed > free:
         raise ValueError(
@@ -129,5 +138,4 @@ def check_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], leas
             f"{decimal(free)} left; choose another data.folder, data.dtype int8 or float8, fewer data.num_prompts, or "
             "data.online=[auto]"
         )
-    sizes = " to ".join(dict.fromkeys(decimal(token_bytes * tokens) for tokens in (least, most)))
     return f"features take {sizes} on disk ({token_bytes:,} bytes per token; {decimal(free)} free)"

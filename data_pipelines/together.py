@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch.distributed import DistError
 
+from headstart.common.remote import pull
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST
 from headstart.data_pipelines.stages.stage import STAGES, file_digest
@@ -105,6 +106,7 @@ def hold_folder(
 
         token = on_all_ranks(take)[0]
         assert token is not None
+        pull(folder)
         refuse_differences(state, {field: folder_fact(folder, token), **more_facts()})
         yield
 

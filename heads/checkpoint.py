@@ -10,6 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from headstart.common.files import remove, removed_on_failure
+from headstart.common.remote import publish
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead, mask_token
 from headstart.heads.block_config import is_block_config
@@ -75,7 +76,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
         write_files(HeadFiles(partial, head_config(head), head.engine_tensors()))
         folder.mkdir(exist_ok=True)
         for file in (MODEL, "config.json"):
-            (partial / file).replace(folder / file)
+            publish(partial / file, folder / file)
         partial.rmdir()
 
 

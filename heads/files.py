@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.common.files import naming, read_json, remove, removed_on_failure, write_text
+from headstart.common.remote import publish
 from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"
@@ -142,7 +143,7 @@ def write_folder(files: HeadFiles, weights: str, readme: str, add: Callable[[Pat
         write_text(partial / "README.md", readme)
         if add is not None:
             add(partial)
-        partial.rename(files.folder)
+        publish(partial, files.folder)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -161,7 +162,7 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[
         except SafetensorError as error:
             raise as_os_error(error, path) from error
         give_umask_mode(partial / path.name)
-        (partial / path.name).replace(path)
+        publish(partial / path.name, path)
         partial.rmdir()
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from headstart.common.errors import STARTS_OVER, errors_as_messages
 from headstart.common.process import keep_freed_memory
+from headstart.common.remote import pull
 from headstart.recipes.fields import recipe_fields
 from headstart.recipes.load import RecipeError, load_recipe
 from headstart.recipes.schema import Recipe
@@ -152,7 +153,17 @@ def run_command(
         arguments = (recipe_from_command_line(doc),) if read is None else read(doc)
         keep_freed_memory()
         with errors_as_messages(interrupted, arguments[0]):
+            pull_folders(arguments[0])
             run(*arguments)
+
+
+def pull_folders(recipe: Recipe) -> None:
+    """Fetch what the stores at the recipe's URLs hold; raises ValueError naming the field if one cannot be read."""
+    for field, folder in {"run_dir": recipe.run_dir, **recipe.data.folders}.items():
+        try:
+            pull(folder)
+        except ValueError as error:
+            raise ValueError(f"{field}: {error}") from error
 
 
 def own_parser(doc: str | None) -> argparse.ArgumentParser:

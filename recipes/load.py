@@ -12,6 +12,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from headstart.common.remote import without_secrets
 from headstart.recipes.checks import recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.removed import REMOVED
@@ -77,7 +78,7 @@ class RawRecipe:
     def add_mistake(self, path: str, allowed_and_advice: str) -> None:
         """Report a field with its value; `allowed_and_advice` is "WHAT IS ALLOWED; what to do"."""
         place = f" ({self.places[path]})" if path in self.places else ""
-        line = f"{path}: {self.given(path)} given, {allowed_and_advice}{place}"
+        line = without_secrets(f"{path}: {self.given(path)} given, {allowed_and_advice}{place}")
         if line not in self.mistakes:  # two bad items in one list count as one mistake
             self.mistakes.append(line)
 

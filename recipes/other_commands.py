@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.common.remote import is_url, without_secrets
 from headstart.recipes.command_line import own_parser
 
 # The engines that can serve a head: the name that a recipe and a command line give them, and their own.
@@ -79,10 +80,18 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     return parser.parse_args(argv)
 
 
+def local_folder(text: str) -> Path:
+    """A folder on this machine; argparse reports a URL with the argument's name."""
+    if is_url(text):
+        allowed = "a folder on this machine is allowed; copy the store here first: training checks what it reads by URL"
+        raise argparse.ArgumentTypeError(f"{without_secrets(text)} given, {allowed}")
+    return Path(text)
+
+
 def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its stores; `doc` opens --help."""
     parser = own_parser(doc)
     parser.add_argument("command", choices=["verify", "stats", "merge"])
-    parser.add_argument("folder", type=Path, help="the store; for merge, the folder of the new store")
-    parser.add_argument("sources", type=Path, nargs="*", help="for merge: the stores to merge")
+    parser.add_argument("folder", type=local_folder, help="the store; for merge, the folder of the new store")
+    parser.add_argument("sources", type=local_folder, nargs="*", help="for merge: the stores to merge")
     return parser.parse_args(argv)

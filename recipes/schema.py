@@ -13,10 +13,13 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainSerializer,
     ValidationInfo,
     field_validator,
     model_validator,
 )
+
+from headstart.common.remote import is_url, mirror_of, shown
 
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
@@ -34,14 +37,38 @@ def refuse_unusable_path(path: object) -> object:
     return path
 
 
+def mirrored(path: object) -> object:
+    """The local mirror of a URL; anything else as it is."""
+    return mirror_of(path) if isinstance(path, str) and is_url(path) else path
+
+
+def refuse_url(path: object) -> object:
+    if isinstance(path, str) and is_url(path):
+        raise ValueError(
+            "a path on this machine is allowed; copy it here: only run_dir, data.folder, data.store may be URLs"
+        )
+    return path
+
+
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[
     Path,
     Field(strict=False),
     BeforeValidator(refuse_unusable_path),
+    BeforeValidator(refuse_url),
     AfterValidator(lambda path: Path(os.path.expanduser(path))),
 ]
-HomeText = Annotated[str, BeforeValidator(refuse_unusable_path), AfterValidator(os.path.expanduser)]
+PathOrUrl = Annotated[
+    Path,
+    Field(strict=False),
+    BeforeValidator(mirrored),
+    BeforeValidator(refuse_unusable_path),
+    AfterValidator(lambda path: Path(os.path.expanduser(path))),
+    PlainSerializer(shown, when_used="json"),
+]
+HomeText = Annotated[
+    str, BeforeValidator(refuse_unusable_path), BeforeValidator(refuse_url), AfterValidator(os.path.expanduser)
+]
 Temperature = Annotated[float, Field(ge=0)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -159,10 +186,10 @@ class DataSection(Section):
     turns: Literal["all", "last"] = Field(
         default="all", description="Assistant turns of a given conversation that are trained on."
     )
-    folder: Annotated[HomePath | None, Field(strict=False)] = Field(
+    folder: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
         default=None, description="Folder of prompts, responses and features; recipes may share it; null is run_dir."
     )
-    store: Annotated[HomePath | None, Field(strict=False)] = Field(
+    store: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
         default=None, description="Folder of an existing feature store to train on; null harvests from the prompts."
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
@@ -246,6 +273,12 @@ class DataSection(Section):
     def server_writes(self) -> bool:
         """Whether the servers of data.server write the responses."""
         return self.responses == "target" and (self.server is not None or self.states is not None)
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The folders that are given, by field."""
+        given = {"data.folder": self.folder, "data.store": self.store}
+        return {field: folder for field, folder in given.items() if folder is not None}
 
     @property
     def holds_out_own_prompts(self) -> bool:
@@ -627,7 +660,9 @@ class LogSection(Section):
 class Recipe(Section):
     """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
 
-    run_dir: HomePath = Field(description="Folder for everything that the run writes.")
+    run_dir: PathOrUrl = Field(
+        description="Folder for everything that the run writes, or its URL in an object store, as in s3://bucket/run."
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**31, description="Seed of prompts, responses, first weights, batch order, sampled texts."
     )

@@ -59,6 +59,7 @@ ONLY_IN = {
     ),
     "deepspeed": ("trainers/",),
     "ray": ("data_pipelines/on_ray.py",),
+    "fsspec": ("common/remote.py",),
     "peft": ("trainers/objectives/medusa2.py",),
     "matplotlib": ("inference/report/",),
     "wandb": ("trainers/",),

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from launches import LAUNCHES, ROOT, needs_deepspeed
+from object_store import BUCKET, ENVIRONMENT, moto_server
 from safetensors.torch import load_file
 from tiny_run import build_run, logged_step, quiet_environment
 from torch.testing import assert_close
@@ -46,7 +47,8 @@ def launch_machine(
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
     command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
-    environment = {**quiet_environment(ROOT), "HOME": str(home), "DS_ACCELERATOR": "cpu"}
+    own = {"HOME": str(home), "HEADSTART_CACHE": str(home / "cache"), "DS_ACCELERATOR": "cpu"}
+    environment = {**quiet_environment(ROOT), **own}
     return subprocess.Popen(
         command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -92,7 +94,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
     shared = f"run_dir={folder / 'shared'}"
     machines = launch_training(folder, (shared,), (shared,), config=config)
     printed = outputs(machines, seconds=900)
-    assert [machine.returncode for machine in machines] == [0, 0], printed
+    assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
     alone = subprocess.run(
         [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), f"run_dir={folder / 'alone'}"],
         env=quiet_environment(ROOT),
@@ -103,6 +105,31 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
     found, expected = (load_file(folder / name / "head/model.safetensors") for name in ("shared", "alone"))
     assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert not (folder / "shared/in_use.lock").exists()
+
+
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, config: str
+) -> None:
+    """One of them goes on alone, and reads what the other harvested."""
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    url, recipe = f"run_dir=s3://{BUCKET}/run", str(folder / "recipe.yaml")
+    with moto_server() as server:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
+            monkeypatch.setenv(name, value)
+        machines = launch_training(folder, (url,), (url,), config=config)
+        printed = outputs(machines, seconds=900)
+        assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
+        own = {"HOME": str(folder / "machine1"), "HEADSTART_CACHE": str(folder / "machine1" / "cache")}
+        for place, environment in ((url, own), (f"run_dir={folder}/alone", {})):
+            for steps in ("train.steps=8", "train.steps=12"):
+                command = [sys.executable, str(TRAINER), recipe, place, steps]
+                environment = {**quiet_environment(ROOT), **environment}
+                alone = subprocess.run(command, env=environment, capture_output=True, text=True)
+                assert alone.returncode == 0, alone.stderr
+    found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
+    assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
 
 
 def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:

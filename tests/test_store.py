@@ -316,6 +316,21 @@ def test_the_order_depends_on_seed_and_step_alone() -> None:
     assert [SampleOrder([4, 4, 2], seed=2).of_step(step, 3) for step in range(12)] != steps
 
 
+def test_an_epoch_reads_a_few_shards_at_a_time_and_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a cache of some shards is enough. An order of all samples at random needed every shard at any time."""
+    whole = SampleOrder([4] * 9, seed=1).of_step(0, 36)
+    monkeypatch.setattr("headstart.trainers.loop.WINDOW", 36)
+    assert SampleOrder([4] * 9, seed=1).of_step(0, 36) == whole
+    monkeypatch.setattr("headstart.trainers.loop.WINDOW", 11)
+    order = SampleOrder([4] * 9, seed=1)
+    for epoch in range(2):
+        numbers = order.of_step(epoch, 36)
+        assert sorted(numbers) == list(range(36))
+        windows = [{number // 4 for number in numbers[start : start + 12]} for start in (0, 12, 24)]
+        assert [len(shards) for shards in windows] == [3, 3, 3]
+    assert order.of_step(0, 36) != order.of_step(1, 36)
+
+
 def change_a_state(path: Path) -> None:
     """Change one number of the last hidden states, which stays finite."""
     tensors = load_file(path)

@@ -23,6 +23,7 @@ from headstart.trainers.step import (
 from headstart.trainers.tracking import Tracker
 
 LOG_EVERY = 10  # steps between logged metrics
+WINDOW = 16_384  # samples
 
 
 def train(
@@ -50,10 +51,12 @@ def train(
         if not measured:  # the process was stopped between saving and measuring
             measure(training, tracker, done)
         seconds, num_tokens = 0.0, 0  # spent in steps since the last logged one
+        inputs.train.follow(order, done * section.batch_size)
         expect_step(training, order.of_step(done, section.batch_size))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)
             started = time.perf_counter()
+            inputs.train.follow(order, step * section.batch_size)
             numbers = order.of_step(step, section.batch_size)
             if step + 1 < section.steps:  # read while this step is computed
                 expect_step(training, order.of_step(step + 1, section.batch_size))
@@ -78,7 +81,10 @@ def train(
 
 
 class SampleOrder:
-    """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation."""
+    """An endless sequence of sample numbers, a function of the seed alone; each epoch is a new permutation.
+
+    Samples are drawn from shards of WINDOW samples or more at a time, so a cache need not hold a large store whole.
+    """
 
     def __init__(self, shard_sizes: list[int], seed: int) -> None:
         assert sum(shard_sizes) > 0
@@ -98,8 +104,14 @@ class SampleOrder:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         starts = torch.tensor([0, *self.shard_sizes]).cumsum(0).tolist()
         shards = torch.randperm(len(self.shard_sizes), generator=generator).tolist()
-        numbers = [number for shard in shards for number in range(starts[shard], starts[shard + 1])]
-        return [numbers[place] for place in torch.randperm(len(numbers), generator=generator).tolist()]
+        order: list[int] = []
+        window: list[int] = []
+        for shard in shards:
+            window += range(starts[shard], starts[shard + 1])
+            if len(window) >= WINDOW or shard == shards[-1]:
+                order += [window[place] for place in torch.randperm(len(window), generator=generator).tolist()]
+                window = []
+        return order
 
 
 def measure(training: Training, tracker: Tracker, step: int) -> None:

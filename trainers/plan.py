@@ -9,6 +9,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from headstart.common.errors import wrong_value
+from headstart.common.remote import shown
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.preflight import check_harvest
@@ -145,7 +146,7 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
     needs.append(Need("total on the main rank, about", total(needs), most))
     ranks = f"{machine.ranks}" if machine.is_here else f"{machine.ranks}, devices: {machine.devices}"
-    table = Table("what", "how much", "why", title=f"plan of {recipe.run_dir}, ranks: {ranks}", box=None)
+    table = Table("what", "how much", "why", title=f"plan of {shown(recipe.run_dir)}, ranks: {ranks}", box=None)
     parts = ", ".join(f"{name} {num_parameters(child):,}" for name, child in head.named_children())
     table.add_row("parameters of the head", f"{num_parameters(head):,}", parts)
     for need in needs:

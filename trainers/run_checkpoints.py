@@ -12,6 +12,7 @@ from torch import Tensor
 
 from headstart.common.errors import remedy
 from headstart.common.files import read_json, remove, removed_on_failure, write_text
+from headstart.common.remote import fetch, publish, url_of
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.heads.files import write_safetensors
@@ -59,6 +60,8 @@ class Checkpoints:
     def steps(self) -> list[int]:
         """The steps of the whole checkpoints, ascending."""
         paths = (path for path in self.folder.glob("step-*") if path.suffix == "")
+        if url_of(self.folder) is not None:  # an upload that was cut off lacks its last file
+            paths = (path for path in paths if (path / STATE).is_file())
         return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
     def newest(self) -> int:
@@ -97,7 +100,7 @@ class Checkpoints:
                 for each in partial.iterdir():
                     flush(each)
                 remove(path)
-                partial.replace(path)
+                publish(partial, path)
                 flush(self.folder)
         except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
@@ -114,6 +117,8 @@ class Checkpoints:
         path = self.path(newest)
         try:
             state = json.loads((path / STATE).read_text())
+            for name in state["files"]:
+                fetch(path / f"{name}.safetensors")
             files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
             optimizers, target = files.get("optimizers", {}), files.get("target", {})
             snapshot = Snapshot(int(state["step"]), files["head"], optimizers, target)

@@ -10,6 +10,7 @@ from accelerate import Accelerator
 
 from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.process import end_with_launcher
+from headstart.common.remote import pull, shown
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps
@@ -135,6 +136,7 @@ class TrainingRun:
                 save_head(source, folder / START)  # a resumed run needs its shape
             start.save(folder)
         accelerator.wait_for_everyone()  # all ranks build the head from what the main rank has written
+        pull(folder)
         return checkpoints, start
 
     def export(self, trained: TrainedHead) -> None:
@@ -147,8 +149,8 @@ class TrainingRun:
             state = "head written to"
         if trained.start.start_from and (measured := before_and_after(recipe)) is not None:
             print(measured)
-        with_target = "" if recipe.joint.mode is None else f" target.path={recipe.tuned_target_dir}"
-        print(f"{state} {recipe.head_dir}; next: headstart report RECIPE{with_target}")
+        with_target = "" if recipe.joint.mode is None else f" target.path={shown(recipe.tuned_target_dir)}"
+        print(f"{state} {shown(recipe.head_dir)}; next: headstart report RECIPE{with_target}")
 
 
 def refuse_other_script(recipe: Recipe, script: str) -> None:
@@ -192,7 +194,7 @@ def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) 
     if target is not None:
         target.restore(newest.target)
         target.save(recipe, recipe.tuned_target_dir)
-        print(f"tuned target written to {recipe.tuned_target_dir}")
+        print(f"tuned target written to {shown(recipe.tuned_target_dir)}")
         tuned, origin = target.weights(), recipe.tuned_target_dir
     head = build_head(recipe, trained.frozen, trained.start)
     head.load_state_dict(newest.weights)

@@ -9,6 +9,7 @@ from typing import Any
 from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl, write_text
 from headstart.common.progress import Progress
+from headstart.common.remote import publish_growing
 from headstart.recipes import Recipe
 
 
@@ -45,6 +46,8 @@ class Tracker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.progress.__exit__(kind, error, at)
+        if self.active:
+            publish_growing(self.recipe.metrics_path, 0)
         if self.run is not None:
             self.run.finish()
 

@@ -15,7 +15,14 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from headstart.common.process import end_with_parent
-from headstart.data_pipelines.features.batches import Batch, Sample, SampleStore, length_buckets, median_tap_sizes
+from headstart.data_pipelines.features.batches import (
+    Batch,
+    Order,
+    Sample,
+    SampleStore,
+    length_buckets,
+    median_tap_sizes,
+)
 from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.prompts.responses import count_written, read_texts
@@ -158,6 +165,9 @@ class ReadAhead(SampleStore):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead")
         self._announced: deque[tuple[Sequence[int], int | None]] = deque()
         self._coming: deque[tuple[tuple[Sequence[int], int | None], Future[Batch]]] = deque()
+
+    def follow(self, order: Order, place: int) -> None:
+        self._thread.submit(self.store.follow, order, place)
 
     def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
         self._thread.submit(self.store.expect, batches, limit)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from jaxtyping import Float, UInt8
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load, save
 from torch import Tensor
 
-from headstart.common.files import PARTIAL, naming, remove, write_text
+from headstart.common.files import naming, remove, write_text
+from headstart.common.remote import PARTIAL, cache_limit, fetch, is_there, publish, read_range, url_of
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
 SCALE = torch.bfloat16  # states are divided by the rounded scale, so its rounding adds no error
@@ -80,10 +81,14 @@ class ShardFile:
                     file.write(rows.numpy().data)
 
     def finish(self) -> None:
-        """Give the file its name and write its manifest entry next to it."""
+        """Give the file its name and write its manifest entry next to it; a full cache keeps no copy."""
         with naming(self.path):
-            self.partial.replace(self.path)
+            publish(self.partial, self.path)
         write_text(note_path(self.path), json.dumps(shard_entry(self.path)))
+        if url_of(self.path) is not None:
+            cached = sum(path.stat().st_size for path in self.path.parent.glob(f"*{self.path.suffix}"))
+            if cached > cache_limit():
+                self.path.unlink()
 
     def _begin(self, tensors: dict[str, Tensor]) -> None:
         """Write the header and the offsets of all samples; `tensors` are those of some of them."""
@@ -142,7 +147,7 @@ def non_finite(tensors: dict[str, Tensor]) -> list[str]:
 
 def shard_is_whole(path: Path, wanted: str) -> bool:
     """Whether an earlier run wrote this shard; raises ValueError if it is unreadable or not made from `wanted`."""
-    if not path.exists():
+    if not is_there(path):
         return False
     if made_from(path) != wanted:
         other = f"{path} is a shard of another run (made from {made_from(path) or 'unknown inputs'!r}, not {wanted!r})"
@@ -152,8 +157,38 @@ def shard_is_whole(path: Path, wanted: str) -> bool:
 
 def made_from(path: Path) -> str | None:
     """The identity of a shard's inputs, as its writer recorded it; raises ValueError if the shard is unreadable."""
-    metadata: dict[str, str] = open_shard(path).metadata() or {}
+    if not is_remote(path):
+        metadata: dict[str, str] = open_shard(path).metadata() or {}
+    else:
+        metadata = stored_header(path)[0].get("__metadata__", {})
     return metadata.get("made_from")
+
+
+def is_remote(path: Path) -> bool:
+    """Whether a shard must be read from its store, as it is not in the cache."""
+    return url_of(path) is not None and not path.is_file()
+
+
+def stored_header(path: Path) -> tuple[Json, int]:
+    """The header of a shard in a store, and where its tensors start."""
+    end = HEADER_SIZE + int.from_bytes(read_range(path, 0, HEADER_SIZE), "little")
+    header: Json = json.loads(read_range(path, HEADER_SIZE, end))
+    return header, end
+
+
+def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
+    """These tensors of a shard; of one that is only in a store no others are read."""
+    if not is_remote(path):
+        opened = open_shard(path)
+        return {name: opened.get_tensor(name) for name in names}
+    header, start = stored_header(path)
+    found: dict[str, Tensor] = {}
+    for name in names:
+        first, last = header[name]["data_offsets"]
+        alone = json.dumps({name: {**header[name], "data_offsets": [0, last - first]}}).encode()
+        data = read_range(path, start + first, start + last)
+        found |= load(len(alone).to_bytes(HEADER_SIZE, "little") + alone + data)
+    return found
 
 
 def note_path(shard: Path) -> Path:
@@ -163,6 +198,7 @@ def note_path(shard: Path) -> Path:
 
 def shard_entry(path: Path) -> Json:
     """The manifest entry of a shard."""
+    fetch(path)
     offsets = open_shard(path).get_tensor("offsets")
     return {
         "file": path.name,

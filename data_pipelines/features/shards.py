@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from headstart.common.files import read_json, write_text
-from headstart.data_pipelines.features.batches import Sample, SampleStore
-from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, shard_entry
+from headstart.common.remote import delete, url_of
+from headstart.data_pipelines.features.batches import Order, Sample, SampleStore
+from headstart.data_pipelines.features.shard_cache import ShardCache
+from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, read_tensors, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
 MANIFEST = "manifest.json"
@@ -33,6 +35,7 @@ def write_manifest(folder: Path, names: Iterable[str], about: Json) -> None:
     noted = {path: read_json(note_path(path), "remove it") for path in paths if note_path(path).is_file()}
     shards = [noted[path] if path in noted else shard_entry(path) for path in paths]
     write_text(folder / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
+    delete(*map(note_path, noted))
     for path in noted:
         note_path(path).unlink()
 
@@ -63,6 +66,7 @@ class FeatureStore(SampleStore):
         self.shard_sizes = [shard["samples"] for shard in self.shards]
         self.places = [(shard, row) for shard, size in enumerate(self.shard_sizes) for row in range(size)]
         self.num_tokens = sum(shard["tokens"] for shard in self.shards)
+        self._cache = None if url_of(folder) is None else ShardCache(folder, self.shards)
         self._opened: dict[int, Any] = {}
         self._offsets: dict[int, Tensor] = {}
 
@@ -86,14 +90,17 @@ class FeatureStore(SampleStore):
     def token_counts(self, vocab_size: int) -> Tensor:
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards:  # reads no states, so no checksum either
-            opened = open_shard(self.folder / shard["file"])
-            written = opened.get_tensor("loss_mask").bool()
-            counts += torch.bincount(opened.get_tensor("tokens")[written], minlength=vocab_size)
+            found = read_tensors(self.folder / shard["file"], ["loss_mask", "tokens"])
+            counts += torch.bincount(found["tokens"][found["loss_mask"].bool()], minlength=vocab_size)
         return counts
 
     def num_trained_on(self) -> int:
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
+
+    def follow(self, order: Order, place: int) -> None:
+        if self._cache is not None:
+            self._cache.follow(lambda place: self.places[order[place]][0], place, len(self.places))
 
     def finish_checks(self) -> None:
         while self._checks:
@@ -101,6 +108,8 @@ class FeatureStore(SampleStore):
 
     def close(self) -> None:
         self._opened.clear()
+        if self._cache is not None:
+            self._cache.close()
         if self._checker is not None:
             self._checker.shutdown(cancel_futures=True)
 
@@ -108,6 +117,11 @@ class FeatureStore(SampleStore):
         """An open shard; it is opened and checked on first use."""
         while self._checks and self._checks[0].done():
             self._checks.pop(0).result()
+        if self._cache is not None:
+            opened = self._cache.opened(shard)
+            if shard not in self._offsets:
+                self._offsets[shard] = opened.get_tensor("offsets")
+            return opened
         if shard in self._opened:
             return self._opened[shard]
         if self._checker is None:

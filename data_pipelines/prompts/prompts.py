@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from headstart.common.files import read_jsonl, write_jsonl, write_text
+from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
@@ -309,6 +310,6 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
 def main() -> None:
     def show(recipe: Recipe) -> None:
         make_prompts_alone(recipe)
-        print(f"{describe_prompts(recipe)}\nwritten to {recipe.prompts_dir}")
+        print(f"{describe_prompts(recipe)}\nwritten to {shown(recipe.prompts_dir)}")
 
     run_command(__doc__, show)

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
@@ -138,7 +138,7 @@ def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompt
     for shard in shards:
         path = responses_path(recipe, shard)
         if path.exists():
-            journal_of(path).unlink(missing_ok=True)  # left by a kill just before its removal
+            remove(journal_of(path))  # left by a kill just before its removal
             meter.skip(len(shard.rows))
             continue
         journal = Journal(path, shard)
@@ -168,7 +168,7 @@ class Journal:
     def _finish_if_complete(self) -> None:
         if len(self.done) == len(self.shard.rows):
             write_jsonl(self.path, [self.done[row["id"]] for row in self.shard.rows])
-            journal_of(self.path).unlink(missing_ok=True)
+            remove(journal_of(self.path))
 
 
 def sampling_of(recipe: Recipe, split: str, number: int) -> Sampling:

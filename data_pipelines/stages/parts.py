@@ -5,9 +5,11 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 from headstart.common.files import read_json, remove, write_text
-from headstart.common.process import running_code
+from headstart.common.process import running_code, user_cache
+from headstart.common.remote import url_of
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.stages.stage import differences
 
@@ -22,15 +24,21 @@ def entrance(folder: Path, command: str, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def locks_of(folder: Path) -> Path:
+    """Where a run's parts are held. A lock in a store would outlive a killed part, so each machine has its own."""
+    url = url_of(folder)
+    return (folder if url is None else user_cache("parts") / quote(url, safe="")) / PARTS
+
+
 def lock_of(folder: Path, name: str) -> Path:
     """The folder to hold while making the part, or the shard, of this name."""
-    return folder / PARTS / name
+    return locks_of(folder) / name
 
 
 def parts_at_work(folder: Path) -> dict[str, str]:
     """Who makes what in a run's folder, by the name of its lock; only the holder of the folder may ask."""
     found = {}
-    for lock in sorted(path for path in (folder / PARTS).glob("*") if path.is_dir()):
+    for lock in sorted(path for path in locks_of(folder).glob("*") if path.is_dir()):
         try:
             with only_run_in(lock, "a look"):
                 pass
@@ -74,4 +82,4 @@ def forget_parts(folder: Path) -> None:
     """Remove what parts that are no longer at work have left behind; only the holder of the folder may call this."""
     remove(folder / PARTS / CODE)
     with suppress(OSError):  # the lock of the part that calls this is removed by itself
-        (folder / PARTS).rmdir()
+        locks_of(folder).rmdir()

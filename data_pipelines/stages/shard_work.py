@@ -13,6 +13,7 @@ from rich.filesize import decimal
 from headstart.common.files import read_jsonl
 from headstart.common.process import refuse_separate_processes
 from headstart.common.progress import Progress
+from headstart.common.remote import pull
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.engine.budget import SMALL, StepMemory, free_memory
 from headstart.inference.targets.model import TargetModel
@@ -79,8 +80,10 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
     make()
     state.wait_for_everyone()
     if state.is_main_process:
+        pull(stage.folder)  # what other machines made
         finish()
     state.wait_for_everyone()
+    pull(stage.folder)
 
 
 class ShardProgress(Progress):

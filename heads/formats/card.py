@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from headstart.common.files import read_growing_jsonl, read_json
+from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections
@@ -81,7 +82,7 @@ def facts(head: DraftHead, target: ServedTarget) -> Iterator[str]:
 def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
     section = recipe.data
     if section.store is not None:
-        yield f"- features: those stored in `{section.store}`"
+        yield f"- features: those stored in `{shown(section.store)}`"
     else:
         yield f"- prompts: {section.num_prompts:,} from `{section.prompts}`"
         yield responses(recipe)

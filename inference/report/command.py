@@ -43,8 +43,9 @@ import torch
 from rich.console import Console
 
 from headstart.common.errors import CONTINUES, wrong_value
-from headstart.common.files import check_folder, write_text
+from headstart.common.files import check_folder, remove, write_text
 from headstart.common.progress import Progress
+from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import locate_target
@@ -134,9 +135,9 @@ def make_report(recipe: Recipe) -> list[Outcome]:
         console.rule(f"{one.method}: {COLOURS}")
         console.print(on_terminal(one, text))
     write_report(recipe, folders, groups, traces, text)
-    measured.path.unlink()  # the same command measures again
+    remove(measured.path)  # the same command measures again
     files = "report.json, report.md, report.html"
-    console.print(f"written to {recipe.report_dir}: {files}", highlight=False, soft_wrap=True)
+    console.print(f"written to {shown(recipe.report_dir)}: {files}", highlight=False, soft_wrap=True)
     if drawing_module() is None:
         print("matplotlib is not installed, so no pictures were drawn; to get them: pip install -e '.[report]'")
     return [outcome for group in groups for outcome in group]

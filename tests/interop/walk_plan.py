@@ -69,6 +69,7 @@ BY_HAND = {
     r"^make check-(vllm|clients)$": "downloads vLLM or the clients; run in addition to the walk before a release",
     r"^make (bench|check)-llamacpp|export\.format=gguf|benchmarks/llamacpp": "compiles llama.cpp; run before a release",
     r"data\.states=vllm": "needs servers of vLLM; check-vllm harvests with one",
+    r"=s3://": "needs a bucket; see tests/test_object_stores.py",
     r"^aiperf ": "needs a running server; check-clients runs it",
     **({} if shutil.which("chromium") else {r"^make check-page$": "needs a Chromium"}),
     r"tests/interop/\w+\.py": "run by a make target: check-vllm, check-speculators, check-clients, check-page",

@@ -13,6 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.common.files import naming, remove, removed_on_failure
+from headstart.common.remote import publish
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
@@ -91,7 +92,7 @@ class TrainableTarget(nn.Module):
             save_model(plain, partial_folder)
             copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
             remove(folder)
-            partial_folder.replace(folder)
+            publish(partial_folder, folder)
 
 
 def save_model(model: Any, folder: Path) -> None:

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
 from headstart.common.errors import wrong_value
-from headstart.common.files import append_jsonl, read_growing_jsonl, resume_jsonl, write_jsonl
+from headstart.common.files import append_jsonl, read_growing_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
@@ -241,4 +241,4 @@ def merge(folder: Path) -> None:
     if parts:
         write_jsonl(folder / CANDIDATES, [row for _, row in sorted(read_candidates(folder).items())])
     for part in parts:
-        part.unlink()
+        remove(part)

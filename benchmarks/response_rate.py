@@ -1,6 +1,6 @@
 """How fast the target writes responses, beside the rate of a batch that never runs empty.
 
-    python benchmarks/responses.py recipes/smollm2_135m.yaml
+    python benchmarks/response_rate.py recipes/smollm2_135m.yaml
 
 Answers 512 of the recipe's prompts, or all if there are fewer, as a harvest does: rows are refilled as texts end, and
 each finished text goes to a journal in a temporary folder. The rate of a full batch is measured after them: as
