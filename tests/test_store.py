@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.common.files import write_jsonl
-from headstart.data_pipelines import harvest as harvesting
+from headstart.data_pipelines import harvest_stages
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.features import States, write_features
 from headstart.data_pipelines.features.sample_stores import ReadAhead
@@ -163,7 +163,7 @@ def test_states_too_large_for_the_format_stop_the_harvest(
     """They were stored as infinities, verified as sound, and found in the first step of training that read them."""
     run_with(tmp_path, lambda embedding: embedding * 1e6)
     if not checked_first:  # as if only later texts had such states
-        monkeypatch.setattr(harvesting, "check_states", lambda *_: None)
+        monkeypatch.setattr(harvest_stages, "check_states", lambda *_: None)
     recipe = tiny_recipe(tmp_path, "data.dtype=float16")
     of = "the first prompt" if checked_first else r"rows [\d, ]+ of train-00000"
     with pytest.raises(ValueError, match=rf"data\.dtype: float16 given, .* reach [\d,]+ \({of}\).*bfloat16, float32"):
