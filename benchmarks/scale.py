@@ -11,7 +11,7 @@ import argparse
 import random
 import statistics
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -176,14 +176,16 @@ class Harvest:
     most_losses: int = 0
     left: int = 0
 
-    def machine(self) -> Iterator[simpy.Event]:
-        loads = False
+    def machine(self) -> Generator[simpy.Event, Any, None]:
+        failed = False
         while self.left:
-            fails = self.environment.now + self.chance.expovariate(1 / self.between)
-            began = self.environment.now
+            fails, began = self.environment.now + self.chance.expovariate(1 / self.between), self.environment.now
             yield self.environment.timeout(min(self.start, fails - began))
-            self.lost += self.environment.now - began if loads else 0.0
-            while self.waiting and self.environment.now < fails:
+            self.lost += self.environment.now - began if failed else 0.0
+            while self.left and self.environment.now < fails:
+                if not self.waiting:  # another machine may fail
+                    yield self.environment.timeout(min(1.0, fails - self.environment.now))
+                    continue
                 losses, began = self.waiting.pop(0), self.environment.now
                 yield self.environment.timeout(min(self.seconds, fails - began))
                 if self.environment.now < fails:
@@ -192,8 +194,8 @@ class Harvest:
                     self.lost += self.environment.now - began
                     self.most_losses = max(self.most_losses, losses + 1)
                     self.waiting.insert(0, losses + 1)
-            loads = True
-            yield self.environment.timeout(self.away if self.environment.now >= fails else 1.0)
+            failed = True
+            yield self.environment.timeout(self.away)
 
 
 def repeated(samples: int, machines: int, failures_a_day: float, seed: int) -> tuple[float, float, int]:

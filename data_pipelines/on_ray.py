@@ -32,6 +32,7 @@ from headstart.data_pipelines.stages.shard_work import ShardPrompts, start_proce
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.data_pipelines.together import PAGE, Facts, folder_fact
 from headstart.recipes import Recipe
+from headstart.recipes.schema import DataSection
 
 COMMAND = "harvest --engine ray"
 OF_WORKERS = ".worker"  # ends the names of the locks that workers hold
@@ -63,9 +64,8 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
 
 def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]) -> None:
     """Let the workers make shards, and show the progress."""
-    data, samples = stages.recipe.data, sum(len(shard.rows) for shard in missing)
-    size = math.ceil(BATCHES * data.generate_batch / data.shard_samples)
-    size = max(1, min(size, len(missing) // (TASKS * workers.places())))
+    samples = sum(len(shard.rows) for shard in missing)
+    size = shards_in_task(stages.recipe.data, len(missing), workers.places())
     groups = [missing[start : start + size] for start in range(0, len(missing), size)]
     tasks = {Task(described(group), "make", tuple(shard.name for shard in group)): group for group in groups}
     total, started, tokens = sum(len(shard.rows) for shard in stages.shards), time.perf_counter(), 0
@@ -75,6 +75,12 @@ def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]
             tokens += made
             speed = tokens / (time.perf_counter() - started)
             progress.advance(sum(len(shard.rows) for shard in tasks[task]), f"{speed:,.0f} tokens/s, {workers.count()}")
+
+
+def shards_in_task(data: DataSection, missing: int, workers: int) -> int:
+    """How many shards a worker makes at a time."""
+    full = math.ceil(BATCHES * data.generate_batch / data.shard_samples)
+    return max(1, min(full, missing // (TASKS * workers)))
 
 
 def described(group: Sequence[ShardPrompts]) -> str:
