@@ -204,14 +204,13 @@ def rate(recipe: Recipe, run_dir: Path, places: int) -> float:
     """Tokens per second of so many workers, once each has its target."""
     recipe = recipe.model_copy(update={"run_dir": run_dir})
     with cluster(1, places), only_run_in(run_dir, "measuring") as owner, Workers(recipe, owner.token) as workers:
-        for _ in workers.carry_out([Task("the prompts", "begin")]):
-            shards = prompt_shards(recipe)
+        while len(workers.names) < places:  # the others are still starting
+            list(workers.carry_out([Task("the prompts", "begin")] * places))
+        shards = prompt_shards(recipe)
         each = [Task(shard.name, "make", (shard.name,)) for shard in shards]
-        for _ in workers.carry_out(each[: 2 * places]):  # they load the target
-            pass
-        started, tokens = time.perf_counter(), 0
-        for _, made in workers.carry_out(each[2 * places :]):
-            tokens += made
+        list(workers.carry_out(each[:places]))  # one each, for which they load the target
+        started = time.perf_counter()
+        tokens = sum(made for _, made in workers.carry_out(each[places:]))
         seconds = time.perf_counter() - started
         assert all(responses_path(recipe, shard).exists() for shard in shards)
     return tokens / seconds
