@@ -21,6 +21,7 @@ from headstart.common.run_lock import OWNER, only_run_in
 from headstart.data_pipelines.features.shard_files import ShardFile
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
+from headstart.inference.serve.options import serve_options
 from headstart.recipes import Recipe, RecipeError
 from headstart.trainers.eagle import train
 
@@ -96,10 +97,11 @@ def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
     assert_same_run(store, local)
     assert recipe.model_dump(mode="json")["run_dir"] == store
     move_to("third", tmp_path, monkeypatch)
+    serve_options(None, [str(local / "recipe.yaml"), f"run_dir={store}"])
     recipe = tiny_recipe(local, f"run_dir={store}")
+    assert contents(recipe.run_dir) == {f"head/{name}": data for name, data in contents(local / "run/head").items()}
     pull(recipe.run_dir)
     assert not list(recipe.features_dir.glob("*.safetensors"))  # read only by those who train
-    assert contents(recipe.head_dir) == contents(local / "run/head")
 
 
 def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path, tmp_path: Path) -> None:
