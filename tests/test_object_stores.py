@@ -363,6 +363,15 @@ def test_an_unknown_bucket_is_named_before_any_work(store: str, local: Path) -> 
     assert not recipe.prompts_dir.exists()
 
 
+def test_a_size_of_the_cache_that_is_no_number_is_named_before_any_work(
+    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_GB", "1 TB")
+    with pytest.raises(ValueError, match="HEADSTART_CACHE_GB: 1 TB given, a number of gigabytes is allowed"):
+        train(tiny_recipe(local, f"run_dir={store}"))
+    assert stored(store) == {}
+
+
 def test_missing_credentials_and_denied_access_are_named(
     store: str, server: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
