@@ -189,7 +189,8 @@ def pull(folder: Path) -> None:
             path for path in here if path.stat().st_ctime >= began or (path in there and is_same(path, there[path]))
         }
         for path in set(here) - kept:
-            if path not in there or LARGE.search(path.as_posix()):
+            is_new = path.suffix in GROWING and path.stat().st_ctime >= began - GROWING_SECONDS  # being uploaded
+            if LARGE.search(path.as_posix()) or (path not in there and not is_new):
                 path.unlink()
         missing = there.keys() - kept
         download({path: there[path] for path in missing if not LARGE.search(path.as_posix())})

@@ -9,7 +9,7 @@ from tempfile import TemporaryFile
 
 from rich.filesize import decimal
 
-from headstart.common.remote import check_access, pull, url_of
+from headstart.common.remote import cache_limit, check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
@@ -82,6 +82,7 @@ def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
 def refuse_unwritable(field: str, folder: Path) -> None:
     """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     if url_of(folder) is not None:
+        cache_limit()  # raises ValueError for what the environment says
         with naming_field(field):
             check_access(folder)
         return

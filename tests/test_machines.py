@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 import pytest
-from launches import LAUNCHES, ROOT, needs_deepspeed
+from launches import LAUNCHES, ROOT, finish, launch_module, needs_deepspeed
 from object_store import BUCKET, ENVIRONMENT, moto_server
 from safetensors.torch import load_file
-from tiny_run import build_run, logged_step, quiet_environment
+from tiny_run import build_run, contents, logged_step, quiet_environment
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.slow
@@ -130,6 +130,22 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
                 assert alone.returncode == 0, alone.stderr
     found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
+
+
+def test_ranks_that_share_a_cache_write_into_a_bucket_what_one_rank_writes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("moto")
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("HEADSTART_CACHE", str(folder / "cache"))
+    with moto_server() as server:
+        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
+            monkeypatch.setenv(name, value)
+        module, recipe = "headstart.data_pipelines.harvest", folder / "recipe.yaml"
+        finish(launch_module("ddp", 3, module, recipe, f"run_dir=s3://{BUCKET}/run"))
+        finish(launch_module("ddp", 3, module, recipe, f"run_dir=s3://{BUCKET}/run"))
+    finish(launch_module("ddp", 1, module, recipe, f"run_dir={folder}/alone"))
+    assert contents(folder / "cache/stores/s3" / BUCKET / "run") == contents(folder / "alone")
 
 
 def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:

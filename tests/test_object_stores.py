@@ -21,6 +21,7 @@ from headstart.common.run_lock import OWNER, only_run_in
 from headstart.data_pipelines.features.shard_files import ShardFile
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
+from headstart.inference.serve.options import serve_options
 from headstart.recipes import Recipe, RecipeError
 from headstart.trainers.eagle import train
 
@@ -96,10 +97,11 @@ def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
     assert_same_run(store, local)
     assert recipe.model_dump(mode="json")["run_dir"] == store
     move_to("third", tmp_path, monkeypatch)
+    serve_options(None, [str(local / "recipe.yaml"), f"run_dir={store}"])
     recipe = tiny_recipe(local, f"run_dir={store}")
+    assert contents(recipe.run_dir) == {f"head/{name}": data for name, data in contents(local / "run/head").items()}
     pull(recipe.run_dir)
     assert not list(recipe.features_dir.glob("*.safetensors"))  # read only by those who train
-    assert contents(recipe.head_dir) == contents(local / "run/head")
 
 
 def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path, tmp_path: Path) -> None:
@@ -359,6 +361,15 @@ def test_an_unknown_bucket_is_named_before_any_work(store: str, local: Path) -> 
     with pytest.raises(ValueError, match=r"run_dir: s3://no-such-bucket/run: .*bucket.*correct the name"):
         train(recipe)
     assert not recipe.prompts_dir.exists()
+
+
+def test_a_size_of_the_cache_that_is_no_number_is_named_before_any_work(
+    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE_GB", "1 TB")
+    with pytest.raises(ValueError, match="HEADSTART_CACHE_GB: 1 TB given, a number of gigabytes is allowed"):
+        train(tiny_recipe(local, f"run_dir={store}"))
+    assert stored(store) == {}
 
 
 def test_missing_credentials_and_denied_access_are_named(

@@ -5,7 +5,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.recipes.load import RecipeError, load_recipe
+from headstart.common.remote import pull
+from headstart.recipes.load import load_recipe
 from headstart.recipes.schema import DecodeSection, Recipe
 
 # Small trees, of the size that the measured step times of this machine ask for. Nobody chose these values, so no field
@@ -55,8 +56,10 @@ def model_options(parser: argparse.ArgumentParser, given: argparse.Namespace) ->
             parser.error(f"--{option}: {both}; write {field}={value}, or leave the recipe out")
     try:
         recipe = load_recipe(given.recipe, given.overrides)
-    except RecipeError as error:
+        head = recipe.head_in_use if recipe.decode.drafter == "head" else None
+        if head is not None:
+            pull(head)
+    except ValueError as error:  # a RecipeError, or a store that cannot be read
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    head = recipe.head_in_use if recipe.decode.drafter == "head" else None
     return ModelOptions(recipe.target.path, head, recipe.decode, recipe, recipe.target.dtype)
