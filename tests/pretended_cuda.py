@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from headstart.heads import attention_kernels
+from headstart.heads import attention_kernels, block_attention
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.engine import budget
 from headstart.inference.targets import cuda_graph
@@ -251,7 +251,8 @@ def pretended_cuda() -> Iterator[Seen]:
     with pytest.MonkeyPatch.context() as patch, Operations(seen), Devices(seen) as devices:
         patch.setattr(torch.autograd, "_engine_run_backward", run_backward_on_devices)
         patch.setattr(cuda_graph, "Graphed", functools.partial(Replayed, seen))
-        patch.setattr(attention_kernels, "flash_attention_takes", lambda query: False)
+        for module in (attention_kernels, block_attention):  # a torch built for CUDA would look for a real card
+            patch.setattr(module, "flash_attention_takes", lambda query: False)
         patch.setattr(budget, "free_memory", lambda device: 2**40)
         patch.setattr(cost_measurement, "wait_for", lambda device: None)
         patch.setattr(cost_measurement, "processor_name", lambda device: "a pretended GPU")

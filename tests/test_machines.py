@@ -186,6 +186,34 @@ def test_a_killed_rank_ends_the_others_within_a_minute(folder: Path, victim: int
     assert "start the same command again" in printed[1 - victim]
 
 
+def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) -> None:
+    """Fewer ranks continue from the newest checkpoint, without a command of the user's."""
+    port, shared = free_port(), folder / "shared"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2", "--nproc_per_node", "1"]
+    command += ["--max_restarts", "3", "--rdzv_backend", "c10d", "--rdzv_id", "one"]
+    command += ["--rdzv_endpoint", f"127.0.0.1:{port}", str(TRAINER), str(folder / "recipe.yaml")]
+    command += [f"run_dir={shared}", "train.steps=300", "train.checkpoint_every=20"]
+    machines = []
+    for number in range(2):
+        home = folder / f"machine{number}"
+        home.mkdir()
+        environment = {**quiet_environment(ROOT), "HOME": str(home)}
+        with (folder / f"log{number}").open("w") as log:
+            machines.append(subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log))
+        time.sleep(3)  # the first one is the meeting point
+    try:
+        wait_for_steps(shared, 60)
+        end_all(machines[1])
+        assert machines[0].wait(150) == 0
+    finally:
+        for machine in machines:
+            end_all(machine)
+    printed = (folder / "log0").read_text()
+    assert "resuming after step" in printed
+    assert "head written to" in printed
+    assert logged_step(shared / "metrics.jsonl") == 300
+
+
 def test_processes_started_apart_are_refused(folder: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(TRAINER)]
     ended = subprocess.run(

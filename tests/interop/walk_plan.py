@@ -82,7 +82,7 @@ BY_HAND = {
     r"benchmarks/own_domain\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
-    r"--machine_rank|--num_machines [2-9]|^srun |^sbatch ": "needs several machines; see tests/test_machines.py",
+    r"--machine_rank|--num_machines [2-9]|^torchrun |^srun |^sbatch ": "several machines: see tests/test_machines.py",
     r"benchmarks/ray_kills\.py": "half an hour of kills; run when the harvest on Ray changes",
 }
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
