@@ -419,8 +419,8 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(tmp_path: Pa
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
-        ({"responses": "given", "server": "http://x"}, "one of server, draft_head and responses given"),
-        ({"draft_head": Path("head"), "server": "http://x"}, "one of server, draft_head and responses given"),
+        ({"responses": "given", "server": "http://x"}, "one of states or server, draft_head and responses given"),
+        ({"draft_head": Path("head"), "server": "http://x"}, "one of states or server, draft_head and responses given"),
         ({"online": ("auto",), "store": Path("features")}, "online computes the features"),
     ],
 )

@@ -24,6 +24,7 @@ FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "p
 
 # Texts in which other programs' options appear.
 OTHER_PROGRAMS = {
+    "data_pipelines/features/engine_states.py": "prints a command of vLLM",
     "heads/formats/commands.py": "serves exports in other engines",
     "heads/formats/gguf.py": "runs llama.cpp's converter",
     "inference/report/page.py": "CSS variables look like options",
@@ -32,7 +33,7 @@ OTHER_PROGRAMS = {
     "recipes/launch/slurm.sh": "options of SLURM",
     "recipes/launch/slurm_array.sh": "options of SLURM",
 }
-OTHER_COMMANDS = r"\b(pip|sbatch|srun|ray|transformers serve|aiperf) "  # on their lines, options are theirs
+OTHER_COMMANDS = r"\b(pip|sbatch|srun|torchrun|ray|transformers serve|aiperf) "  # on their lines, options are theirs
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import stored_taps
@@ -54,7 +53,8 @@ class TokenCost:
             weights=(numel(layers.parameters()) + of_output) * step.element,
             cached=step.cached,
             layers=len(layers),
-            forward=2.0 * multiplied_weights(model, layers),
+            forward=2.0
+            * multiplied_weights(layers, getattr(model.config.get_text_config(), "num_experts_per_tok", None)),
             logits=2.0 * of_output,
             training=BACKWARD * 2.0 * multiplied + 2.0 * of_output,
             stored=bytes_per_token(target.hidden_size, len(taps), recipe.data.dtype),
@@ -79,9 +79,9 @@ class TokenCost:
         return tokens * self.training / OPERATIONS
 
 
-def multiplied_weights(model: PreTrainedModel, layers: nn.ModuleList) -> float:
-    """The weights of its layers that a token meets: of experts, which are stacked, as many as are chosen for it."""
-    chosen, found = getattr(model.config.get_text_config(), "num_experts_per_tok", None), 0.0
+def multiplied_weights(layers: nn.ModuleList, chosen: int | None) -> float:
+    """The weights of layers that a token meets: of experts, which are stacked, as many as are `chosen` for it."""
+    found = 0.0
     for module in layers.modules():
         is_stack = type(module).__name__.endswith("Experts")
         for weight in module.parameters(recurse=False):
