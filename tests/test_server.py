@@ -14,6 +14,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 from server_run import NAME, Running, load_served, running, without
 from tiny_run import CHAT_TEMPLATE, ENDS
 
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
 from headstart.inference.serve.options import ServerSettings
@@ -355,3 +356,14 @@ def test_logs_hold_figures_and_no_text(server: Running, client: OpenAI) -> None:
     assert found["completion_tokens"] == answer.usage.completion_tokens
     assert math.isfinite(found["prefill_seconds"] + found["queue_seconds"])
     assert "guesses" not in "".join(server.lines)
+
+
+def test_our_own_server_writes_the_responses_of_a_harvest(server: Running) -> None:
+    """It refused return_token_ids, which the harvest asks for."""
+    servers = CompletionClient([server.url])
+    prompts = [[5, 6, 7], [9, 4]]
+    bodies = [completion(prompt, Sampling(1.0, seed=3), max_new_tokens=6) for prompt in prompts]
+    answers = dict(servers.each(bodies, at_once=2))
+    target = server.service.served.target
+    alone = [generate(target, prompt, 6, Sampling(1.0, seed=3)).tokens for prompt in prompts]
+    assert [answers[number].choice["token_ids"] for number in range(2)] == alone

@@ -234,6 +234,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, tuple[str, ...]]] = {
         ("include_obfuscation", "only false"),
     ),
     "token ids in answers": (CHAT, {"return_token_ids": True}, 400, ("return_token_ids", "not support", "only false")),
+    "token ids in a stream": (
+        COMPLETION,
+        {"return_token_ids": True, "stream": True},
+        400,
+        ("return_token_ids", "only false", "stream"),
+    ),
     "beam search": (COMPLETION, {"use_beam_search": True}, 400, ("use_beam_search", "not support", "only false")),
     "a misspelt field": (
         COMPLETION,

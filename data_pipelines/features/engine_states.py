@@ -16,6 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from headstart.common.process import user_cache
+from headstart.common.remote import url_of
 from headstart.data_pipelines.features.features import States
 from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
 from headstart.data_pipelines.stages.shard_work import longest_sample
@@ -38,7 +40,9 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
     """The command that starts a server which writes the taps and the last hidden state."""
     layers = {"eagle_aux_hidden_state_layer_ids": [*taps, config.num_layers]}
     method = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
-    folder = {"shared_storage_path": str(recipe.data_folder.absolute() / "vllm")}
+    data = recipe.data_folder.absolute()  # of a URL a mirror, which holds what its store holds
+    states = data / "vllm" if url_of(data) is None else user_cache("vllm").absolute()
+    folder = {"shared_storage_path": str(states)}
     connector = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_producer"}
     options = {
         "--revision": recipe.target.revision,

@@ -8,6 +8,7 @@ from uuid import uuid4
 from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Choice, Exchange, Output
+from headstart.inference.serve.requests.fields import CompletionRequest
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
 
@@ -135,7 +136,9 @@ class CompletionAnswer(Answer):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
-        return {"index": choice.index, "text": output.text, "logprobs": self.logprobs(output)}
+        wants_ids = isinstance(self.fields, CompletionRequest) and self.fields.return_token_ids
+        ids = {"token_ids": choice.tokens} if is_whole and wants_ids else {}
+        return {"index": choice.index, "text": output.text, "logprobs": self.logprobs(output), **ids}
 
     def logprobs(self, output: Output) -> Json | None:
         given = output.logprobs

@@ -260,6 +260,7 @@ class CompletionRequest(TextRequest):
     add_special_tokens: Flag = True
     logprobs: Alternatives | None = None
     echo: Flag = False
+    return_token_ids: Flag = False
 
 
 class TokenizeRequest(Templated):

@@ -108,6 +108,8 @@ class RequestReader:
         return [self.prompts.from_chat(fields)]
 
     def completion(self, fields: CompletionRequest) -> list[list[int]]:
+        if fields.return_token_ids and fields.stream:
+            raise wrong("return_token_ids", True, "only false is, as stream is true,", "leave one of them out")
         if fields.max_tokens == 0 and not fields.echo:
             raise wrong("max_tokens", 0, "a whole number of at least 1, or 0 with echo, is", "raise it")
         given: Any = fields.prompt
