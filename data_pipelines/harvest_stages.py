@@ -270,6 +270,7 @@ class Harvest:
 
     def missing(self) -> list[ShardPrompts]:
         """The shards that have no responses, or no features of these."""
+        pull(self.recipe.data_folder)
         recipe, shards = self.recipe, self.shards
         made = {path.name for path in files_in(recipe.features_dir, ".safetensors")}
 
@@ -277,7 +278,6 @@ class Harvest:
             read = recipe.data.online is not None or shard.features_file in made
             return read and responses_path(recipe, shard).exists()
 
-        pull(recipe.data_folder)
         absent = [shard for shard in shards if not is_there(shard)]
         if absent or recipe.data.online is not None:
             return absent

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -23,6 +22,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from headstart.common.process import running_code
 from headstart.common.progress import Progress
+from headstart.common.remote import pull
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.prompts.prompts import prompts_stage
@@ -53,6 +53,7 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
         refuse_parts_at_work(folder, beside=OF_WORKERS)
         with Workers(recipe, owner.token) as workers:
             for _ in workers.carry_out([Task("the prompts", "begin")]):
+                pull(folder)
                 prompts = prompts_stage(recipe)
             while missing := stages.missing():
                 make_shards(workers, stages, missing)
@@ -100,24 +101,28 @@ class Task:
 class Worker:
     """One process of the cluster, with a target; it runs the code that a part of a harvest runs."""
 
-    def __init__(self, recipe: Json, data_folder: str, token: str, current: str) -> None:
-        self.values, self.data_folder, self.token, self.current = recipe, Path(data_folder), token, current
+    def __init__(self, recipe: Json, token: str, current: str) -> None:
+        self.values, self.token, self.current = recipe, token, current
         self.held = ExitStack()  # until the process ends
 
     def about(self) -> tuple[str, Facts]:
         """Who this is, and what it must share with the driver."""
         if os.path.isdir(self.current):  # relative paths of the recipe start there
             os.chdir(self.current)
-        folder = folder_fact(self.data_folder, self.token)
+        folder = folder_fact(self.recipe.data_folder, self.token)
         return f"process {os.getpid()} on {socket.gethostname()}", {**running_code(), "the run's folder": folder}
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        return Recipe.model_validate(self.values)
 
     @cached_property
     def stages(self) -> Harvest:
         """Kept, with the target, for all shards."""
-        return self.held.enter_context(harvest_of(Recipe.model_validate(self.values), start_processes()))
+        return self.held.enter_context(harvest_of(self.recipe, start_processes()))
 
     def begin(self) -> None:
-        with only_run_in(lock_of(self.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
+        with only_run_in(lock_of(self.recipe.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
             self.stages.begin()
 
     def make(self, *names: str) -> int:
@@ -125,13 +130,14 @@ class Worker:
 
         Waits for a worker that Ray takes for lost, or whose driver has died, until it is really gone.
         """
+        pull(self.recipe.data_folder)  # what other machines made, if it is in a store
         shards = [shard for shard in self.stages.shards if shard.name in names]
         with ExitStack() as held:
             for shard in shards:
-                lock = lock_of(self.data_folder, f"{shard.name}{OF_WORKERS}")
+                lock = lock_of(self.recipe.data_folder, f"{shard.name}{OF_WORKERS}")
                 held.enter_context(only_run_in(lock, COMMAND, wait=True))
             self.stages.make(shards)
-        texts = [text for shard in shards for text in read_texts(responses_path(self.stages.recipe, shard))]
+        texts = [text for shard in shards for text in read_texts(responses_path(self.recipe, shard))]
         return sum(len(text.tokens) for text in texts)
 
 
@@ -139,7 +145,7 @@ class Workers:
     """A context manager that connects to a cluster, or starts one here, and has workers on all of its places."""
 
     def __init__(self, recipe: Recipe, token: str) -> None:
-        self.arguments = recipe.model_dump(mode="json"), str(recipe.data_folder), token, os.getcwd()
+        self.arguments = recipe.model_dump(mode="json"), token, os.getcwd()
         self.whole_machine = recipe.target.split == "layers"
         self.say: Callable[[str], object] = lambda line: print(line, flush=True)
         self.names: dict[Any, str] = {}  # of the workers that have answered, by handle

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 from object_store import BUCKET, ENVIRONMENT, Fault, Forward, every, moto_server, proxy
 from tiny_run import build_run, contents, tiny_recipe
 
@@ -20,9 +21,10 @@ from headstart.common.remote import check_access, fetch, filesystem, mirror_of, 
 from headstart.common.run_lock import OWNER, only_run_in
 from headstart.data_pipelines.features.shard_files import ShardFile
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.inference.serve.options import serve_options
 from headstart.recipes import Recipe, RecipeError
+from headstart.recipes.command_line import Part
 from headstart.trainers.eagle import train
 
 pytest.importorskip("moto")
@@ -114,6 +116,16 @@ def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path
         assert contents(recipe.head_dir).keys() == {"config.json", "model.safetensors"}
     weights = [(tmp_path / f"{number}/head/model.safetensors").read_bytes() for number in range(2)]
     assert weights[0] == weights[1]
+
+
+def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
+    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for part in ("2/3", "1/3", "3/3"):
+        move_to(f"machine of {part[0]}", tmp_path, monkeypatch)
+        recipe = tiny_recipe(local, f"run_dir={store}")
+        harvest_part(recipe, Part.parse(part), PartialState())
+    assert_same_data(recipe, local)
 
 
 class KilledError(Exception):
@@ -434,3 +446,16 @@ def test_what_is_removed_in_the_store_is_gone_here(store: str, tmp_path: Path) -
     assert url_of(folder / "kept.txt") == f"{store}/kept.txt"
     assert url_of(tmp_path) is None
     shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_workers_of_ray_in_a_bucket_leave_the_local_harvest(
+    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    from headstart.data_pipelines.on_ray import harvest_on_ray
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    recipe = tiny_recipe(local, f"run_dir={store}")
+    harvest_on_ray(recipe, PartialState())
+    assert_same_data(recipe, local)
