@@ -107,7 +107,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
     assert not (folder / "shared/in_use.lock").exists()
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed)])
 def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
     folder: Path, monkeypatch: pytest.MonkeyPatch, config: str
 ) -> None:
