@@ -193,7 +193,8 @@ def shrink_recipe(path: Path) -> None:
     large = not str(recipe["target"]["path"]).startswith("assets/")
     for field, value in {**SIZES, **(TINY_TARGET if large else {})}.items():
         section, _, key = field.partition(".")
-        if section in recipe and (field in SIZES or recipe[section].get(key) is not None):
+        own = recipe.get(section, {}).get(key)
+        if section in recipe and own != 0 and (field in SIZES or own is not None):  # 0 does without
             recipe[section][key] = value
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
 
