@@ -128,6 +128,11 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
                 environment = {**quiet_environment(ROOT), **environment}
                 alone = subprocess.run(command, env=environment, capture_output=True, text=True)
                 assert alone.returncode == 0, alone.stderr
+        command = [sys.executable, "-m", "headstart.cli", "report", recipe, url, "report.num_prompts=2"]
+        own["HEADSTART_CACHE"] = str(folder / "third")
+        report = subprocess.run(command, env={**quiet_environment(ROOT), **own}, capture_output=True, text=True)
+        assert report.returncode == 0, report.stderr
+    assert (folder / "third/stores/s3" / BUCKET / "run/report/report.json").is_file()
     found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
 
