@@ -36,7 +36,7 @@ from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import Round, Run, run_rounds, texts_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.schema import Baseline
+from headstart.recipes.values import Baseline
 
 OF_RECIPE: tuple[Baseline, ...] = ("chain", "tree", "cost_aware")
 

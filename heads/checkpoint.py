@@ -31,7 +31,8 @@ from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection, Dtype, Eagle1Section, HeadSection
+from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection
+from headstart.recipes.values import Dtype
 
 SHOWN = 12  # wrong tensors that a message names
 KINDS: dict[str, type[DraftHead]] = {

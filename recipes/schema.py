@@ -1,9 +1,7 @@
 """The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
 import math
-import os
 import re
-from datetime import date
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -13,119 +11,33 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainSerializer,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 
-from headstart.common.remote import is_url, mirror_of, shown
+from headstart.recipes.values import (
+    Baselines,
+    Batches,
+    DeviceName,
+    Devices,
+    DrafterKind,
+    Dtype,
+    Folders,
+    HomePath,
+    HomeText,
+    Objective,
+    PathOrUrl,
+    Servers,
+    SystemPrompts,
+    Temperatures,
+    with_day_as_text,
+)
 
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
-LONGEST_NAME = 255  # bytes of a file's name, on every common file system
-
-
-def refuse_unusable_path(path: object) -> object:
-    """Raise ValueError for text that can name no file; a Path would take "" for the current folder."""
-    if isinstance(path, str) and (not path.strip() or "\0" in path):
-        raise ValueError("a path of one or more characters is allowed; change it, or write . for the current folder")
-    if isinstance(path, str) and any(len(os.fsencode(name)) > LONGEST_NAME for name in path.split("/")):
-        raise ValueError(f"a path with names of up to {LONGEST_NAME} bytes is allowed; choose another, shorter one")
-    return path
-
-
-def mirrored(path: object) -> object:
-    """The local mirror of a URL; anything else as it is."""
-    return mirror_of(path) if isinstance(path, str) and is_url(path) else path
-
-
-def refuse_url(path: object) -> object:
-    if isinstance(path, str) and is_url(path):
-        raise ValueError(
-            "a path on this machine is allowed; copy it here: only run_dir, data.folder, data.store may be URLs"
-        )
-    return path
-
-
-# Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
-HomePath = Annotated[
-    Path,
-    Field(strict=False),
-    BeforeValidator(refuse_unusable_path),
-    BeforeValidator(refuse_url),
-    AfterValidator(lambda path: Path(os.path.expanduser(path))),
-]
-PathOrUrl = Annotated[
-    Path,
-    Field(strict=False),
-    BeforeValidator(mirrored),
-    BeforeValidator(refuse_unusable_path),
-    AfterValidator(lambda path: Path(os.path.expanduser(path))),
-    PlainSerializer(shown, when_used="json"),
-]
-HomeText = Annotated[
-    str, BeforeValidator(refuse_unusable_path), BeforeValidator(refuse_url), AfterValidator(os.path.expanduser)
-]
-Temperature = Annotated[float, Field(ge=0)]
-Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
-Dtype = Literal["float32", "bfloat16", "float16"]
-DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
-
-
-def refuse_unknown_device(name: str) -> str:
-    """Raise ValueError for a name that is no device; whether this machine has it is checked when a run starts."""
-    if DEVICE_NAME.fullmatch(name):
-        return name
-    advice = "did you mean cuda?" if name.partition(":")[0].lower() in ("gpu", "cuda", "nvidia") else "choose one"
-    raise ValueError(f"auto, cpu, cuda, a numbered device such as cuda:1, or mps, xpu, hpu is allowed; {advice}")
-
-
-def with_day_as_text(variables: object) -> object:
-    """The variables with `date` as text, which YAML reads as a day; raises ValueError for one that is no day."""
-    if not isinstance(variables, dict) or "date" not in variables:
-        return variables
-    try:
-        return {**variables, "date": date.fromisoformat(str(variables["date"])).isoformat()}
-    except ValueError:
-        raise ValueError("date is a day such as 2026-11-26; correct it, or remove it") from None
-
-
-def refuse_other_schemes(url: str) -> str:
-    """Raise ValueError for text that is no URL of a server."""
-    if not re.match(r"https?://[^/\s]", url):
-        written = url.lstrip("/") or "HOST:PORT"
-        raise ValueError(f"a URL that starts with http:// or https:// is allowed; write http://{written}")
-    return url
-
-
-def refuse_repeated_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    if len({*urls}) < len(urls):
-        raise ValueError(f"URLs without repeats are allowed; write {list(dict.fromkeys(urls))}")
-    return urls
-
-
-DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
-Url = Annotated[str, AfterValidator(refuse_other_schemes)]
-Servers = Annotated[
-    tuple[Url, ...],
-    Field(strict=False, min_length=1),
-    BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
-    AfterValidator(refuse_repeated_urls),
-]
-Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
-Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
-SystemPrompt = Annotated[str, Field(min_length=1)]
-SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
-Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
-Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
-DrafterKind = Literal["head", "draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
-DrafterRow = Literal["draft_model", "early_exit", "prompt_lookup", "suffix", "lookahead"]
-HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
-Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
-Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
 
 
 class Section(BaseModel):

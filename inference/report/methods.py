@@ -13,7 +13,7 @@ from headstart.inference.drafters.lookup import Repeats
 from headstart.inference.generate.inputs import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import Baseline
+from headstart.recipes.values import Baseline
 
 NEED_A_HEAD: tuple[Baseline, ...] = ("chain", "tree", "cost_aware", "repeats", "untrained")  # report.baselines
 
