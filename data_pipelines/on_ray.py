@@ -55,10 +55,8 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
             for _ in workers.carry_out([Task("the prompts", "begin")]):
                 pull(folder)
                 prompts = prompts_stage(recipe)
-            while missing := stages.missing():
-                make_shards(workers, stages, missing)
-            done = stages.finish(prompts, responses_stage(recipe, prompts))
-        assert done is not None
+            while (done := stages.finish(prompts, responses_stage(recipe, prompts))) is None:
+                make_shards(workers, stages, stages.missing())
         forget_parts(folder)
     return done
 

@@ -254,3 +254,13 @@ def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe])
     online = planned_hours(gpu_recipe("llama3_8b", "data.online=[auto]"), 1)
     assert "time: features" not in online
     assert online["time: training"] > few["time: training"] + few["time: features"]
+
+
+def test_gpus_with_layers_of_their_own_write_no_faster_than_one(gpu_recipe: Callable[..., Recipe]) -> None:
+    """They compute one after another; the plan had divided the time by their number."""
+    alone, layers = (
+        planned_hours(gpu_recipe("llama3_8b", f"target.split={split}"), 8 if split == "layers" else 1)
+        for split in ("null", "layers")
+    )
+    for stage in ("time: responses", "time: features"):
+        assert layers[stage] == pytest.approx(alone[stage], abs=0.02)

@@ -180,34 +180,24 @@ def data_rows(recipe: Recipe, data: DataSizes, trained: int) -> list[tuple[str, 
 
 def time_rows(recipe: Recipe, data: DataSizes, cost: TokenCost, machine: Machine) -> list[tuple[str, str, str]]:
     """The hours of each stage, were every GPU an H100, and what disks must deliver to training."""
-    section, sharing = (
-        recipe.data,
-        {"layers": machine.devices, "tensor": machine.ranks}.get(recipe.target.split or "", 1),
-    )
-    cards, rows, total_seconds = max(machine.ranks, sharing), [], 0.0
-    texts, mean = section.generate_batch, data.tokens / max(data.samples, 1)
-
-    def add(stage: str, card_seconds: float, on: int, why: str) -> None:
-        nonlocal total_seconds
-        total_seconds += card_seconds
-        rows.append((f"time: {stage}", f"{card_seconds / on / 3600:,.2f} h", why))
-
-    if section.store is None:
+    section, split = recipe.data, recipe.target.split
+    sharing = machine.devices_of_target(split)
+    # GPUs with layers of their own compute one after another.
+    abreast, waiting = (sharing, 1) if split == "tensor" else (1, sharing)
+    cards, texts, mean = max(machine.ranks, sharing), section.generate_batch, data.tokens / max(data.samples, 1)
+    stages: list[tuple[str, float, int, str]] = []  # name, seconds of GPUs, on how many, why
+    if section.store is None and section.responses == "target" and section.server is None:
         written = data.samples * min(section.response_tokens, mean)
-        if section.responses == "target" and section.server is None:
-            seconds = cost.responses(written, texts, mean / 2, sharing)
-            add(
-                "responses", seconds, cards, f"{written:,.0f} tokens, {texts} texts at once; the plan's longest lengths"
-            )
-        if section.online is None:
-            add("features", cost.features(data.tokens), cards, f"{data.tokens:,} tokens")
+        seconds = waiting * cost.responses(written, texts, mean / 2, abreast)
+        stages.append(("responses", seconds, cards, f"{written:,.0f} tokens, {texts} texts at once, at their longest"))
+    if section.store is None and section.online is None:
+        once = waiting * cost.features(data.tokens)
+        stages.append(("features", once, cards, f"{data.tokens:,} tokens"))
     ranks = min(machine.ranks, recipe.train.batch_size)
     seen = recipe.train.steps * recipe.train.batch_size * mean
-    again = cost.features(seen) if section.online is not None else 0.0
-    seconds = cost.steps(seen) + again
+    seconds = cost.steps(seen) + (0 if section.online is None else waiting * cost.features(seen))
     read = f", which read {decimal(int(cost.stored * seen / seconds * ranks))}/s" if section.online is None else ""
-    add("training", seconds, ranks, f"{seen:,.0f} tokens on {ranks} GPUs{read}")
-    rows.append(
-        ("time of GPUs, in all", f"{total_seconds / 3600:,.1f} h", "at the speed of one measured H100: docs/scale.md")
-    )
-    return rows
+    stages.append(("training", seconds, ranks, f"{seen:,.0f} tokens on {ranks} GPUs{read}"))
+    rows = [(f"time: {stage}", f"{seconds / on / 3600:,.2f} h", why) for stage, seconds, on, why in stages]
+    spent = sum(seconds for _, seconds, _, _ in stages) / 3600
+    return [*rows, ("time of GPUs, in all", f"{spent:,.1f} h", "at the speed of one measured H100: docs/scale.md")]

@@ -53,6 +53,10 @@ class Machine:
         alone = recipe.target.split == "layers" or recipe.joint.mode is not None
         return cls(1 if alone else given.count, torch.device("cuda"), given.size, given.count, is_here=False)
 
+    def devices_of_target(self, split: str | None) -> int:
+        """How many devices hold a target together."""
+        return {"layers": self.devices, "tensor": self.ranks}.get(split or "", 1)
+
 
 @dataclass(frozen=True)
 class Need:
@@ -114,7 +118,7 @@ def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine,
     data, split = recipe.data, recipe.target.split
     if data.store or data.online or (recipe.features_dir / MANIFEST).exists() or not shares_device(recipe, machine):
         return
-    shares = {"layers": machine.devices, "tensor": machine.ranks}.get(split or "", 1)
+    shares = machine.devices_of_target(split)
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     needed = (weights + step.needed(1, 1, longest_sample(recipe))) // shares
     if needed > machine.memory:
