@@ -27,7 +27,7 @@ from headstart.inference.drafters.costs import (
 )
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.targets.model import TargetModel
 

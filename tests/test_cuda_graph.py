@@ -16,7 +16,7 @@ from headstart.inference.core.verify import Accepted, accept, verify
 from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine import step
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.targets.cuda_graph import SpareSteps

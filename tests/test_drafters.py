@@ -84,6 +84,7 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
         history=None,
         texts=[text],
         keys=[key],
+        nodes=[[]],
         choices=[[]],
     )
 

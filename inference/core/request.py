@@ -241,7 +241,8 @@ class Sequence:
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
     constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
-    choices: list[int] = field(default_factory=list)  # the target's, at the root and at each of these draft tokens
+    nodes: list[int] = field(default_factory=list)  # the tokens of the last tree, root and padding included
+    choices: list[int] = field(default_factory=list)  # the target's, at each of them
     ended: bool = False
     key: int = field(default_factory=count().__next__)  # unlike the number, unique among all loops
 
@@ -278,7 +279,7 @@ class Sequence:
             self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
         else:
             self.unread.add(taps)
-        self.drafted, self.choices = found.drafted, found.choices
+        self.drafted, self.nodes, self.choices = found.drafted, found.nodes, found.choices
         kept = self.add_tokens(found.tokens, scores)
         self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
         is_shown = self.request.show_trees and found.drafted

@@ -133,7 +133,8 @@ class VerifiedOnHost(Verified):
     remaining: list[int]  # draft tokens that a row can still use
     texts: list[list[int]]  # prompt and output, the root included
     keys: list[int]  # one per row, unique in this process: a drafter keeps a row's state by its key
-    choices: list[list[int]] = field(default_factory=list)  # the target's, at each node of the last tree
+    nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
+    choices: list[list[int]] = field(default_factory=list)  # the target's, at each of them
     last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
     constraints: States = ()  # one per row; empty if no row has a constraint
 

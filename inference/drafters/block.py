@@ -16,7 +16,7 @@ from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 
 
 class BlockDrafter(TreeDrafter):

@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Proposals, Tree
 from headstart.inference.core.verify import Verified, propose
 
-LEAST_CHANCE = 0.2  # least chance of a repeated token that policies without costs verify
+LEAST_CHANCE = 0.08  # least chance of a further token that policies without costs verify
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Pool:
 
     def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
         """The tree of all nodes: their numbers in the pool are their places in the tree."""
-        above = self.parents.masked_fill(torch.cat(self.scores, dim=1) == -torch.inf, -1)
-        tokens, parents = [roots, *self.tokens], [torch.full_like(roots, -1), above]
-        return Tree(torch.cat(tokens, dim=1), torch.cat(parents, dim=1), deepest=len(self.tokens))
+        scores = torch.cat(self.scores, dim=1)
+        above = self.parents.masked_fill(scores == -torch.inf, -1)
+        return self.below(roots, torch.cat(self.tokens, dim=1), above, scores)
 
     def tree(
         self, roots: Int[Tensor, "batch 1"], chosen: Int[Tensor, "batch chosen"], scores: Float[Tensor, "batch nodes"]
@@ -70,9 +70,14 @@ class Pool:
         tokens, none = torch.cat(self.tokens, dim=1).gather(1, chosen), torch.full_like(roots, -1)
         # Numbers ascend and a parent is always chosen too: its place among the chosen is its new number.
         numbers = torch.cat([none, chosen], dim=1).add_(1)
-        above = torch.searchsorted(numbers, self.parents.gather(1, chosen))
-        above = above.masked_fill_(scores.gather(1, chosen) == -torch.inf, -1)
-        return Tree(torch.cat([roots, tokens], dim=1), torch.cat([none, above], dim=1), deepest=len(self.tokens))
+        above, scores = torch.searchsorted(numbers, self.parents.gather(1, chosen)), scores.gather(1, chosen)
+        return self.below(roots, tokens, above.masked_fill_(scores == -torch.inf, -1), scores)
+
+    def below(self, roots: Int[Tensor, "batch 1"], tokens: Tensor, parents: Tensor, scores: Tensor) -> Tree:
+        """The tree of these nodes, [batch, nodes] each, below the roots."""
+        scores = torch.cat([scores.new_zeros(roots.shape), scores], dim=1)
+        parents = torch.cat([torch.full_like(roots, -1), parents], dim=1)
+        return Tree(torch.cat([roots, tokens], dim=1), parents, deepest=len(self.tokens), log_chances=scores)
 
 
 def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, "batch children"]:

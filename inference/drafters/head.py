@@ -20,7 +20,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 
 
 @dataclass

@@ -1,14 +1,12 @@
 """Drafts what followed the same tokens before, in the text itself or in a corpus. No model runs.
 
-Lookup is a drafter: prompt lookup decoding (Saxena, 2023) or, with a corpus, SAM decoding (arXiv 2411.10666). Repeats
-adds to a head's trees what the text repeats. A head copies badly: names, quotes, code and texts that loop are often
-outside its draft vocabulary, or longer than its trees are deep.
+This is prompt lookup decoding (Saxena, 2023) or, with a corpus, SAM decoding (arXiv 2411.10666).
 """
 
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -22,18 +20,11 @@ from headstart.inference.core.constraint import ConstraintState, Path, follow, o
 from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 
 NGRAM = 3  # tokens: the longest n-gram that is searched for in the text
 MAX_OCCURRENCES = 64  # occurrences of an n-gram that count, the latest ones
 MAX_MATCH = 64  # tokens at the end of the text that are searched for in a corpus
-# How often the next token of a repeat is right, by how many tokens (at least) of the text's end have repeated before
-# it: measured on SmolLM2-135M-Instruct's answers to 12 questions of Spec-Bench at temperature 0.
-RATES = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.75, 8: 0.85}
-PRIOR = 4.0  # tokens of a text that weigh as much as these rates
-LONGEST = max(RATES)  # tokens at the end of the text that are searched for to find a repeat
-DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
 State = TypeVar("State")
 
 
@@ -64,12 +55,21 @@ class Trie:
             self.paths.append((*self.paths[parent], token))
         return node
 
-    def follow(self, tokens: Sequence[int]) -> int:
-        """The length of the longest path from the root that begins these tokens."""
-        node, count = 0, 0
-        while count < len(tokens) and (node, tokens[count]) in self.children:
-            node, count = self.children[node, tokens[count]], count + 1
-        return count
+    def walk(self, tokens: Sequence[int]) -> list[int]:
+        """The nodes of the longest path from the root that begins these tokens, the root included."""
+        nodes = [0]
+        for token in tokens:
+            if (nodes[-1], token) not in self.children:
+                break
+            nodes.append(self.children[nodes[-1], token])
+        return nodes
+
+    def cut(self, size: int) -> None:
+        """Drop the nodes that were added after the first `size`."""
+        for node in range(size, len(self)):
+            del self.children[self.parents[node], self.tokens[node]]
+        for each in (self.paths, self.tokens, self.parents, self.depths):
+            del each[size:]
 
     def allows(self, parent: int, token: int) -> bool:
         if self.depths[parent] == self.max_depth:
@@ -279,96 +279,3 @@ class Lookup(TrieDrafter):
         """The tokens that follow a state's substrings in the corpus, weighted by frequency."""
         assert self.automaton is not None
         return [Child(token, float(count), after) for token, count, after in self.automaton.followed_by(state)]
-
-
-class Repeated:
-    """The repeats of one text so far, and how often they were right."""
-
-    def __init__(self, temperature: float) -> None:
-        """Sampled texts repeat less."""
-        self.right = {length: PRIOR * rate / (1 + temperature) for length, rate in RATES.items()}
-        self.tried = dict.fromkeys(RATES, PRIOR)
-        self.path: list[int] = []  # the last repeat
-        self.start = 0  # where it would have begun in the text
-        self.matched = 1  # the key of RATES that it had
-
-    def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> list[int]:
-        """The tokens that followed the longest match, down to the trie's maximum depth."""
-        self._observe(text)
-        matches, length = Continuations.of_longest_match(text, LONGEST)
-        self.path, self.start = [], len(text)
-        if length:
-            self.matched = max(least for least in RATES if least <= length)
-            alone = Trie(text[-1], min(trie.max_depth, DEPTH), trie.state)
-            grow_best_first(alone, matches, Continuations.children, TreeLimits(DEPTH, 1, DEPTH), gumbel)
-            self.path = alone.tokens[1:]
-        return self.path
-
-    @property
-    def rate(self) -> float:
-        """The chance that a token of the path is right, given that those before it are."""
-        return self.right[self.matched] / self.tried[self.matched]
-
-    def _observe(self, text: list[int]) -> None:
-        """Count the tokens of the last path that the text has confirmed or refuted since."""
-        for token, actual in zip(self.path, text[self.start :], strict=False):
-            self.tried[self.matched] += 1
-            self.right[self.matched] += token == actual
-            if token != actual:
-                break
-
-
-class Repeats:
-    """Adds to the trees of a head what the texts repeat."""
-
-    def __init__(self, most: int) -> None:
-        """`most` bounds the draft tokens that are added per row."""
-        self.most, self.depth = most, DEPTH
-        self.rows: dict[int, Repeated] = {}  # by the row's key
-
-    def extend(self, tree: Tree, verified: VerifiedOnHost, growth: Growth) -> Tree:
-        """The tree with repeats, as far as the growth policy finds them worth their verification."""
-        samplings = verified.sampling.samplings
-        self.rows = {
-            key: self.rows.get(key) or Repeated(sampling.temperature)
-            for key, sampling in zip(verified.keys, samplings, strict=True)
-        }
-        # Of sampled rows, noise is drawn for the head's levels only.
-        depth = max(self.depth, growth.depth) if verified.sampling.all_greedy else growth.depth
-        all_tokens, all_parents = tree.tokens.tolist(), tree.parents.tolist()
-        tries, paths, chances = [], [], []
-        for row, (text, repeated) in enumerate(zip(verified.texts, self.rows.values(), strict=True)):
-            trie = Trie(text[-1], min(verified.remaining[row], depth), verified.states[row])
-            add_tree(trie, all_tokens[row], all_parents[row])
-            path = repeated.next_path(text, trie, GumbelRow(verified, row))
-            tries.append(trie)
-            paths.append(path)
-            known = trie.follow(path)
-            chances.append([repeated.rate ** (place + 1) for place in range(known, len(path))])
-        count = self._worth(chances, max(map(len, tries)) - 1, growth)
-        if not count:
-            return tree
-        for trie, path, new in zip(tries, paths, chances, strict=True):
-            trie.add_path(0, path[: len(path) - len(new) + count])
-        found = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
-        growth.joined_by(found.shape[1] - tree.shape[1])
-        deepest = max(max(trie.depths) for trie in tries)
-        return replace(found, deepest=deepest, levels=tree.deepest)
-
-    def _worth(self, chances: list[list[float]], drafted: int, growth: Growth) -> int:
-        """The number of further tokens of each path that are worth their verification, which all rows share."""
-        count = 0
-        while count < self.most:
-            mean = sum(own[count] for own in chances if len(own) > count) / len(chances)
-            if not mean or not growth.is_worth(drafted + count, mean):
-                break
-            count += 1
-        return count
-
-
-def add_tree(trie: Trie, tokens: list[int], parents: list[int]) -> None:
-    """Add one row of a tree to an empty trie; nodes that are cut off from the root are left out."""
-    nodes: list[int | None] = [0]
-    for token, parent in zip(tokens[1:], parents[1:], strict=True):
-        above = nodes[parent] if parent >= 0 else None
-        nodes.append(None if above is None else trie.add(above, token))

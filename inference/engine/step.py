@@ -186,6 +186,7 @@ class DecodeStep:
             remaining=[0 if row.unread.is_behind else row.usable_drafts for row in rows],
             texts=[row.text for row in rows],
             keys=[row.key for row in rows],
+            nodes=[row.nodes for row in rows],
             choices=[row.choices for row in rows],
             last_step=self.last_step,
             constraints=constraints_of(rows),

@@ -9,7 +9,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, fitting, growth_from_recipe, load_draft_model
 from headstart.inference.drafters.growth import Growth
-from headstart.inference.drafters.lookup import Repeats
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.generate.inputs import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
