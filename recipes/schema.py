@@ -474,8 +474,8 @@ class DecodeSection(Section):
         ge=0,
         le=64,
         description="Most draft tokens per step that are verified along with a head's tree because they followed the "
-        "same words earlier in the text, or the same token in any text. They cost almost nothing where a step waits for "
-        "the target's weights, and no CUDA graph holds such a step.",
+        "same words earlier in the text, or the same token in any text. They cost almost nothing where a step waits "
+        "for the target's weights, and no CUDA graph holds such a step.",
     )
     acceptance: Literal["seeded", "rejection"] = Field(
         default="seeded",
