@@ -87,6 +87,9 @@ def make_target(name: str, folder: Path) -> None:
     torch.manual_seed(TRAINING.seed)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, num_mtp_layers=1, **sizes))
     mtp = MtpModel(model, 1)
+    for weight in mtp.layers.parameters():
+        if weight.ndim > 1:
+            nn.init.normal_(weight, std=0.02)  # transformers leaves experts as they were allocated
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     stream = token_stream(tokenizer, [file for file in source_files() if not file.held_out])
     weights = [*model.parameters(), *mtp.layers.parameters()]
@@ -101,7 +104,7 @@ def make_target(name: str, folder: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if (step + 1) % 50 == 0:
-            shown = " and ".join(f"{float(loss):.2f}" for loss in losses)
+            shown = " and ".join(f"{loss.item():.2f}" for loss in losses)
             print(f"{name}: step {step + 1} of {TRAINING.steps}, loss {shown} nats per token", flush=True)
     for file in ("tokenizer.json", "tokenizer_config.json", "heldout_prompts.jsonl"):
         shutil.copy(DEMO / file, folder)

@@ -118,12 +118,12 @@ class MtpHead(LastHiddenHead):
         stored = [name for name in mtp_names(names, frozen.config.num_layers) if not name.endswith(SCALE_SUFFIXES)]
         model, twin = mtp_model(text, stored)
         self.stored = stored_tensors(model, twin, stored)
-        layer, rotary = model.layers[0], type(model.rotary_emb)(model.config)
-        positions = torch.arange(1, self.target.max_positions + EXTRA_ROTARY_POSITIONS + 1, device="cpu")  # of tokens
-        cosines_and_sines = rotary.to("cpu")(torch.zeros(1, device="cpu"), positions.unsqueeze(0))
-        table = torch.cat(cosines_and_sines, dim=-1)[0]  # [positions, 2 * head_dim]
+        with torch.device("cpu"):
+            positions = torch.arange(1, self.target.max_positions + EXTRA_ROTARY_POSITIONS + 1)  # of the tokens
+            turns = type(model.rotary_emb)(model.config)(torch.zeros(1), positions.unsqueeze(0))
+        table = torch.cat(turns, dim=-1)[0]  # [positions, 2 * head_dim]
         self.register_buffer("rotary", table.to(self.embedding), persistent=False)
-        self.layer = layer.float()
+        self.layer = model.layers[0].float()
         self.shape = self.probed_shape()
         self.layer.to_empty(device=self.embedding.device)
 
