@@ -99,7 +99,7 @@ def make_target(name: str, folder: Path) -> None:
         windows = TRAINING.batch_tokens // TRAINING.short_length
         tokens = sample_batch(stream, step, windows, TRAINING.short_length, TRAINING)
         losses = joint_losses(model, mtp, tokens)
-        sum(losses).backward()
+        (losses[0] + losses[1]).backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -110,15 +110,19 @@ def make_target(name: str, folder: Path) -> None:
         shutil.copy(DEMO / file, folder)
     with no_bars_of_transformers():
         model.eval().save_pretrained(folder)
-    file = folder / "model.safetensors"
-    save_file(load_file(file) | published_names(name, mtp), file, {"format": "pt"})
+    weights_file = folder / "model.safetensors"
+    save_file(load_file(weights_file) | published_names(name, mtp), weights_file, {"format": "pt"})
 
 
 def joint_losses(model: PreTrainedModel, mtp: MtpModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """The losses of the target and of its MTP layer, in nats per token."""
     out = model(tokens, output_hidden_states=True)
     places = torch.arange(1, tokens.shape[1]).expand(len(tokens), -1)
-    given = {"position_ids": places, "mtp_cache": MtpCache(config=mtp.config), "input_ids": tokens[:, 1:]}
+    given: dict[str, Any] = {
+        "position_ids": places,
+        "mtp_cache": MtpCache(config=mtp.config),
+        "input_ids": tokens[:, 1:],
+    }
     further = mtp._project_to_logits(mtp.forward_layer(0, out.hidden_states[-1][:, :-1], **given))
     pairs = (out.logits[:, :-1], tokens[:, 1:]), (further[:, :-1], tokens[:, 2:])
     one, other = (functional.cross_entropy(logits.flatten(0, 1), wanted.flatten()) for logits, wanted in pairs)

@@ -15,8 +15,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.modeling_layers import MtpModel
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask, Positions, Tokens
@@ -118,9 +125,10 @@ class MtpHead(LastHiddenHead):
         stored = [name for name in mtp_names(names, frozen.config.num_layers) if not name.endswith(SCALE_SUFFIXES)]
         model, twin = mtp_model(text, stored)
         self.stored = stored_tensors(model, twin, stored)
+        rotary_class: Any = type(model.rotary_emb)
         with torch.device("cpu"):
             positions = torch.arange(1, self.target.max_positions + EXTRA_ROTARY_POSITIONS + 1)  # of the tokens
-            turns = type(model.rotary_emb)(model.config)(torch.zeros(1), positions.unsqueeze(0))
+            turns = rotary_class(model.config)(torch.zeros(1), positions.unsqueeze(0))
         table = torch.cat(turns, dim=-1)[0]  # [positions, 2 * head_dim]
         self.register_buffer("rotary", table.to(self.embedding), persistent=False)
         self.layer = model.layers[0].float()
@@ -228,7 +236,7 @@ def mtp_names(names: Iterable[str], num_layers: int) -> list[str]:
     return found
 
 
-def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, nn.Module]:
+def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, PreTrainedModel]:
     """transformers' MTP model of a decoder, and the decoder's own, both without weights.
 
     Raises ValueError unless it has exactly one MTP layer, with full attention.
@@ -261,7 +269,7 @@ def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, nn.Modu
     return model, twin
 
 
-def stored_tensors(model: MtpModel, twin: nn.Module, names: list[str]) -> dict[str, StoredTensor]:
+def stored_tensors(model: MtpModel, twin: PreTrainedModel, names: list[str]) -> dict[str, StoredTensor]:
     """By the head's own name, where the files keep each tensor, as transformers loads them.
 
     Raises ValueError for tensors that it would put together in other ways than experts'.
@@ -280,8 +288,8 @@ def stored_tensors(model: MtpModel, twin: nn.Module, names: list[str]) -> dict[s
             result[own] = StoredTensor([by_pattern[None]])
             continue
         converter = next(each for each in converters if pattern in each.source_patterns)
-        steps = [(type(step).__name__, step.dim) for step in converter.operations]
-        if steps not in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)]):
+        steps = [(type(step), vars(step).get("dim")) for step in converter.operations]
+        if steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
             raise ValueError(f"head.kind: 'mtp' given, but the files keep {own} in another form than experts; {EAGLE}")
         result[own] = StoredTensor([by_pattern[each] for each in converter.source_patterns], of_experts=True)
     return result

@@ -104,7 +104,7 @@ def test_hidden_states_are_those_of_transformers(tiny: tuple[Path, str]) -> None
     model, mtp = in_transformers(*tiny)
     head, tokens = head_of(tiny[0]), torch.randint(97, (2, 9))
     last = model(tokens, output_hidden_states=True).hidden_states[-1][:, :-1]
-    given = {"position_ids": torch.arange(1, 9).expand(2, -1), "mtp_cache": MtpCache(config=mtp.config)}
+    given: dict[str, Any] = {"position_ids": torch.arange(1, 9).expand(2, -1), "mtp_cache": MtpCache(config=mtp.config)}
     wanted = mtp.forward_layer(0, last, input_ids=tokens[:, 1:], **given)
     found = head(last, tokens[:, 1:], torch.arange(8))
     torch.testing.assert_close(found, wanted)

@@ -91,7 +91,7 @@ def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) ->
         (lambda r: r["head"].update(taps=[2, 2]), "head.taps: [2, 2] given", "write [2]"),
         (lambda r: r["head"].update(num_heads=4, num_kv_heads=3), "head.num_kv_heads: 3 given", "a divisor of"),
         (lambda r: r["head"].update(kind="eagle2"), "head.kind: 'eagle2' given, one of eagle1, eagle3", "did you mean"),
-        (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3, medusa, block, mtp is allowed"),
+        (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3, medusa, block, mtp is"),
         (
             lambda r: r["head"].pop("kind"),
             "head.kind: nothing given",
