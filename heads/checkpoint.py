@@ -28,10 +28,11 @@ from headstart.heads.files import (
 )
 from headstart.heads.frozen import FrozenTarget, hold_attention
 from headstart.heads.medusa import MedusaHead
+from headstart.heads.mtp import MtpHead
 from headstart.heads.target_config import Rope, TargetConfig
 from headstart.heads.target_origin import TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection
+from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection, MtpSection
 from headstart.recipes.values import Dtype
 
 SHOWN = 12  # wrong tensors that a message names
@@ -40,6 +41,7 @@ KINDS: dict[str, type[DraftHead]] = {
     "eagle3": Eagle3Head,
     "medusa": MedusaHead,
     "block": BlockHead,
+    "mtp": MtpHead,
 }
 
 
@@ -53,7 +55,7 @@ def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVoc
 
     A reduced vocabulary never has a block head's mask token.
     """
-    if isinstance(section, Eagle1Section) or section.draft_vocab_size is None:
+    if isinstance(section, Eagle1Section | MtpSection) or section.draft_vocab_size is None:
         return DraftVocab.full(len(counts))
     if isinstance(section, BlockSection):
         counts = counts.clone()
@@ -152,7 +154,8 @@ def head_from_files(
     """The head that a config.json and tensors describe; raises ValueError as `load_head_for` does, naming `folder`."""
     kind = kind_of(folder, config)
     check_fit(folder, kind, config, frozen.config)
-    check_sizes(folder, config, tensors)
+    if kind is not MtpHead:  # whose config.json is the target's, and which is built without memory
+        check_sizes(folder, config, tensors)
     try:
         head = kind.from_engine(config, tensors, frozen)
     except ValueError as error:

@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,7 @@ class TargetConfig:
     rope: Rope
     final_logit_softcap: float | None = None
     has_towers: bool = field(default=False, compare=False)  # whether it has towers for images or sounds beside
+    folder: Path | None = field(default=None, compare=False)  # where its files are, if it was read from there
 
     @classmethod
     def from_folder(cls, folder: Path) -> "TargetConfig":
@@ -171,7 +172,7 @@ class TargetConfig:
         if not path.is_file():
             needed = "which is required; give the folder of a Hugging Face model"
             raise ValueError(f"target.path: {folder} has no config.json, {needed}")
-        return cls.from_dict(read_json_object(path, "target"))
+        return replace(cls.from_dict(read_json_object(path, "target")), folder=folder)
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":

@@ -70,7 +70,7 @@ def kind_mistakes(recipe: dict[str, Values], given: Values, decode: Values) -> I
         yield from level_mistakes(head, given, decode if recipe["decode"]["drafter"] == "head" else {})
     if kind == "block" and given.get("input_noise"):
         yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
-    if kind in ("eagle1", "eagle3", "medusa") and "anchors" in given:
+    if kind in ("eagle1", "eagle3", "medusa", "mtp") and "anchors" in given:
         yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
 
 

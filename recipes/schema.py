@@ -230,6 +230,12 @@ class Eagle1Section(LayerSection):
     kind: Literal["eagle1"] = Field(description="Architecture of the draft head.")
 
 
+class MtpSection(Section):
+    """The target's own multi-token-prediction layer (arXiv 2412.19437), which training tunes."""
+
+    kind: Literal["mtp"] = Field(description="Architecture of the draft head.")
+
+
 def refuse_unordered_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
     """Raise ValueError for taps that repeat or do not ascend; heads read them in ascending order."""
     if list(taps) != sorted(set(taps)):
@@ -319,7 +325,9 @@ class BlockSection(LayerSection):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-HeadSection = Annotated[Eagle1Section | Eagle3Section | MedusaSection | BlockSection, Field(discriminator="kind")]
+HeadSection = Annotated[
+    Eagle1Section | Eagle3Section | MedusaSection | BlockSection | MtpSection, Field(discriminator="kind")
+]
 
 
 class TrainSection(Section):

@@ -45,6 +45,7 @@ ONLY_IN = {
     "transformers": (
         "inference/targets/",
         "heads/target_ends.py",  # where a target keeps them is in its class
+        "heads/mtp.py",  # the layer is of the target's class
         "inference/passes/",
         "inference/core/cache.py",  # the cache is a transformers Cache
     ),

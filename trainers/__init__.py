@@ -8,6 +8,7 @@ SCRIPTS = {
     "eagle3": "trainers/eagle.py",
     "medusa": "trainers/medusa.py",
     "block": "trainers/block.py",
+    "mtp": "trainers/eagle.py",
 }
 
 

@@ -14,9 +14,14 @@ from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections
 from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
 from headstart.heads.formats.subject import Violation
+from headstart.heads.formats.whole_target import is_whole_target
 from headstart.recipes.schema import SELF, Recipe
 
-KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block"}
+KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block", "mtp": "MTP"}
+WHOLE = (
+    "This folder is the whole target with the tuned layer in place of its own. Files of weights without that layer are "
+    "links to the target's; upload or copy what they point to."
+)
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
@@ -32,6 +37,8 @@ def card(
     its command, the others get the reasons. The commands find the export in `folder`."""
     source = recipe.head_in_use
     is_own = source == recipe.head_dir
+    format_files, is_whole = FORMATS[recipe.export.format].files, is_whole_target(head, recipe.export.format)
+    can_load = format_files in (native_files, engine_files) and not is_whole
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
     parts = [
         front_matter(head, target),
@@ -50,9 +57,10 @@ def card(
         "## Serving",
         f"The commands name the folder of this export. Once it is on the hub, ORG/NAME stands for it: `hf upload "
         f"ORG/NAME {quote(str(folder))}`.",
+        *([WHOLE] if is_whole else []),
         *serving_sections(head, target, folder, violations),
         "### headstart",
-        headstart_section(target, folder, FORMATS[recipe.export.format].files in (native_files, engine_files)),
+        headstart_section(target, folder, can_load),
         "## Limits",
         "\n".join(limits(recipe, head, is_own)),
     ]

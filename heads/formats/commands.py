@@ -59,6 +59,9 @@ def in_yaml(path: Path) -> str:
 
 
 def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+    if head.kind == "mtp":
+        options = json.dumps({"method": "mtp", "num_speculative_tokens": target.draft_tokens})
+        return f"```\nvllm serve {quote(str(folder))} --speculative-config {quote(options)}\n```"
     if isinstance(head, BlockHead):  # any other number than the block was trained with collapses acceptance
         method, tokens = head.shape.method, head.shape.levels
     else:
@@ -82,10 +85,13 @@ def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
         count = f"dspark-block-size {size}" if name == "DSPARK" else f"num-draft-tokens {size}"
         folder_option = f"--speculative-draft-model-path {quote(str(folder))}"
         return f"```\n{launch} \\\n    --speculative-algorithm {name} {folder_option} --speculative-{count}\n```"
-    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3"}[head.kind]
+    option = f"--speculative-draft-model-path {quote(str(folder))} "
+    if head.kind == "mtp":
+        launch, option = f"python -m sglang.launch_server --model-path {quote(str(folder))}", ""
+    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}[head.kind]
     return (
         f"```\n{launch} \\\n"
-        f"    --speculative-algorithm {algorithm} --speculative-draft-model-path {quote(str(folder))} \\\n"
+        f"    --speculative-algorithm {algorithm} {option}\\\n"
         f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
     )

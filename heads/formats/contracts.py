@@ -71,6 +71,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
         ("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections, config_rules.speculators_verifier)
     ),
     "medusa": {"vllm": MEDUSA},
+    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.trained_for_this_target, *tensor_rules.WEIGHTS)),
     "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
     "speculators_block": dict.fromkeys(
         ("vllm", "speculators"), (*BLOCK, block_rules.draft_length, config_rules.speculators_verifier)

@@ -3,10 +3,11 @@
     headstart convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 
 Reads EAGLE-1 and EAGLE-3 heads as their authors, NVIDIA and SpecForge save them, speculators' eagle3, and Medusa heads
-in the authors' layout and in vLLM's, also inside a whole Medusa-2 model. The layout is recognised from the files. Facts
-that the files do not state, such as the rotary base or the hidden states that the head reads, are inferred and printed:
-check them against the head's documentation. A head that headstart cannot represent is refused with every reason at
-once. Nothing in the folder is executed: a pickle may hold nothing but tensors.
+in the authors' layout and in vLLM's, also inside a whole Medusa-2 model. Of a whole target it takes the MTP layer. The
+layout is recognised from the files. Facts that the files do not state, such as the rotary base or the hidden states
+that the head reads, are inferred and printed: check them against the head's documentation. A head that headstart cannot
+represent is refused with every reason at once. Nothing in the folder is executed: a pickle may hold nothing but
+tensors.
 """
 
 from collections.abc import Sequence
@@ -17,12 +18,16 @@ from pathlib import Path
 import torch
 
 from headstart.common.errors import errors_as_messages
-from headstart.heads.checkpoint import save_head
-from headstart.heads.files import HeadFiles, has_weight_dtype
+from headstart.heads.checkpoint import new_head, save_head
+from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, hold_attention
-from headstart.heads.target_config import locate_target
+from headstart.heads.mtp import mtp_names
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.vocab import DraftVocab
 from headstart.recipes.other_commands import convert_options
+from headstart.recipes.schema import MtpSection
+from headstart.recipes.target_sizes import text_section
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -37,7 +42,12 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     """Write the head in our layout and list what was inferred; raises ValueError for a head that it cannot hold."""
     if out.exists() or out.is_symlink():
         raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
-    found, folder = HeadFiles.read(path), locate_target(target, field="--target")
+    folder = locate_target(target, field="--target")
+    if holds_own_layer(path, folder):
+        frozen = FrozenTarget.from_folder(path, torch.float32)
+        save_head(new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0), out)
+        return ["a whole target with an MTP layer of its own, which is now a head; nothing was inferred"]
+    found = HeadFiles.read(path)
     files = without_target(found, folder)
     head, inferred = import_head(files, FrozenTarget.from_folder(folder, widest_dtype(files)))
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -45,6 +55,16 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     if count := len(found.tensors) - len(files.tensors):
         inferred.insert(0, f"a whole Medusa-2 model: its other {count} tensors are the target's, left out")
     return inferred
+
+
+def holds_own_layer(path: Path, target: Path) -> bool:
+    """Whether a folder holds a whole model like the target, with an MTP layer, and not a head."""
+    has_weights = any((path / name).is_file() for name in (MODEL, f"{MODEL}.index.json"))
+    if not has_weights or "headstart" in (config := read_config(path)):
+        return False
+    sizes = TargetConfig.from_folder(target)
+    is_like = text_section(config).get("model_type") == sizes.model_type
+    return is_like and bool(mtp_names(SafetensorsFolder(path).files, sizes.num_layers))
 
 
 def without_target(files: HeadFiles, folder: Path) -> HeadFiles:

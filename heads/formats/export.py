@@ -8,8 +8,8 @@ are those of the EAGLE authors' code, the speculators library and the Medusa aut
 llama.cpp, by llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written,
 the files are checked against what the format's engine reads (see headstart lint), and a head that the engine would
 serve worse than it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and
-differ only in this check. The export goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload
-ORG/NAME FOLDER.
+differ only in this check. For head.kind mtp, vllm and sglang write the whole target with the tuned layer. The export
+goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
 from functools import partial
@@ -27,6 +27,7 @@ from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.gguf import find_converter, write_gguf
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.formats.subject import Violation, layout_of
+from headstart.heads.formats.whole_target import is_whole_target, write_whole_target
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.target_config import locate_target
@@ -61,6 +62,8 @@ def export(recipe: Recipe) -> Path:
     add = None
     if section.format == "gguf":
         add = partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"])
+    if is_whole_target(head, section.format):
+        add = partial(write_whole_target, target=target_folder, tensors=tensors)
     clean = [engine for engine, broken in found.items() if not broken]
     lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
     promise = {"acceptance_length": lengths} if lengths else {}
@@ -86,6 +89,8 @@ def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> d
     Some read only a format of their own; of the two authors' formats vLLM reads only Medusa's.
     """
     layout, own = layout_of(files), FORMATS[name].engine
+    if layout == "mtp" and own is None:
+        return {}  # engines draft with the layer of their target, see `write_whole_target`
     is_for_both = layout == "medusa_reference"
     engines = [
         engine for engine in RULES[layout] if is_for_both or engine == own or {engine, own}.isdisjoint(OWN_FORMAT)

@@ -39,7 +39,7 @@ def layout_of(files: HeadFiles) -> str:
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         return "eagle1"
     kind = files.config.get("headstart", {}).get("kind")
-    if kind in ("eagle1", "eagle3", "medusa", "block"):
+    if kind in ("eagle1", "eagle3", "medusa", "block", "mtp"):
         return str(kind)
     unknown = f"the layout of this draft head is unknown (its tensors: {', '.join(sorted(names)[:4])}, ...)"
     allowed = "EAGLE-1, EAGLE-3, speculators' eagle3, Medusa, DFlash and DSpark are allowed"
@@ -74,7 +74,7 @@ class Subject:
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
         """The tensors under one spelling: the reference's `midlayer.` for EAGLE-3, vLLM's names for Medusa."""
-        if self.layout == "eagle1" or self.layout in BLOCK:
+        if self.layout in ("eagle1", "mtp", *BLOCK):
             return self.files.tensors
         if self.layout in MEDUSA:
             return from_any_layout(self.files.tensors)
@@ -97,12 +97,12 @@ class Subject:
             return "medusa"
         if self.layout in BLOCK:
             return "block"
-        return "eagle1" if self.layout == "eagle1" else "eagle3"
+        return self.layout if self.layout in ("eagle1", "mtp") else "eagle3"
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The hidden_states that the head reads; empty for a block head that names none."""
-        if self.layout in MEDUSA:
+        if self.layout in (*MEDUSA, "mtp"):
             return (self.frozen.config.num_layers,)
         if self.layout in BLOCK:
             return named_taps(self.config)

@@ -99,7 +99,7 @@ class Interpretation:
     def unit_norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
         """A weight of ones for each norm that a head of this kind may have."""
         target, hidden = frozen.config.hidden_size, self.config.get("hidden_size", frozen.config.hidden_size)
-        if self.kind == "medusa":
+        if self.kind in ("medusa", "mtp"):
             return {}
         if self.kind == "eagle1":
             return {"layers.0.post_attention_layernorm.weight": torch.ones(hidden)}

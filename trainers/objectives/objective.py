@@ -50,6 +50,7 @@ PAPERS = {  # by head.kind, or by the paper that a block head follows
     "eagle1": Objective(weight=0.1, regression_weight=1.0, input_noise=0.2),
     "eagle3": Objective(),
     "medusa": Objective(),
+    "mtp": Objective(),
     "dspark": Objective("total_variation", weight=1.8, text_weight=0.1),  # .9 of the L1 distance, which is 2 TV
     "dflash": Objective(weight=0.0, text_weight=1.0),
     "jetspec": Objective(),
