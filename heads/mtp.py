@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel, __version__
 from transformers.core_model_loading import (
     Concatenate,
     MergeModulelist,
@@ -40,6 +40,7 @@ FULL = "full_attention"
 STORED = re.compile(r"(?:(?:model|language_model)\.)*(mtp\.)?(?:layers\.(\d+)\.)?")
 COPIES = re.compile(r"embed_tokens\.|shared_head\.head\.")  # of the target's own ends
 EAGLE = "choose another target, or head.kind eagle3"
+OLDEST = 5, 23  # the release of transformers whose names of these tensors were tried
 
 
 def attend(
@@ -242,6 +243,9 @@ def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, PreTrai
     Raises ValueError unless it has exactly one MTP layer, with full attention.
     """
     family, needed = text.get("model_type"), "exactly one, with full attention, is allowed"
+    if tuple(map(int, __version__.split(".")[:2])) < OLDEST:
+        newer = "5.23 or newer is needed: run pip install -U transformers"
+        raise ValueError(f"head.kind: 'mtp' given with transformers {__version__}, {newer}")
     if not names:
         raise ValueError(f"head.kind: 'mtp' given, but the target's files hold no MTP layer (mtp.*); {needed}; {EAGLE}")
     numbers = {place[2] for name in names if (place := STORED.match(name)) and place[2]}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -16,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.formats.convert import convert
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.mtp import MtpHead
+from headstart.heads.mtp import OLDEST, MtpHead
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
@@ -28,6 +29,9 @@ from headstart.recipes.schema import MtpSection
 from tests.exported import exported, read_config, read_tensors, same_bits
 from tests.families import GROUPED, OTHERS, STATEFUL
 
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="MTP layers need transformers 5.23"
+)
 QWEN = {**GROUPED, **{key: value for key, value in STATEFUL["qwen3_next"][1].items() if "linear" in key}}
 LAYERS = {"hybrid": ["linear_attention", "full_attention"], "dense": ["full_attention"] * 2}
 NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
