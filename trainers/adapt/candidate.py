@@ -25,6 +25,7 @@ from headstart.trainers.new_head import build_head
 from headstart.trainers.stages import TrainingRun
 from headstart.trainers.step import TrainingInputs
 
+RATE = 0.1  # of the recipe's learning rates, which are those of a new head
 REPLAYED = 0.25  # share of a candidate's samples that come from the recipe's own features
 SPLITS = ("train", "heldout")
 
@@ -114,7 +115,8 @@ def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapsh
 
 def candidate_recipe(recipe: Recipe, folder: Path, served: Path, steps: int) -> Recipe:
     """The recipe with its train section for a candidate's steps from the served head."""
-    changes = {"steps": steps, "start_from": served, "eval_prompts": 0, "fitted_start": False}
+    rates = {name: RATE * getattr(recipe.train, name) for name in ("learning_rate", "muon_learning_rate")}
+    changes = {**rates, "steps": steps, "start_from": served, "eval_prompts": 0, "fitted_start": False}
     changes |= {"warmup_steps": min(recipe.train.warmup_steps, steps // 10), "checkpoint_every": max(steps // 4, 1)}
     # The features that are replayed stay those of the recipe's own run.
     data = recipe.data.model_copy(update={"store": recipe.data.store or recipe.features_dir})
