@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -102,6 +103,7 @@ def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_
             while not texts[-1].done():
                 Server(server.url).serve(str(heads[swaps % 4]))
                 swaps += 1
+                time.sleep(0.3)  # the new head serves for a while
             found = [text.result() for text in texts]
         assert swaps >= 3
         assert facts(server)["swaps"] == swaps
@@ -144,7 +146,7 @@ def test_traffic_is_for_this_machine_and_absent_without_the_option(recipe: Recip
 
 
 def test_recorded_states_are_those_of_one_pass_over_the_text(recipe: Recipe) -> None:
-    taps = (1, 3, 5, 7)
+    taps = (2, 3, 4, 7)
     target = TargetModel.load(recipe.target, taps)
     head = load_head_for(recipe.head_dir, target.frozen)
     kept = Traffic(2**20, 60.0, taps)
@@ -241,7 +243,7 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[TargetModel, DraftHead, 
 
 def traffic_of(recipe: Recipe) -> Snapshot:
     """A snapshot of what the tiny target wrote."""
-    target = TargetModel.load(recipe.target, (1, 3, 5))
+    target = TargetModel.load(recipe.target, (2, 3, 4))
     samples = []
     for prompt in PROMPTS[:16]:
         text = prompt + generate(target, prompt, 12).tokens
@@ -256,7 +258,7 @@ def test_an_interrupted_candidate_ends_in_the_same_weights(
 ) -> None:
     head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(Path(recipe.target.path), torch.float32))
     taps, snapshot = head.taps, traffic_of(recipe)
-    assert taps == (1, 3, 5)
+    assert taps == (2, 3, 4)
     whole = train_candidate(recipe, tmp_path / "whole", recipe.head_dir, snapshot, 8)
     assert contents(whole) != contents(recipe.head_dir)
     snapshot.save(tmp_path / "cut" / "features", taps)
