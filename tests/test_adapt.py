@@ -93,9 +93,10 @@ def facts(server: Running) -> dict[str, object]:
     return dict(httpx.get(f"{server.url}/adapt").json())
 
 
-def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(200, marks=pytest.mark.slow)])
+def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_path: Path, count: int) -> None:
     heads = [random_head(recipe, tmp_path / f"head-{seed}", seed) for seed in range(4)]
-    asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(200)]
+    asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(count)]
     with serving(recipe) as server:
         with ThreadPoolExecutor(8) as clients:
             texts = [clients.submit(complete, server, *each) for each in asked]
@@ -103,9 +104,9 @@ def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_
             while not texts[-1].done():
                 Server(server.url).serve(str(heads[swaps % 4]))
                 swaps += 1
-                time.sleep(2.0)  # the new head serves for a while
+                time.sleep(0.1)  # the new head serves for a while
             found = [text.result() for text in texts]
-        assert swaps >= 3
+        assert swaps >= 2
         assert facts(server)["swaps"] == swaps
         page = httpx.get(f"{server.url}/metrics").text
         assert "headstart:head_swaps{" in page
