@@ -139,7 +139,7 @@ class Engine:
     def _follow_orders(self) -> None:
         """Follow all orders; waits for one if there is nothing to decode."""
         try:
-            self.orders.get(block=self.loop.idle)()
+            self.orders.get(block=self.loop.idle and self.next is None)()
             while True:
                 self.orders.get_nowait()()
         except Empty:
