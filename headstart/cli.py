@@ -19,7 +19,7 @@ from headstart.inference.serve.options import serve_options
 from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.recipes.command_line import DeviceMemory, harvest_arguments, recipe_and_devices
-from headstart.recipes.other_commands import convert_options, doctor_options, lint_options, store_options
+from headstart.recipes.other_commands import adapt_options, convert_options, doctor_options, lint_options, store_options
 from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 
@@ -108,6 +108,12 @@ COMMANDS = {  # in data-flow order
         "reads target, RUN_DIR/head or decode.head; writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         serve_options,
+    ),
+    "adapt": Command(
+        "headstart.trainers.adapt.command",
+        "Let a served head learn from its traffic; it is replaced only by one that accepts more of recent traffic.",
+        "reads a server with --adapt-memory, RUN_DIR/features if any; writes RUN_DIR/versions",
+        read_arguments=adapt_options,
     ),
     "export": Command(
         "headstart.heads.formats.export",

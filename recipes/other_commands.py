@@ -1,12 +1,13 @@
-"""The command lines of `headstart lint`, `convert`, `doctor` and `store`, which take no recipe; torch is not loaded."""
+"""The command lines of `headstart lint`, `convert`, `doctor`, `store` and `adapt`; torch is not loaded."""
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from headstart.common.remote import is_url, without_secrets
-from headstart.recipes.command_line import own_parser
+from headstart.recipes.command_line import named_recipe, own_parser, recipe_parser
+from headstart.recipes.schema import Recipe
 
 # The engines that can serve a head: the name that a recipe and a command line give them, and their own.
 ENGINE_NAMES = {
@@ -78,6 +79,45 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     engine = "engine that serves EXPORT; default: the first it is meant for"
     parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
     return parser.parse_args(argv)
+
+
+@dataclass(frozen=True)
+class AdaptOptions:
+    """Where a head learns from its traffic, and when."""
+
+    server: str
+    versions: Path | None  # None: RUN_DIR/versions
+    steps: int
+    after: int
+    once: bool
+    keep_traffic: bool
+    roll_back: bool
+
+
+def adapt_options(doc: str | None, argv: Sequence[str] | None = None) -> tuple[Recipe, AdaptOptions]:
+    """The recipe of the served head, and the options of `headstart adapt`; `doc` opens --help."""
+    parser = recipe_parser(doc)
+    add = parser.add_argument
+    add("--server", default="http://127.0.0.1:8000", help="a server with --adapt-memory (default: %(default)s)")
+    add("--versions", type=Path, metavar="FOLDER", help="folder of the heads served so far (default: RUN_DIR/versions)")
+    add("--steps", type=positive, default=200, help="training steps of a candidate (default: %(default)s)")
+    after = "new tokens that the target has written, after which a candidate is trained (default: %(default)s)"
+    add("--after", type=positive, default=20_000, metavar="TOKENS", help=after)
+    add("--once", action="store_true", help="train one candidate on what the server has now, and end")
+    kept = "write the candidate's traffic to disk until it is judged, so that its training resumes after a kill"
+    add("--keep-traffic", action="store_true", help=kept)
+    add("--roll-back", action="store_true", help="serve the head that was served before the present one, and end")
+    given = parser.parse_intermixed_args(argv)
+    recipe = named_recipe(given)
+    names = [field.name for field in fields(AdaptOptions)]
+    return recipe, AdaptOptions(**{name: getattr(given, name) for name in names})
+
+
+def positive(text: str) -> int:
+    """A number from 1 on; argparse reports others with the option's name."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} given, 1 or more is allowed; correct it or leave it out")
+    return int(text)
 
 
 def local_folder(text: str) -> Path:

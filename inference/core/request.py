@@ -16,6 +16,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import Accepted
 
 GREEDY = Sampling()
+TRACED = 64  # steps whose hidden states wait on the device for one copy to host memory
 Detokenize = Callable[[list[int]], str]
 Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
@@ -225,6 +226,31 @@ class Unread:
         self.newest = max(self.newest, 1)
 
 
+@dataclass
+class Trace:
+    """The target's hidden states at a row's positions, kept for training. Those of a reused prefix are not known."""
+
+    start: int = 0  # the first position that the target read for this row
+    recent: list[Float[Tensor, "count tapped"]] = field(default_factory=list)  # on the target's device
+    before: list[Float[Tensor, "count tapped"]] = field(default_factory=list)  # in host memory
+
+    def add(self, taps: Float[Tensor, "count tapped"]) -> None:
+        """Add the states at the next positions."""
+        self.recent.append(taps)
+        if len(self.recent) == TRACED:
+            self._move()
+
+    def whole(self) -> Float[Tensor, "count tapped"]:
+        """All states, in host memory."""
+        self._move()
+        return torch.cat(self.before)
+
+    def _move(self) -> None:
+        if self.recent:
+            self.before.append(torch.cat(self.recent).cpu())
+            self.recent = []
+
+
 @dataclass(eq=False)
 class Sequence:
     """A request that is being decoded: its text, and how far target and drafter have read it."""
@@ -239,6 +265,7 @@ class Sequence:
     drafted: int = 0  # draft tokens that the last target step verified
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
+    trace: Trace | None = None  # if finished texts are kept for training
     constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     nodes: list[int] = field(default_factory=list)  # the tokens of the last tree, root and padding included

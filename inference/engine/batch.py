@@ -10,7 +10,7 @@ from headstart.inference.core.cache import PAGE, KVCache, SlotContents
 from headstart.inference.core.cache_memory import takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, Sequence, Unread
+from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
 from headstart.inference.core.states import WINDOW, Snapshot
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget, free_memory
@@ -42,9 +42,10 @@ class Batch:
         static: bool | None,
         memory: int | None,
         prefix_memory: int | None,
+        traces: bool = False,
     ) -> None:
-        """The last three are those of the decode loop."""
-        self.target, self.drafter, self.max_rows = target, drafter, max_rows
+        """`static`, `memory` and `prefix_memory` are those of the decode loop. `traces`: rows keep their states."""
+        self.target, self.drafter, self.max_rows, self.traces = target, drafter, max_rows, traces
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.may_capture if static is None else static and target.grows_trees
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
@@ -86,6 +87,8 @@ class Batch:
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
         unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
         row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
+        if self.traces:
+            row.trace = Trace()
         if request.constraint is not None:
             row.constraint = GuardedState(request.constraint, self.target.config.vocab_size)
         return row
@@ -102,6 +105,8 @@ class Batch:
             self.cache.states.write(place, prefix.blocks[-1].states)
         row.unread = Unread(prefix.taps, prefix.start)
         row.kept_from = row.generation.cached_tokens = prefix.tokens
+        if row.trace is not None:
+            row.trace.start = prefix.tokens
         self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
 
     def join(self, rows: list[Sequence]) -> None:

@@ -117,6 +117,7 @@ class DecodeLoop:
         memory: int | None = None,
         prefix_memory: int | None = None,
         costs: CostTable | None = None,
+        record: Callable[[Sequence], None] | None = None,
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
 
@@ -134,21 +135,25 @@ class DecodeLoop:
 
         `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
         draft only at loads where that pays; without them they always do.
+
+        `record` is given each row whose text has ended, with the hidden states that the target gave of it.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
         if not target.drafts:  # after its states it reads token by token, so a prompt is read in one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
-        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory)
+        self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
         self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         prompts_first = prompts_first or target.ranks.count > 1
         beside = not prompts_first and not self.batch.is_static and target.packs
         suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
         self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
+        self.record = record
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
+        self.admits = True  # whether requests that wait may start
         self.ended: list[int] = []  # requests whose text has ended since `take_ended` was last called
         self.submitted = 0
 
@@ -212,6 +217,13 @@ class DecodeLoop:
         else:
             return
         self.generations[number].finish = "cancelled"
+
+    def withdraw(self) -> list[int]:
+        """Drop the requests that wait for a row, so that another loop may take them; returns their numbers."""
+        numbers, self.waiting = self.waiting.numbers, Queue()
+        for number in numbers:
+            del self.generations[number]
+        return numbers
 
     def forget(self, number: int) -> None:
         """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
@@ -283,7 +295,7 @@ class DecodeLoop:
         """Whether a prompt is being read, or the first one that waits has a place and memory."""
         if self.batch.reading is not None:
             return True
-        has_place = bool(self.waiting) and len(self.batch.rows) < self.max_batch
+        has_place = self.admits and bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
 
     def _next_chunks(self) -> list[PromptChunk]:
@@ -301,6 +313,8 @@ class DecodeLoop:
 
     def _end(self, row: Sequence) -> None:
         self.ended.append(row.number)
+        if self.record is not None:
+            self.record(row)
         self.batch.end(row)
 
     def _refuse_other_rule(self, request: Request) -> None:

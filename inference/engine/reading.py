@@ -138,6 +138,8 @@ class PromptReader:
             chunk.row.unread.add(taps)
             if batch.prefixes is not None:
                 chunk.row.kept.append(taps)
+            if chunk.row.trace is not None:
+                chunk.row.trace.add(output.taps[0])
             if chunk.is_scored:
                 chunk.score(output.logits[0])
         reading = batch.reading

@@ -200,7 +200,8 @@ class DecodeStep:
         longest = max(len(found.path) for found in accepted)
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
         paths = paths.to(device, non_blocking=True)
-        path_taps = drafter_taps(take(output.taps, paths), batch.tap_columns)  # [batch, longest, tapped]
+        given = take(output.taps, paths)  # [batch, longest, all taps of the target]
+        path_taps = drafter_taps(given, batch.tap_columns)  # [batch, longest, tapped]
         blocks = []
         for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
             count = len(found.path)
@@ -208,6 +209,8 @@ class DecodeStep:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
             if batch.prefixes is not None:
                 row.kept.append(path_taps[index, :count])
+            if row.trace is not None:
+                row.trace.add(given[index, :count])
             # A drafter without slots reads only the newest positions, and a row that opted out needs none.
             skips = batch.cache.head is None or not row.request.speculative
             # A step with drafts has let the drafter read all positions before these.

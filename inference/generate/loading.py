@@ -14,13 +14,20 @@ from headstart.recipes.schema import TargetSection
 FLAGS = {"target.path": "--target", "target": "--target", "target.dtype": "--dtype", "decode.head": "--head"}
 
 
-def load_model(options: ModelOptions) -> tuple[SpeculativeModel, ChatTemplate, TargetSection]:
-    """The target with its drafter, its chat template and its fields; raises ValueError for a wrong head."""
+def load_model(
+    options: ModelOptions, last_hidden: bool = False
+) -> tuple[SpeculativeModel, ChatTemplate, TargetSection]:
+    """The target with its drafter, its chat template and its fields; raises ValueError for a wrong head.
+
+    `last_hidden`: the target also gives its last hidden state, which training needs.
+    """
     require_head(options)
     section = target_section(options)
     fields = section.model_dump(exclude={"path"})
     try:
-        model = SpeculativeModel.from_folders(section.path, options.head, options.decode, **fields)
+        model = SpeculativeModel.from_folders(
+            section.path, options.head, options.decode, last_hidden=last_hidden, **fields
+        )
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
     tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)

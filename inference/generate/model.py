@@ -100,13 +100,15 @@ class SpeculativeModel:
         head: str | Path | None = None,
         decode: DecodeSection | None = None,
         tokenizer: Any = None,
+        last_hidden: bool = False,
         **section: Any,
     ) -> "SpeculativeModel":
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
         Without a head, `decode.drafter` names another drafter, such as draft_model, prompt_lookup or lookahead.
         `decode` also gives the shape of drafts, the acceptance rule and max_batch. `section` holds fields of the
-        recipe's target section, such as dtype (default float32), device or attention.
+        recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
+        also gives its last hidden state, which training needs.
 
         Raises ValueError if the head does not fit the target.
         """
@@ -121,7 +123,9 @@ class SpeculativeModel:
             drafter = build_drafter(decode, model, fields)
         else:
             # Refuse a head that does not fit before loading the target, which may take minutes.
-            model = TargetModel.load(fields, load_head_for(head, FrozenTarget.from_folder(folder, torch.float32)).taps)
+            frozen = FrozenTarget.from_folder(folder, torch.float32)
+            taps = {*load_head_for(head, frozen).taps, *([frozen.config.num_layers] if last_hidden else [])}
+            model = TargetModel.load(fields, tuple(sorted(taps)))
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
         return cls(model, drafter, tokenizer, decode.acceptance, decode.max_batch)
 

@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -25,7 +25,8 @@ from typing import Any
 import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
-from headstart.inference.drafters.build import fitting, load_costs
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.drafters.build import build_drafter, fitting, load_costs, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
@@ -34,6 +35,9 @@ from headstart.inference.serve.http.transport import http_config
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
+from headstart.inference.serve.traffic import Adaptation, Traffic
+from headstart.inference.targets.cuda_graph import SpareSteps
+from headstart.inference.targets.model import TargetModel
 
 LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
@@ -57,39 +61,54 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def load(options: ServeOptions, thread: Executor) -> Served:
     """Load the target and its drafter, in the `thread` that will decode; ValueError for a head that does not fit."""
-    model, template, section = load_model(options.model)
+    adapts = options.adapt_memory is not None
+    model, template, section = load_model(options.model, last_hidden=adapts)
     assert model.drafter is not None
-    decode = fitting(options.model.decode, model.target)
-    return Served(
-        target=model.target,
-        template=template,
-        make_loop=partial(
+    decode, target = fitting(options.model.decode, model.target), model.target
+    traffic = None if options.adapt_memory is None else Traffic(options.adapt_memory, options.adapt_keep, target.taps)
+
+    def loop_with(drafter: Drafter) -> Callable[[], DecodeLoop]:
+        return partial(
             ready_loop,
-            model.target,
-            model.drafter,
+            target,
+            drafter,
             options.settings.max_batch,
             memory=options.memory,
             prefix_memory=options.prefix_memory,
-            costs=None if options.always_draft else load_costs(decode, model.target, model.drafter),
-        ),
-        defaults=TargetDefaults.of(model.target, model.rule),
+            costs=None if options.always_draft else load_costs(decode, target, drafter),
+            record=None if traffic is None else traffic.add,
+        )
+
+    def loop_with_head(folder: Path) -> Callable[[], DecodeLoop]:
+        drafter = build_drafter(decode, target, section, load_drafting_head(folder, target))
+        target.tap_columns(drafter.taps)  # refuses a head that reads other states than the target gives
+        return loop_with(drafter)
+
+    head = options.model.head
+    return Served(
+        target=target,
+        template=template,
+        make_loop=loop_with(model.drafter),
+        defaults=TargetDefaults.of(target, model.rule),
         most_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
-            "head": None if options.model.head is None else str(options.model.head),
+            "head": None if head is None else str(head),
             "drafter": decode.drafter,
             "growth": decode.growth,
             "dtype": section.dtype,
-            "device": str(model.target.device),
+            "device": str(target.device),
         },
-        promised=promised_length(options.model.head),
+        promised=promised_length(head),
         thread=thread,
+        adaptation=None if traffic is None or head is None else Adaptation(traffic, head.resolve(), loop_with_head),
     )
 
 
-def ready_loop(*options: Any, **more: Any) -> DecodeLoop:
+def ready_loop(target: TargetModel, *options: Any, **more: Any) -> DecodeLoop:
     """A decode loop whose first requests wait for no capture."""
-    loop = DecodeLoop(*options, **more)
+    target.kept(SpareSteps).clear()  # of the head before this one
+    loop = DecodeLoop(target, *options, **more)
     loop.capture_ahead()
     return loop
 

@@ -73,6 +73,7 @@ class Engine:
         """
         self.thread, self.make_loop, self.observe = thread, make_loop, observe
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self.next: tuple[Callable[[], DecodeLoop], Future[None]] | None = None  # once the running rows have ended
         self.jobs: dict[int, Job] = {}
         self.running = True
         self.ended: Future[None] | None = None
@@ -100,6 +101,16 @@ class Engine:
         """End a job wherever it is; its End follows, unless it has ended already."""
         self.orders.put(partial(self._cancel, job))
 
+    def change_loop(self, prepare: Callable[[], Callable[[], DecodeLoop]]) -> Future[None]:
+        """Decode in another loop, once the texts that have begun are finished in this one; nothing starts meanwhile.
+
+        `prepare` is called in the engine's thread and returns what makes the loop; what it raises is the future's.
+        """
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # whoever waits for it may leave
+        self.orders.put(partial(self._prepare, prepare, done))
+        return done
+
     def stop(self) -> None:
         """End the thread after the step that is running; jobs that are left end in an error."""
         self.orders.put(self._stop)
@@ -111,6 +122,8 @@ class Engine:
             self.loop = self.make_loop()
             while self.running:
                 self._follow_orders()
+                if self.next is not None and not self.loop.batch.members:
+                    self._change_loop(*self.next)
                 if not self.loop.idle:
                     self._step()
         except Exception:
@@ -118,13 +131,15 @@ class Engine:
         finally:
             self.running = False
             self._fail_all(stopping())
+            if self.next is not None:
+                self.next[1].set_exception(stopping())
             while not self.orders.empty():
                 self.orders.get()()
 
     def _follow_orders(self) -> None:
         """Follow all orders; waits for one if there is nothing to decode."""
         try:
-            self.orders.get(block=self.loop.idle)()
+            self.orders.get(block=self.loop.idle and self.next is None)()
             while True:
                 self.orders.get_nowait()()
         except Empty:
@@ -148,6 +163,33 @@ class Engine:
             self.loop.cancel(job.number)
             self.cache_usage = self.loop.batch.cache_usage
             self._report(self._ends())
+
+    def _prepare(self, prepare: Callable[[], Callable[[], DecodeLoop]], done: Future[None]) -> None:
+        if not self.running:
+            done.set_exception(stopping())
+        elif self.next is not None:
+            done.set_exception(ApiError(409, "another head is on its way, one at a time is allowed; wait for it"))
+        else:
+            try:
+                self.next = prepare(), done
+                self.loop.admits = False
+            except Exception as error:
+                done.set_exception(error)
+
+    def _change_loop(self, make_loop: Callable[[], DecodeLoop], done: Future[None]) -> None:
+        """Begin the other loop with the requests that wait; this one goes on if the other cannot be made."""
+        self.next = None
+        waiting = [self.jobs.pop(number) for number in self.loop.withdraw()]
+        self.loop.close()
+        try:
+            self.loop = make_loop()
+            self.make_loop = make_loop
+            done.set_result(None)
+        except Exception as error:
+            self.loop = self.make_loop()
+            done.set_exception(error)
+        for job in waiting:
+            self._submit(job)
 
     def _stop(self) -> None:
         self.running = False

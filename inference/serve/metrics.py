@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from headstart.heads.files import read_config
 from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.traffic import Adaptation
 
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -77,6 +78,15 @@ class Metrics:
         failures = self._own_gauge("engine_failures", "Steps that ended in an error.")
         failures.set_function(lambda: engine.failures)
         self.gauges["kv_cache_usage_perc"].set_function(lambda: engine.cache_usage)
+
+    def show_adaptation(self, adaptation: Adaptation) -> None:
+        """Add the figures of a server whose traffic a head may learn from."""
+        swaps = self._own_gauge("head_swaps", "How often another head took over since the start.")
+        swaps.set_function(lambda: adaptation.swaps)
+        version = self._own_gauge("head_version", "Number of the served head among those of headstart adapt, or 0.")
+        version.set_function(lambda: adaptation.version)
+        kept = self._own_gauge("traffic_bytes", "Bytes of finished requests that are kept in memory.")
+        kept.set_function(lambda: adaptation.traffic.num_bytes)
 
     def page(self) -> bytes:
         """The metrics in Prometheus' text format."""

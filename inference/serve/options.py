@@ -63,6 +63,8 @@ class ServeOptions:
     memory: int | None  # bytes of the cache; None: what all rows may need
     prefix_memory: int | None  # bytes for prefixes of earlier texts; None: none are kept
     always_draft: bool
+    adapt_memory: int | None  # bytes for finished requests; None: none are kept
+    adapt_keep: float  # seconds that one is kept
 
 
 def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOptions:
@@ -89,6 +91,9 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         parser.error(f"{source}: {wrong}, visible ASCII characters are allowed, as in HTTP headers; change it")
     if any(not name for name in given.served_model_name or ()):
         parser.error("--served-model-name: '' given, a name is allowed; write one, or leave it out")
+    if given.adapt_memory is not None and model.head is None:
+        drafts = f"--adapt-memory: {given.adapt_memory:g} given, but drafts by {model.drafts} learn nothing"
+        parser.error(f"{drafts}, a head is needed; give --head, or leave --adapt-memory out")
     if given.max_batch is not None:
         model = replace(model, decode=model.decode.model_copy(update={"max_batch": given.max_batch}))
     return ServeOptions(
@@ -110,6 +115,8 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         None if given.memory is None else int(given.memory * GIBIBYTE),
         int(given.prefix_memory * GIBIBYTE) or None,
         given.always_draft,
+        None if given.adapt_memory is None else int(given.adapt_memory * GIBIBYTE),
+        given.adapt_keep * 3600,
     )
 
 
@@ -149,6 +156,9 @@ def add_limits(parser: argparse.ArgumentParser) -> None:
     again = "so that a conversation or a system prompt that comes again is not read again; 0 keeps none"
     add("--prefix-memory", float, forever, 0.5, f"GiB for prefixes of earlier texts, {again}")
     queue = "texts that may wait in addition to those; more are refused with --busy-status"
+    kept = "GiB of this process's memory for finished requests, which headstart adapt trains the head on; on no disk"
+    add("--adapt-memory", float, (0.001, 10**6), None, f"{kept} (default: none are kept)")
+    add("--adapt-keep", float, (0.001, 8760), 24.0, "hours that a finished request is kept with --adapt-memory")
     add("--max-queue", int, forever, DEFAULTS.max_queue, queue)
     add("--max-body", float, (0.001, 1024), DEFAULTS.max_body / MEBIBYTE, "largest body of a request in MiB")
     waiting = "seconds after which a request without a first token is refused; 0: never"

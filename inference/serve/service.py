@@ -18,6 +18,7 @@ from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.prompts import PromptReader
 from headstart.inference.serve.requests.reading import RequestReader, Wanted
+from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
@@ -38,6 +39,7 @@ class Served:
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
     thread: Executor  # one thread, in which the target was loaded
     promised: float | None = None  # the acceptance length in the head's config.json
+    adaptation: Adaptation | None = None  # with --adapt-memory
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -51,6 +53,8 @@ class Service:
         self.served, self.settings = served, settings
         self.engine = Engine(served.thread, served.make_loop, self.observe)
         self.metrics = Metrics(settings.names[0], self.engine, served.promised)
+        if served.adaptation is not None:
+            self.metrics.show_adaptation(served.adaptation)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
         self.prompts = PromptReader(served.template, target.config.vocab_size, target.max_positions)

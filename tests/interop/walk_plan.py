@@ -82,6 +82,7 @@ BY_HAND = {
     r"benchmarks/soak\.py": "half an hour of load; run when its figures are renewed",
     r"benchmarks/own_domain\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
+    r"^headstart adapt\b": "needs a server that has answered requests; see tests/test_adapt.py",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^torchrun |^srun |^sbatch ": "several machines: see tests/test_machines.py",
     r"benchmarks/ray_kills\.py": "half an hour of kills; run when the harvest on Ray changes",

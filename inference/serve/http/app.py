@@ -1,5 +1,6 @@
 """The routes of the server."""
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.http.adaptation import add_adaptation, drop_old_traffic
 from headstart.inference.serve.http.front import Front, error_response, log_entry
 from headstart.inference.serve.http.transport import (
     CLIENT_GONE,
@@ -55,12 +57,15 @@ PAGE_HEADERS = {
 
 def build_app(served: Served, settings: ServerSettings, log: Callable[[str], None]) -> tuple[ASGIApp, Service]:
     """The server as an ASGI application, and what its routes share. Its engine starts with the application."""
-    service = Service(served, settings, log)
+    service, adaptation = Service(served, settings, log), served.adaptation
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         service.engine.start()
+        cleaning = None if adaptation is None else asyncio.create_task(drop_old_traffic(adaptation.traffic))
         yield
+        if cleaning is not None:
+            cleaning.cancel()
         service.engine.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
@@ -70,6 +75,8 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
     add_completions(app, service)
     add_tokens(app, service)
     add_state(app, service)
+    if adaptation is not None:
+        add_adaptation(app, service, adaptation)
     for route, name in FILES.items():
         app.get(route)(partial(page_file, name))
     for each in app.routes:

@@ -25,9 +25,9 @@ from headstart.inference.serve.requests.answers import seconds
 
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
-GUARDED = ("/v1", "/tokenize", "/detokenize")
+GUARDED = ("/v1", "/tokenize", "/detokenize", "/adapt")
 # Requested every few seconds, or by the chat page; logged only if they fail.
-QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/", "/style.css", "/page.js"})
+QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/adapt", "/", "/style.css", "/page.js"})
 
 
 def figures(exchange: Exchange) -> dict[str, Any]:

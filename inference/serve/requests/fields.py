@@ -274,6 +274,12 @@ class DetokenizeRequest(Fields):
     tokens: Tokens
 
 
+class HeadRequest(Fields):
+    """A body of /adapt/head."""
+
+    folder: Text  # on the server's machine
+
+
 def refusal(error: dict[str, Any]) -> ApiError:
     """A mistake that FastAPI found in a body, in OpenAI's shape."""
     kind, (_, *place), given = error["type"], error["loc"], error["input"]

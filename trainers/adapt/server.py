@@ -1,0 +1,88 @@
+"""What a learner asks of the server whose head it trains."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import Request, urlopen
+
+import torch
+from safetensors.torch import load
+
+from headstart.data_pipelines.features.batches import Sample
+from headstart.data_pipelines.features.shard_files import HEADER_SIZE
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.serve.options import KEYS
+
+PATIENCE = 3600.0  # seconds: a new head takes over when the texts that have begun are finished
+LONGEST = 2048  # the last positions of a text that are trained on
+
+
+class Server:
+    """A server with --adapt-memory. Raises UnreachableError or RefusedError."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self.key = os.environ.get(KEYS, "").partition(",")[0]
+
+    def facts(self) -> dict[str, Any]:
+        """The head that it serves, and how much traffic it has."""
+        found: dict[str, Any] = json.loads(self._ask("/adapt"))
+        return found
+
+    def serve(self, folder: str) -> None:
+        """Let it decode with the head in a folder, for all requests that have not begun."""
+        self._ask("/adapt/head", {"folder": folder})
+
+    def traffic(self, taps: tuple[int, ...], target: TargetConfig) -> Iterator[tuple[bool, Sample]]:
+        """The finished requests that it keeps, oldest first, with these taps; True for those held out."""
+        newest = 0
+        while True:
+            page = self._ask(f"/adapt/traffic?since={newest}")
+            header = json.loads(page[HEADER_SIZE : HEADER_SIZE + int.from_bytes(page[:HEADER_SIZE], "little")])
+            about, tensors = header["__metadata__"], load(page)
+            given = json.loads(about["taps"])
+            columns = torch.cat(
+                [column_range(given.index(tap), target.hidden_size) for tap in taps] or [torch.arange(0)]
+            )
+            last = column_range(given.index(target.num_layers), target.hidden_size)
+            rows = json.loads(about["requests"])
+            if not rows:
+                return
+            for row in rows:
+                newest = row["number"]
+                tokens, states = tensors[f"{newest}.tokens"].long(), tensors[f"{newest}.states"]
+                written = torch.arange(len(tokens)) >= row["response"]
+                sample = Sample(tokens, written, states[:, columns], states[:, last])
+                yield row["heldout"], Sample(*(part[-LONGEST:] for part in vars(sample).values()))
+
+    def _ask(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
+        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+        body = None if fields is None else json.dumps(fields).encode()
+        try:
+            with urlopen(Request(self.url + path, body, headers), timeout=PATIENCE) as answer:
+                found: bytes = answer.read()
+                return found
+        except HTTPError as error:
+            says = error.read().decode(errors="replace")
+            if error.code == 404:
+                says = "it has no such path; start it with --adapt-memory"
+            kind = RefusedError if error.code < 500 else UnreachableError
+            raise kind(f"--server: {self.url}{path} refuses ({error.code}): {says}") from error
+        except (URLError, OSError, ValueError) as error:
+            reason = getattr(error, "reason", error)
+            needed = "a running server is needed; start headstart serve RECIPE --adapt-memory 0.25"
+            raise UnreachableError(f"--server: {self.url} cannot be reached ({reason}); {needed}") from error
+
+
+class RefusedError(ValueError):
+    """The server is there and says no."""
+
+
+class UnreachableError(ValueError):
+    """The server is not there, or not able to answer; it may be later."""
+
+
+def column_range(place: int, size: int) -> torch.Tensor:
+    return torch.arange(place * size, (place + 1) * size)
