@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -77,7 +78,7 @@ def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) 
             yield server
 
 
-def options(server: Running, **changes: object) -> AdaptOptions:
+def options(server: Running, **changes: Any) -> AdaptOptions:
     plain = AdaptOptions(server.url, None, steps=4, after=1, once=True, keep_traffic=False, roll_back=False)
     return replace(plain, **changes)
 
@@ -266,7 +267,7 @@ def test_an_interrupted_candidate_ends_in_the_same_weights(
     snapshot.save(tmp_path / "cut" / "features", taps)
     step, calls = training_loop.train_step, []
 
-    def killed(*given: object) -> object:
+    def killed(*given: Any) -> Any:
         calls.append(given)
         if len(calls) == 6:
             raise KeyboardInterrupt

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from headstart.common.files import read_json, remove, write_text
 
@@ -56,8 +57,8 @@ class Versions:
         self._write(before[-1], before[:-1])
         return self.folder / before[-1]
 
-    def _state(self) -> dict[str, list[str] | str]:
-        found: dict[str, list[str] | str] = read_json(self.path, "write the name of a version as its `served`")
+    def _state(self) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.path, "write the name of a version as its `served`")
         return found
 
     def _write(self, served: str, before: list[str]) -> None:
