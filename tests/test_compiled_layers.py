@@ -3,11 +3,13 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from shared_fixtures import HeadFactory, ModelFactory
+from torch import Tensor
 from torch.testing import assert_close
 from transformers import (
     Gemma3ForCausalLM,
@@ -28,7 +30,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes import compiled
-from headstart.inference.passes.compiled import CompiledForward, Compiler, use_compiled
+from headstart.inference.passes.compiled import CompiledForward, Compiler, patch_own_thread_alone, use_compiled
 from headstart.inference.targets.fast_layers import can_pack, pack_weights
 from headstart.inference.targets.model import TargetModel
 
@@ -185,6 +187,23 @@ def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, 
     compiler = compile_at_once(target)
     target.states(torch.tensor([[5, 6, 7]]))
     assert not compiler.kernels
+
+
+def test_a_pass_does_not_fail_while_another_thread_traces() -> None:
+    """torch.fx replaces nn.Module.__call__ in all threads: a step ended in "module is not installed as a submodule"."""
+    patch_own_thread_alone()
+    layer, given = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    wanted = layer(given)
+
+    def beside(states: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(layer, given).result())
+        return states + 1
+
+    found: list[Tensor] = []
+    graph = torch.fx.symbolic_trace(beside)  # as Inductor calls it
+    assert_close(found, [wanted])
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_function", "output"]
 
 
 @pytest.mark.slow

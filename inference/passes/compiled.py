@@ -13,9 +13,10 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache, wraps
 from inspect import signature
 from pathlib import Path
 from queue import SimpleQueue
@@ -26,6 +27,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.fx._symbolic_trace import _Patcher
 from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import KVCache, Slots
@@ -202,6 +204,7 @@ class Compiler:
             atexit.register(lambda: None if (compiler := stop()) is None else compiler.stop())
 
     def work(self) -> None:
+        patch_own_thread_alone()
         with suppress(AttributeError, OSError):  # where a thread has no priority of its own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         is_first = True
@@ -242,6 +245,26 @@ class Compiler:
             self.wishes.put(None)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
             thread.join()
+
+
+@cache
+def patch_own_thread_alone() -> None:
+    """Let torch.fx, while it traces, change `nn.Module` for the thread that traces; for others it stays as it is.
+
+    A tracer replaces `nn.Module.__call__` in the whole process, and a pass of another thread would fail in it.
+    """
+    patch_method: Any = _Patcher.patch_method
+
+    def patch(patcher: _Patcher, kind: type, name: str, new: Callable[..., Any], deduplicate: bool = True) -> None:
+        before, own = getattr(kind, name), threading.get_ident()
+
+        @wraps(new)
+        def by_thread(*args: Any, **kwargs: Any) -> Any:
+            return (new if threading.get_ident() == own else before)(*args, **kwargs)
+
+        patch_method(patcher, kind, name, by_thread, deduplicate)
+
+    setattr(_Patcher, "patch_method", patch)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def has_clear_axes(tensors: Sequence[Tensor]) -> bool:
