@@ -158,7 +158,7 @@ def refuse_other_script(recipe: Recipe, script: str) -> None:
     kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
     if kind not in kinds:
         advice = f"start it with: accelerate launch {SCRIPTS[kind]} RECIPE"
-        raise ValueError(f"head.kind: {kind} given, {script} trains {' and '.join(kinds)}; {advice}")
+        raise ValueError(f"head.kind: {kind} given, {script} trains {', '.join(kinds)}; {advice}")
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
