@@ -28,7 +28,10 @@ def test_the_package_installs_the_command() -> None:
 
 
 def test_every_stage_has_a_subcommand() -> None:
-    stages = "smollm2 targets prompts harvest inspect store train calibrate report chat serve adapt export lint doctor convert"
+    stages = (
+        "smollm2 targets prompts harvest inspect store train calibrate report chat serve adapt export lint doctor "
+        "convert"
+    )
     assert list(cli.COMMANDS) == stages.split()
 
 

@@ -100,8 +100,8 @@ def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_pa
         (
             "trainers/eagle.py",
             "{kind: medusa, medusa_heads: 3}",
-            "error: head.kind: medusa given, trainers/eagle.py trains eagle1, eagle3, mtp; start it with: accelerate launch "
-            "trainers/medusa.py RECIPE",
+            "error: head.kind: medusa given, trainers/eagle.py trains eagle1, eagle3, mtp; start it with: accelerate "
+            "launch trainers/medusa.py RECIPE",
         ),
     ],
 )
