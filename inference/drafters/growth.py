@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Proposals, Tree
 from headstart.inference.core.verify import Verified, propose
 
-LEAST_CHANCE = 0.08  # least chance of a further token that policies without costs verify
+LEAST_CHANCE = 0.15  # least chance of a further token that policies without costs verify
 
 
 @dataclass
