@@ -38,7 +38,7 @@ from headstart.recipes.target_sizes import text_section
 OURS = "headstart_mtp"  # the attention that MTP layers run on
 FULL = "full_attention"
 STORED = re.compile(r"(?:(?:model|language_model)\.)*(mtp\.)?(?:layers\.(\d+)\.)?")
-COPIES = re.compile(r"embed_tokens\.|shared_head\.head\.")  # of the target's own ends
+COPIES = re.compile(r"embed_tokens\.|shared_head\.head\.")  # the target's embedding and lm_head again
 EAGLE = "choose another target, or head.kind eagle3"
 OLDEST = 5, 23  # the release of transformers whose names of these tensors were tried
 
@@ -128,7 +128,7 @@ class MtpHead(LastHiddenHead):
         self.stored = stored_tensors(model, twin, stored)
         rotary_class: Any = type(model.rotary_emb)
         with torch.device("cpu"):
-            positions = torch.arange(1, self.target.max_positions + EXTRA_ROTARY_POSITIONS + 1)  # of the tokens
+            positions = torch.arange(1, self.target.max_positions + EXTRA_ROTARY_POSITIONS + 1)
             turns = rotary_class(model.config)(torch.zeros(1), positions.unsqueeze(0))
         table = torch.cat(turns, dim=-1)[0]  # [positions, 2 * head_dim]
         self.register_buffer("rotary", table.to(self.embedding), persistent=False)

@@ -72,7 +72,7 @@ class Repeated:
 
 
 class Followers:
-    """What the target chose after each token, and what it chose before that if it was another token, in any text.
+    """The target's latest choice after each token, in any text, and the last different one.
 
     Every verification adds to it, with rejected draft tokens too (Graft, arXiv 2605.20104).
     """

@@ -23,7 +23,7 @@ from torch import Tensor
 from headstart.inference.core.request import Sequence
 from headstart.inference.engine.loop import DecodeLoop
 
-HELD_OUT = 8  # one in so many prompts judges heads, and none is trained on it
+HELD_OUT = 8  # one prompt in eight judges heads and is never trained on
 PAGE = 32 * 2**20  # bytes of an answer, or one request
 
 
@@ -87,8 +87,10 @@ class Traffic:
         with self._lock:
             found = [each for each in self.finished if each.number > since]
         shown: list[Finished] = []
+        size = 0
         for each in found:
-            if shown and sum(one.num_bytes for one in [*shown, each]) > PAGE:
+            size += each.num_bytes
+            if shown and size > PAGE:
                 break
             shown.append(each)
         about = [{"number": each.number, "response": each.response, "heldout": each.heldout} for each in shown]
