@@ -25,9 +25,8 @@ from rich.table import Table
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, TreeLimits, Trie, TrieDrafter
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.inputs import held_out_prompts
 from headstart.inference.report.rounds import TokenTimes
@@ -112,8 +111,7 @@ def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     prompts, new_tokens, depth = held_out_prompts(recipe), recipe.decode.max_new_tokens, recipe.decode.depth
     target = TargetModel.load(recipe.target, (), packed=False)
-    layers = target.config.num_layers
-    draft = first_layers_alone(target, max(layers // 4, 1))
+    draft = first_layers_alone(target, max(target.config.num_layers // 4, 1))
     tree, limits = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), TreeLimits(depth, 1, depth)
 
     def ours(drafter: Drafter | None) -> Callable[[list[int]], tuple[list[int], int]]:
@@ -138,8 +136,6 @@ def run(recipe: Recipe) -> None:
         Row("prompt lookup", ours(Lookup(limits, ngram=TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
         Row("prompt lookup, tree", ours(Lookup(TreeLimits(depth, tree.width, tree.nodes)))),
-        Row("lookahead", ours(Lookahead(recipe.decode.width, depth))),
-        Row("early exit at 3/4", ours(EarlyExit(target, max(3 * layers // 4, 1), Dynamic.chain(depth)))),
     ]
     measure(rows, target, prompts)
     table = Table(title=f"{len(prompts)} prompts x {new_tokens} tokens, depth {depth}")

@@ -188,13 +188,10 @@ def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeM
 
 
 def layer_mistakes(layers: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
-    taps, exit_layers = head.get("taps"), decode["exit_layers"]
+    taps = head.get("taps")
     if isinstance(taps, list) and (beyond := [tap for tap in taps if is_count(tap) and tap > layers]):
         allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
         yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
-    if is_count(exit_layers) and exit_layers >= layers:
-        allowed = f"1 to {layers - 1} is allowed, fewer than the target's {layers} layers"
-        yield "decode.exit_layers", f"{allowed}; lower it, or null for half"
 
 
 def vocabulary_mistakes(vocab_size: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:

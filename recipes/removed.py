@@ -11,6 +11,7 @@ REMOVED: dict[str, str] = {
     "data.self_turns": "remove it: the target writes prompts of one turn",
     "data.server_retries": "remove it: a failed request is sent again five times",
     "data.shuffle_shards": "remove it: all shards are shuffled together",
+    "decode.exit_layers": "remove it: the target's first layers drafted worse than a head or repeats of earlier text",
     "decode.frequency_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.min_p": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",

@@ -444,19 +444,15 @@ class DecodeSection(Section):
 
     drafter: DrafterKind = Field(
         default="head",
-        description="Source of draft tokens. head: the trained head; draft_model: a smaller model; early_exit: the "
-        "target's first layers; prompt_lookup: repeats of earlier text; suffix: repeats of a corpus; lookahead: the "
-        "target's own parallel guesses.",
+        description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
+        "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
     )
     head: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None,
         description="Folder of the head that report, calibrate, export, chat and serve use; null is RUN_DIR/head.",
     )
     draft_model: HomeText | None = Field(
-        default=None, description="Folder or hub name of a draft model; with another tokenizer it drafts a chain."
-    )
-    exit_layers: int | None = Field(
-        default=None, gt=0, description="Target layers that early_exit runs; null is half of them."
+        default=None, description="Folder or hub name of a draft model with the target's tokenizer."
     )
     corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
         default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."

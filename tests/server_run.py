@@ -10,11 +10,12 @@ from functools import partial
 from pathlib import Path
 
 import uvicorn
+from drafting import noisy_copy
 from tiny_run import ENDS, build_target
 
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.model import EarlyExit
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.http.app import build_app
@@ -32,12 +33,17 @@ NAME = "tiny"
 def load_served(
     folder: Path, drafter: Drafter | None = None, max_batch: int = 4, prefix_memory: int | None = None
 ) -> Served:
-    """A tiny target, drafting with all its layers but the last: often right, and often wrong."""
+    """A tiny target, drafting with a copy of it whose weights are a little off: often right, and often wrong."""
     if not folder.exists():
         build_target(folder, num_layers=3)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
-    own = drafter or EarlyExit(target, target.config.num_layers - 1, Dynamic(3, 2, 5))
-    about: dict[str, str | bool | None] = {"target": NAME, "head": None, "drafter": "early_exit", "growth": "dynamic"}
+    own = drafter or ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
+    about: dict[str, str | bool | None] = {
+        "target": NAME,
+        "head": None,
+        "drafter": "prompt_lookup",
+        "growth": "dynamic",
+    }
     return Served(
         target=target,
         template=ChatTemplate(load_tokenizer(folder)),

@@ -470,10 +470,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
         Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
     ),
-    "more layers than the target has": (
-        {"head": None, "decode": decode(drafter="early_exit", exit_layers=99)},
-        Says("decode.exit_layers", "99", "1 to 6", ""),
-    ),
 }
 
 

@@ -896,11 +896,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         f"{PLAIN} 'report.baselines=[suffix]' decode.corpus=none.jsonl",
         Says("decode.corpus", "none.jsonl", "", ""),
     ),
-    "report: more layers than the target has": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[early_exit]' decode.exit_layers=99",
-        Says("decode.exit_layers", "99", "1 to 6", ""),
-    ),
     "report: no prompts": (
         nothing,
         f"{REPORT} 'report.baselines=[plain]'",

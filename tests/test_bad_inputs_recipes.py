@@ -184,8 +184,6 @@ both longer than the target | data.prompt_tokens=500 | data.response_tokens=500
     data.prompt_tokens | 500 given | fewer than 128 | lower one
 texts longer than the target | decode.max_new_tokens=128
     decode.max_new_tokens | 128 given | 1 to 127 | lower it
-an exit after the last layer | decode.drafter=early_exit | decode.exit_layers=7
-    decode.exit_layers | 7 given | 1 to 6 | lower it
 a draft model that is not named | decode.drafter=draft_model
     decode | draft_model | needs draft_model | give decode.draft_model
 a corpus that is not named | decode.drafter=suffix

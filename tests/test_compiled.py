@@ -22,7 +22,7 @@ def test_layers_run_compiled_only_inside_the_function(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "compile", lambda forward, **_: lambda number: forward(number) + 0.5)
     layers = [Doubled(), Doubled()]
     vars(layers[1])["forward"] = replacement = lambda number: 3 * number
-    compiled = CompiledLayers([*layers, layers[0]])  # layers shared with an early exit are listed twice
+    compiled = CompiledLayers(layers)
     outputs = compiled.within(lambda number: [float(layer(number)) for layer in layers])
     assert outputs(torch.tensor(1.0)) == [2.5, 3.5]
     with pytest.raises(TypeError):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import draft, new_cache, verified
+from drafting import draft, new_cache, noisy_copy, verified
 from matrix import slow_unless
 from scripted import paths
 from tiny_run import build_target, build_tokenizer
@@ -29,9 +29,8 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, TreeLimits
-from headstart.inference.drafters.model import EarlyExit
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.generate.text_rules import TextRules
@@ -119,8 +118,8 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
 @pytest.mark.parametrize(
     "name",
     slow_unless(
-        ("none", "head of 40 tokens", "early exit", "prompt lookup"),
-        ["none", "head", "head of 40 tokens", "early exit", "prompt lookup", "corpus lookup", "lookahead"],
+        ("none", "head of 40 tokens", "draft model", "prompt lookup"),
+        ["none", "head", "head of 40 tokens", "draft model", "prompt lookup", "corpus lookup"],
     ),
 )
 @pytest.mark.parametrize("static", [False, True])
@@ -133,10 +132,9 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "none": None,
         "head": HeadDrafter(head_of(target), GROWTH),
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
-        "early exit": EarlyExit(target, 4, GROWTH),
+        "draft model": ModelDrafter(noisy_copy(target, 0.03), GROWTH, target),
         "prompt lookup": Lookup(LIMITS),
         "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
-        "lookahead": Lookahead(3, 3),
     }
     found = generate_batch(target, ruled, drafters[name], 4, static)
     assert [each.tokens for each in found] == [each.tokens for each in plain]
@@ -316,7 +314,7 @@ def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(
 def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Grammars, string: str) -> None:
     """The library forces the token that the tokenizer would write, which here would end the text within the string."""
     request = Request([5, 6], 40, constraint=grammars.json_schema({"const": string}), end_tokens=(0,))
-    for drafter in (None, EarlyExit(target, 4, GROWTH)):
+    for drafter in (None, ModelDrafter(noisy_copy(target, 0.03), GROWTH, target)):
         [found] = generate_batch(target, [request], drafter)
         assert found.finish == "end"
         assert found.tokens.count(0) == 1

@@ -3,17 +3,16 @@
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from drafting import noisy_copy
 from families import FAMILIES, WINDOW
 from matrix import slow_unless
 from scripted import paths
 from tiny_run import build_tokenizer
-from torch import nn
 from transformers import LlamaForCausalLM
 
 from headstart.inference.core.cache import KVCache
@@ -23,11 +22,10 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
-from headstart.inference.drafters.lookahead import Lookahead, NGramPool
 from headstart.inference.drafters.lookup import Continuations, Lookup, TreeLimits, Trie
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -45,29 +43,6 @@ REQUESTS = [
     Request([50, 51], 1, Sampling(1.0, seed=3)),
     Request([*range(40)], 11),
 ]
-
-
-def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
-    """A draft model that often agrees with the target: its copy with perturbed weights."""
-    model = type(target.model)(target.model.config)
-    model.load_state_dict(target.model.state_dict())
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += amount * parameter.std(unbiased=False) * torch.randn_like(parameter)
-    return TargetModel(model.to(target.dtype), ())
-
-
-class Letters:
-    """A tokenizer for 97 characters, from the space on; each token is one character repeated `size` times."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
-        return {"input_ids": [ord(letter) - 32 for letter in text[:: self.size]]}
-
-    def decode(self, token_ids: Sequence[int], **options: Any) -> str:
-        return "".join(chr(32 + token) * self.size for token in token_ids)
 
 
 def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
@@ -89,21 +64,13 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
     )
 
 
-MODELS = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "early exit", "early exit, tree")
-
-
 def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]]) -> dict[str, Drafter]:
-    automaton, layers = SuffixAutomaton(corpus), target.config.num_layers
     return {
         "draft model, chain": ModelDrafter(draft, Dynamic.chain(4), target),
         "draft model, tree": ModelDrafter(draft, Dynamic(4, 3, 9), target),
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
-        "early exit": EarlyExit(target, layers - 1, Dynamic.chain(3)),
-        "early exit, tree": EarlyExit(target, layers - 1, Dynamic(3, 3, 9)),
         "prompt lookup": Lookup(LIMITS),
-        "corpus lookup": Lookup(LIMITS, automaton),
-        "lookahead": Lookahead(3, 3),
-        "other tokenizer": OtherTokenizerDrafter(draft, Letters(1), Letters(1), 4),
+        "corpus lookup": Lookup(LIMITS, SuffixAutomaton(corpus)),
     }
 
 
@@ -114,24 +81,18 @@ def plain(target: TargetModel) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def made(target: TargetModel, plain: list[list[int]]) -> dict[str, Drafter]:
-    torch.manual_seed(0)
     corpus = [request.prompt + text for request, text in zip(REQUESTS, plain, strict=True)]
     return drafters(target, noisy_copy(target, 0.03), corpus)
 
 
-NAMES = (*MODELS, "prompt lookup", "corpus lookup", "lookahead", "other tokenizer")
-# Without acceptance the law below would test little. The corpus holds the very texts, so it must do well; the layers of
-# a random model predict little and its texts repeat little, so other drafters have no such bound.
-LEAST_ACCEPTANCE_LENGTH = {
-    "draft model, chain": 1.3,
-    "draft model, tree": 1.3,
-    "corpus lookup": 3.0,
-    "other tokenizer": 1.1,
-}
+NAMES = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "prompt lookup", "corpus lookup")
+# Without acceptance the law below would test little. The corpus holds the very texts, so it must do well; the texts of
+# a random model repeat little, so prompt lookup has no such bound.
+LEAST_ACCEPTANCE_LENGTH = {"draft model, chain": 1.3, "draft model, tree": 1.3, "corpus lookup": 3.0}
 
 
 # The others draft in one batch below, with any family.
-@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "corpus lookup", "other tokenizer"), NAMES))
+@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "corpus lookup"), NAMES))
 def test_every_drafter_yields_the_text_of_plain_decoding(
     target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
 ) -> None:
@@ -171,34 +132,6 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     for growth in (Dynamic.chain(4), BUSHY):
         for found in generate_batch(target, requests, ModelDrafter(target, growth, target), 3, static):
             assert found.stats.accepted_at_depth == [3] * 4
-
-
-@pytest.mark.parametrize("static", [False, True])
-def test_an_early_exit_is_always_right_if_the_later_layers_do_nothing(make_model: MakeModel, static: bool) -> None:
-    model = make_model(seed=3)
-    for layer in model.model.layers[4:]:
-        for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            nn.init.zeros_(linear.weight)
-    target = TargetModel(model, ())
-    for sampling in (Sampling(), Sampling(1.0, seed=4)):
-        requests = [Request(prompt, 1 + 3 * 5, sampling) for prompt in ([5, 6, 7, 11], [3], [*range(30)])]
-        for growth in (Dynamic.chain(4), BUSHY):
-            for found in generate_batch(target, requests, EarlyExit(target, 4, growth), 3, static):
-                assert found.stats.accepted_at_depth == [3] * 4
-
-
-def test_an_early_exit_does_not_change_the_target(make_model: MakeModel) -> None:
-    target = TargetModel(make_model(), (2, 3, 4))
-    before = target.forward(torch.tensor([[5, 6, 7]]))
-    short = EarlyExit(target, 2, Dynamic.chain(2)).exit
-    assert len(short.model.layers) == 2
-    assert len(target.model.model.layers) == 7
-    after = target.forward(torch.tensor([[5, 6, 7]]))
-    assert torch.equal(before.logits, after.logits)
-    assert torch.equal(before.taps, after.taps)
-    for layers in (0, 7):
-        with pytest.raises(ValueError, match=rf"decode\.exit_layers: {layers} given, 1 to 6 of the target's layers"):
-            EarlyExit(target, layers, Dynamic.chain(2))
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: MakeModel) -> None:
@@ -329,109 +262,6 @@ def test_a_trie_holds_each_path_once_and_only_to_its_maximum_depth() -> None:
     assert trie.add(2, 9) is None
 
 
-def test_lookahead_updates_its_window_by_jacobi_iteration() -> None:
-    """The target always chooses the last token + 1, so after a step that is what the last level holds."""
-    text = [10, 20, 30]
-    drafter = Lookahead(columns=2, levels=2)
-    first = drafter.draft(verified_text(text, 99), NO_CACHE)
-    choices = [token + 1 for token in first.tokens[0].tolist()]
-    row = drafter.rows[0]
-    columns = [filled([row.window[level][column] for level in range(2)]) for column in range(2)]
-    text.append(choices[0])
-    given = replace(verified_text(text, 99), choices=[choices], drafted=[len(choices) - 1])
-    drafter.draft(given, NO_CACHE)
-    # One token was accepted: level 1 has become level 0, and the target's choices after it are the new level 1.
-    assert row.window == [[columns[0][1], columns[1][1]], [columns[0][1] + 1, columns[1][1] + 1]]
-    for start, second in columns:
-        assert (second, second + 1) in row.pool.following(start)
-
-
-def test_lookahead_goes_on_after_steps_that_read_a_prompt_instead_of_drafting(target: TargetModel) -> None:
-    """It looked for the target's choices at the nodes of a draft that was not the last step's."""
-    loop, texts = DecodeLoop(target, Lookahead(3, 3), 2), {}
-    for prompt in ([5, 6, 7], [9, 9, 1, 40] * 3):
-        texts[loop.submit(Request(prompt, 16))] = generate(target, prompt, 16).tokens
-        for _ in range(3):
-            loop.step()
-    while not loop.idle:
-        loop.step()
-    assert {number: text.tokens for number, text in loop.generations.items()} == texts
-
-
-def test_the_lookahead_window_moves_with_the_text() -> None:
-    """After three new tokens, all columns move two to the left and all levels one up."""
-    text = [10, 20, 30]
-    drafter = Lookahead(columns=4, levels=3)
-    tree = drafter.draft(verified_text(text, 99), NO_CACHE)
-    row = drafter.rows[0]
-    window = [list(level) for level in row.window]
-    choices = list(range(100, 100 + tree.tokens.shape[1]))
-    last: list[int | None] = [choices[node] for node in filled(row.nodes[-1])]
-    text += [1, 2, 3]
-    row.advance(text, choices)
-    assert row.window == [[*level[2:], None, None] for level in [*window[1:], last]]
-
-
-def filled(values: list[int | None]) -> list[int]:
-    """The values, after asserting that none is missing."""
-    found = [value for value in values if value is not None]
-    assert len(found) == len(values)
-    return found
-
-
-def test_the_ngram_pool_keeps_the_latest() -> None:
-    known = NGramPool(capacity=2)
-    for ngram in ([1, 2, 3], [1, 4, 5], [1, 2, 3], [1, 6, 7], [2, 2, 2]):
-        known.add(ngram)
-    assert known.following(1) == [(6, 7), (2, 3)]
-    assert known.following(3) == []
-
-
-def test_lookahead_learns_a_loop(target: TargetModel) -> None:
-    """Once a repeated n-gram is in the pool, the rest of the repetition is accepted in long steps."""
-    ahead = Lookahead(3, 4)
-    wanted = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),))).tokens
-    found = generate(target, [5, 6, 7, 11], 12, Sampling(logit_bias=((9, 50.0),)), ahead)
-    assert found.tokens == wanted == [9] * 12
-    assert found.stats.steps <= 5
-
-
-@pytest.mark.parametrize(("own", "targets"), [(1, 1), (2, 1), (1, 2)])
-def test_drafts_are_translated_between_tokenizers_by_way_of_text(
-    target: TargetModel, make_model: MakeModel, own: int, targets: int
-) -> None:
-    """One tokenizer has one letter per token and the other two; all of the drafted text becomes the target's tokens.
-
-    The draft model always writes token 0.
-    """
-    model = make_model(seed=3)
-    nn.init.zeros_(model.lm_head.weight)
-    draft = TargetModel(model, ())  # all logits are 0, so its argmax is token 0
-    drafter = OtherTokenizerDrafter(draft, Letters(own), Letters(targets), depth=4)
-    drafted = drafter.draft_tokens([5, 5, 7, 7], 4)
-    assert drafted == [0] * (4 * own // targets)
-    text = Letters(targets).decode([5, 5, 7, 7])
-    assert [cached.tokens[:-3] for cached in drafter.cached] == [Letters(own)(text)["input_ids"]]
-
-
-def test_a_draft_model_with_another_tokenizer_reads_each_token_once(target: TargetModel) -> None:
-    """It reuses the KV cache of the text with the longest common prefix, and reads only the tokens after that."""
-    drafter = OtherTokenizerDrafter(target, Letters(1), Letters(1), depth=3)
-    counted: list[int] = []
-    embedding = target.model.get_input_embeddings()
-    handle = embedding.register_forward_pre_hook(lambda module, args: counted.append(args[0].shape[1]))
-    whole = [5, 6, 7, *generate(target, [5, 6, 7], 8).tokens]
-    counted.clear()
-    drafter.draft(verified_text(whole[:4], 99), NO_CACHE)
-    assert counted == [4, 1, 1]
-    counted.clear()
-    tree = drafter.draft(verified_text(whole[:8], 99), NO_CACHE)
-    handle.remove()
-    # Of its three draft tokens, the first two are in the cache. It reads the third together with the root.
-    assert counted == [2, 1, 1]
-    assert tree.tokens[0].tolist() == whole[7:11]
-
-
 def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:
     source = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
     target = TargetModel.load(source, ())
@@ -448,9 +278,6 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     assert build(drafter="prompt_lookup").limits == TreeLimits(5, 4, 16)
     assert build(drafter="prompt_lookup", growth="chain", depth=3).limits == TreeLimits(3, 1, 3)
     assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
-    assert build(drafter="lookahead", width=3, depth=4).max_nodes == 1 + 2 * 3 * 4
-    assert len(build(drafter="early_exit").exit.model.layers) == 3
-    assert len(build(drafter="early_exit", exit_layers=5).exit.model.layers) == 5
     drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="chain", depth=2)
     assert isinstance(drafter, ModelDrafter)
     assert drafter.growth == Dynamic.chain(2)
@@ -459,9 +286,8 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     swapped = {"a": vocab["b"], "b": vocab["a"]}
     other["model"]["vocab"] = {**vocab, **swapped}
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
-    drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="dynamic", depth=3, nodes=20)
-    assert isinstance(drafter, OtherTokenizerDrafter)
-    assert drafter.max_nodes == 1 + 3  # a chain, although the recipe asks for a dynamic tree
+    with pytest.raises(ValueError, match=r"decode\.draft_model: .* has another tokenizer than .*, the target"):
+        build(drafter="draft_model", draft_model=str(tmp_path))
     bad = {
         '{"text": "no tokens"}': r"fields \['text'\] given, tokens or prompt and response are allowed",
         '{"tokens": "abc"}': "tokens is 'abc', a list of the target's token ids is allowed",
@@ -481,13 +307,15 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
-        ({"drafter": "lookahead", "growth": "adaptive"}, "growth adaptive needs a trained head"),
-        ({"drafter": "lookahead", "repeats": 4}, "repeats needs drafter head and acceptance seeded; lookahead with"),
+        ({"drafter": "prompt_lookup", "growth": "adaptive"}, "growth adaptive needs a trained head"),
+        (
+            {"drafter": "suffix", "corpus": "x", "repeats": 4},
+            "repeats needs drafter head and acceptance seeded",
+        ),
         (
             {"acceptance": "rejection", "growth": "chain", "repeats": 4},
             "head with rejection is given; write repeats: 0",
         ),
-        ({"drafter": "early_exit", "growth": "searched"}, "growth searched needs a trained head"),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
             "growth searched_cost_aware needs a trained head; prompt_lookup allows chain or dynamic",

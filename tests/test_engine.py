@@ -20,7 +20,7 @@ from headstart.inference.core.verify import BONUS
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.reading import Pace
 from headstart.inference.targets.model import TargetModel
@@ -201,16 +201,15 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
     loop.close()
 
 
-@pytest.mark.parametrize("kind", ["block head", "draft model", "early exit"])
+@pytest.mark.parametrize("kind", ["block head", "draft model"])
 def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
     target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str
 ) -> None:
-    """A draft model reads each piece as the target does; early exit has nothing of its own to read."""
+    """A draft model reads each piece as the target does."""
     growth = Dynamic(3, 2, 6)
     drafters: dict[str, Drafter] = {
         "block head": head_drafter(make_head("block"), growth),
         "draft model": ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target),
-        "early exit": EarlyExit(target, 2, growth),
     }
     drafter = drafters[kind]
     alone = generate(target, LONG, 12, drafter=drafter)

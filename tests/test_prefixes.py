@@ -14,7 +14,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate
 from headstart.inference.engine.prefixes import BLOCK, Cached, PrefixIndex
 from headstart.inference.targets.model import TargetModel
@@ -24,7 +24,7 @@ MEBIBYTE = 2**20
 GROWTH = Dynamic(3, 3, 8)
 
 
-PARTS = ["none", "head", "medusa", "block head", "draft model", "early exit"]
+PARTS = ["none", "head", "medusa", "block head", "draft model"]
 some_parts = pytest.mark.parametrize("parts", slow_unless(("head", "draft model"), PARTS), indirect=True)
 
 
@@ -43,9 +43,7 @@ def parts(
             return TargetModel(make_model(), head.taps), HeadDrafter(head, Dynamic(2, 3, 8))
         case "block head":
             return target, head_drafter(make_head("block"), GROWTH)
-        case "draft model":
-            return target, ModelDrafter(TargetModel(make_model(seed=3), ()), GROWTH, target)
-    return target, EarlyExit(target, 3, GROWTH)
+    return target, ModelDrafter(TargetModel(make_model(seed=3), ()), GROWTH, target)
 
 
 def finish(loop: DecodeLoop) -> None:

@@ -29,9 +29,8 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
-from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, TreeLimits
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
@@ -241,9 +240,7 @@ DRAFTERS: dict[str, Build] = {
     "fixed tree": with_head(GROWTHS["fixed"], kind="eagle3"),
     "head and repeats": with_head(TREE, 6, kind="eagle3"),
     "prompt lookup": lambda *_: Lookup(TreeLimits(4, 2, 8)),
-    "lookahead": lambda *_: Lookahead(4, 4),
     "draft model": with_draft_model,
-    "early exit": lambda target, *_: EarlyExit(target, 3, TREE),
 }
 TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
@@ -254,7 +251,6 @@ MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Repeats.extend"},
     "prompt lookup": {"GumbelRow.at"},
-    "lookahead": {"GumbelRow.at"},
 }
 
 

@@ -217,8 +217,6 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     assert drafter.limits.width == 1
     said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps states"
     assert said in capfd.readouterr().err
-    with pytest.raises(ValueError, match=r"decode\.drafter: early_exit given, head, draft_model"):
-        build_drafter(DecodeSection(drafter="early_exit"), target, source)
 
 
 def test_a_tree_becomes_the_chain_of_first_children() -> None:

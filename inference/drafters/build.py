@@ -18,9 +18,8 @@ from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, Costly, CostTable
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, TreeLimits
-from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
 from headstart.inference.passes.compiled import use_compiled
@@ -49,18 +48,13 @@ def build_drafter(
             raise ValueError("decode.corpus: missing; give a JSONL file of texts, or choose another decode.drafter")
         texts = read_corpus(section.corpus, target.config.vocab_size)
         return Lookup(lookup_limits(section), SuffixAutomaton(texts))
-    if section.drafter == "lookahead":
-        return Lookahead(section.width, section.depth)
-    if section.drafter == "early_exit":
-        layers = section.exit_layers or target.config.num_layers // 2
-        return EarlyExit(target, layers, model_growth(section))
     return model_drafter(section, target, source)
 
 
 def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
     """The section with a growth that the target can verify; one line says so if the recipe asks for another.
 
-    Raises ValueError for a drafter whose drafts are trees by nature, or run on the target's own slots.
+    Raises ValueError for a target that takes no drafts.
     """
     if target.grows_trees:
         return section
@@ -70,16 +64,11 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
             f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
-    why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
-    if section.drafter in ("lookahead", "early_exit"):
-        raise ValueError(
-            f"decode.drafter: {section.drafter} given, head, draft_model, prompt_lookup or suffix is allowed: {why}; "
-            f"choose one of them"
-        )
     if section.growth in ("chain", "adaptive"):
         return section
     growth = "adaptive" if section.growth in ("cost_aware", "searched_cost_aware") else "chain"
     if "growth" in section.model_fields_set and target.ranks.rank == 0:
+        why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
         say_once(f"decode.growth: {growth} in place of {section.growth}: {why}")
     return section.model_copy(update={"growth": growth})
 
@@ -129,18 +118,18 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
 
 
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
-    """A drafter for the recipe's draft model.
-
-    With the target's tokenizer it grows trees as the recipe says; with another one its chains are translated as text.
-    """
+    """A drafter for the recipe's draft model. Raises ValueError for one with another tokenizer than the target's."""
     model = load_draft_model(section, source)
     assert section.draft_model is not None
     folder = locate_target(section.draft_model, None, field="decode.draft_model")
     target_folder = locate_target(source.path, source.revision)
     draft_tokenizer, target_tokenizer = load_tokenizer(folder), load_tokenizer(target_folder)
-    if same_tokenizer(draft_tokenizer, target_tokenizer):
-        return ModelDrafter(model, model_growth(section), target)
-    return OtherTokenizerDrafter(model, draft_tokenizer, target_tokenizer, section.depth)
+    if not same_tokenizer(draft_tokenizer, target_tokenizer):
+        raise ValueError(
+            f"decode.draft_model: {section.draft_model} has another tokenizer than {source.path}, the target's is "
+            f"allowed; choose a smaller model of the target's own family"
+        )
+    return ModelDrafter(model, model_growth(section), target)
 
 
 def model_growth(section: DecodeSection) -> Growth:

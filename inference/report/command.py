@@ -3,7 +3,7 @@
     headstart report recipes/tiny.yaml
     headstart report recipes/tiny_full.yaml decode.head=assets/demo_head
     headstart report recipes/tiny_full.yaml decode.head=assets/demo_head \\
-        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup, lookahead, early_exit]' \\
+        'report.baselines=[plain, generate, generate_lookup, chain, tree, prompt_lookup]' \\
         report.prompts=question.jsonl 'report.batches=[1, 4]' 'report.temperatures=[0, 1]'
     headstart report recipes/tiny_full.yaml decode.head=assets/demo_head \\
         'report.other_heads={medusa: runs/medusa/head}' decode.depth=4

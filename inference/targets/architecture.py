@@ -1,6 +1,5 @@
 """The facts about a model's architecture that decoding needs, read from its configuration and from one forward pass."""
 
-import copy
 from typing import Any
 
 from torch import nn
@@ -80,29 +79,3 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         f"target.path: a {type(model).__name__} given, which has no list of {num_layers} decoder layers; choose a "
         f"causal language model of transformers"
     )
-
-
-def first_layers(model: PreTrainedModel, count: int) -> PreTrainedModel:
-    """The model with only its first `count` layers, then norm and lm_head; it shares all modules with the original.
-
-    Raises ValueError unless `count` is at least 1 and less than the number of layers.
-    """
-    layers = decoder_layers(model)
-    if not 1 <= count < len(layers):
-        raise ValueError(f"decode.exit_layers: {count} given, 1 to {len(layers) - 1} of the target's layers is allowed")
-    path = next(name for name, module in model.named_modules() if module is layers).split(".")
-    short = node = shallow_copy(model)
-    for name in path[:-1]:
-        node._modules[name] = shallow_copy(node.get_submodule(name))
-        node = node.get_submodule(name)
-    node._modules[path[-1]] = layers[:count]
-    return short
-
-
-def shallow_copy(module: Any) -> Any:
-    """A copy that shares parameters and children with a module, but whose children can be replaced independently."""
-    copied = copy.copy(module)
-    copied.__dict__.pop("forward", None)  # accelerate's, of a target over several devices, runs the original
-    # Copy the dictionaries of children and hooks, but share their contents.
-    copied.__dict__.update({name: copy.copy(value) for name, value in vars(module).items() if isinstance(value, dict)})
-    return copied

@@ -313,7 +313,7 @@ class CompiledLayers:
     """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = list(dict.fromkeys(layers))  # an early exit shares its target's layers
+        self.layers = layers
         self.forwards = [torch.compile(layer.forward, dynamic=False) for layer in self.layers]
         # The default is 8, and a layer's number, its only difference from the others, counts as a shape.
         config: Any = torch._dynamo.config
