@@ -29,7 +29,7 @@ from headstart.inference.drafters.lookahead import Lookahead
 from headstart.inference.drafters.lookup import Lookup, TreeLimits, Trie, TrieDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.rounds import TokenTimes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command

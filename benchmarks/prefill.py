@@ -24,7 +24,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

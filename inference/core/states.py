@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 WINDOW = 4  # accepted tokens that a row's next pass reads again, at most
@@ -73,6 +75,16 @@ class RowStates(ABC):
     @property
     @abstractmethod
     def num_bytes(self) -> int: ...
+
+
+def after_windows(
+    windows: Sequence[list[int]], tokens: Int[Tensor, "rows nodes"]
+) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows nodes"]]:
+    """Each row's window with its tokens after it, filled up on the right, and the places of these tokens."""
+    nodes, longest = tokens.shape[1], max(map(len, windows))
+    places = torch.tensor([[*range(len(window), len(window) + nodes)] for window in windows]).to(tokens.device)
+    filled = [[*window, *[0] * (longest + nodes - len(window))] for window in windows]
+    return torch.tensor(filled).to(tokens.device).scatter_(1, places, tokens), places
 
 
 class LayerStates(RowStates):

@@ -87,6 +87,24 @@ def squared_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None
     return reach > 0
 
 
+def first_path(tree: Tree) -> Tree:
+    """The chain that begins at each row's root and follows the first child of each node."""
+    chains = []
+    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        chain, last = tokens[:1], 0
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if node and parent == last:
+                chain.append(token)
+                last = node
+        chains.append(chain)
+    longest = max(map(len, chains))
+    rows = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
+    parents = [[*range(-1, len(chain) - 1), *[-1] * (longest - len(chain))] for chain in chains]
+    made = torch.tensor([rows, parents]).to(tree.tokens.device, non_blocking=True)
+    levels = tree.deepest if tree.levels is None else tree.levels
+    return Tree(made[0], made[1], deepest=max(longest - 1, 1), levels=levels)
+
+
 def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
     """The states of some nodes of each row. [batch, chosen, size]"""
     if len(states) == 1:

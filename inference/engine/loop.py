@@ -18,8 +18,7 @@ from headstart.inference.core.request import GREEDY, EmittedTokens, Generation, 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
-from headstart.inference.engine.budget import refuse_more_than_memory
-from headstart.inference.engine.checks import check_request
+from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.reading import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.passes.forward import TargetOutput

@@ -13,12 +13,11 @@ from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Tree, take
+from headstart.inference.core.tree import Tree, first_path, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
-from headstart.inference.passes.chains import first_path
 from headstart.inference.passes.forward import TargetOutput
 from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.cuda_graph import StepOutput

@@ -16,8 +16,7 @@ from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.http.front import figures
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.requests.prompts import PromptReader
-from headstart.inference.serve.requests.reading import RequestReader, Wanted
+from headstart.inference.serve.requests.reading import PromptReader, RequestReader, Wanted
 from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
