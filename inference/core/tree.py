@@ -35,7 +35,7 @@ class Tree:
     proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
     deepest: int | None = None  # upper bound on the depth, if one is known
     levels: int | None = None  # that were drafted one after the other, if not as many as the tree is deep
-    log_chances: Float[Tensor, "batch nodes"] | None = None  # that the target's path includes a node, as estimated
+    log_chances: Float[Tensor, "batch drafts"] | None = None  # that the target's path includes a node but the root
 
     @property
     def shape(self) -> tuple[int, int]:

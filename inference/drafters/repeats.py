@@ -181,8 +181,8 @@ class Repeats:
 
 
 def chances_of(tree: Tree) -> list[list[float]]:
-    """The estimated chance of each node of each row; 1 where the drafter gave none."""
-    known = torch.zeros(tree.shape) if tree.log_chances is None else tree.log_chances
+    """The estimated chance of each draft token of each row; 1 where the drafter gave none."""
+    known = torch.zeros(tree.shape)[:, 1:] if tree.log_chances is None else tree.log_chances
     found: list[list[float]] = known.exp().tolist()
     return found
 
@@ -194,7 +194,7 @@ def add_tree(trie: Trie, tokens: list[int], parents: list[int], chances: list[fl
     """
     nodes: list[int | None] = [0]
     kept = [1.0]
-    for token, parent, chance in zip(tokens[1:], parents[1:], chances[1:], strict=True):
+    for token, parent, chance in zip(tokens[1:], parents[1:], chances, strict=True):
         above = nodes[parent] if parent >= 0 else None
         nodes.append(None if above is None else trie.add(above, token))
         if len(trie) > len(kept):

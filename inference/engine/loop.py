@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Generator, Iterator
 
 import torch
 
-from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, EmittedTokens, Generation, Request, Sequence
 from headstart.inference.core.sampling import Sampling
@@ -171,19 +170,10 @@ class DecodeLoop:
         return self.batch.rows
 
     @property
-    def cache(self) -> KVCache:
-        """The cache of all rows, from the first prompt until `close`."""
-        return self.batch.cache
-
-    @property
-    def prefix_queries(self) -> int:
-        """Tokens of all prompts that were looked up among the prefixes of earlier texts."""
-        return 0 if self.batch.prefixes is None else self.batch.prefixes.queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """How many of these tokens did not have to be read again."""
-        return 0 if self.batch.prefixes is None else self.batch.prefixes.hits
+    def prefix_counts(self) -> tuple[int, int]:
+        """Tokens of prompts that were looked up among earlier texts, and those that did not have to be read again."""
+        prefixes = self.batch.prefixes
+        return (0, 0) if prefixes is None else (prefixes.queries, prefixes.hits)
 
     @property
     def idle(self) -> bool:

@@ -221,7 +221,6 @@ class DecodeStep:
                     scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
                 blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
-            row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, batch.cache.num_bytes)
         return [block for block in blocks if block.tokens]
 
     def _with_gumbel(self, count: int) -> BatchSampling:
