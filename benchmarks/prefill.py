@@ -93,7 +93,7 @@ class Waits:
 
 def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
     """The seconds of each step after all rows have begun."""
-    while len(loop.rows) < rows:
+    while len(loop.batch.rows) < rows:
         loop.step()
     seconds = []
     for _ in range(STEPS):

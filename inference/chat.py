@@ -60,10 +60,6 @@ class Conversation:
         self.max_positions, self.max_new_tokens = max_positions, max_new_tokens
         self.turns: list[Turn] = []
 
-    @property
-    def has_template(self) -> bool:
-        return self.template.exists
-
     def ask(self, question: str) -> Prompt:
         """The prompt for the answer, without old turns that do not fit; ValueError if the question alone does not."""
         question = question.encode(errors="replace").decode()  # a terminal may give bytes that are not UTF-8
@@ -81,10 +77,10 @@ class Conversation:
 
     def answered(self, prompt: Prompt, answer: str) -> None:
         """Continue from this prompt and its answer."""
-        self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.has_template else []
+        self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.template.exists else []
 
     def as_tokens(self, turns: list[Turn]) -> list[int]:
-        return self.template.tokens(turns) if self.has_template else self.template.encode_text(turns[-1]["content"])
+        return self.template.tokens(turns) if self.template.exists else self.template.encode_text(turns[-1]["content"])
 
 
 class Answer:
@@ -192,7 +188,7 @@ class Chat:
         self.say(f"{names}; plain decoding writes {self.plain_rate:.1f} tokens/s here")
         if self.console.color_system is not None:
             self.console.print(legend(), soft_wrap=True)
-        if not self.conversation.has_template:
+        if not self.conversation.template.exists:
             self.say("This target has no chat template: it continues your text, and each line stands alone.")
 
     def converse(self, lines: Iterable[str]) -> None:
@@ -208,7 +204,7 @@ class Chat:
             if command is not None:
                 return self.follow(*command)
             if line.strip():
-                self.answer(line.strip() if self.conversation.has_template else line.rstrip("\r\n"))
+                self.answer(line.strip() if self.conversation.template.exists else line.rstrip("\r\n"))
         except ValueError as error:
             self.say(str(error))
         return True

@@ -165,11 +165,6 @@ class DecodeLoop:
             deque(left, 0)
 
     @property
-    def rows(self) -> list[Sequence]:
-        """The requests that are being decoded."""
-        return self.batch.rows
-
-    @property
     def prefix_counts(self) -> tuple[int, int]:
         """Tokens of prompts that were looked up among earlier texts, and those that did not have to be read again."""
         prefixes = self.batch.prefixes
@@ -216,7 +211,7 @@ class DecodeLoop:
 
     def forget(self, number: int) -> None:
         """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
-        if number in self.waiting or any(row.number == number for row in self.batch.members):
+        if number in self.waiting.numbers or any(row.number == number for row in self.batch.members):
             raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
         self.generations.pop(number, None)
         self.ended = [ended for ended in self.ended if ended != number]
@@ -322,9 +317,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self.waiting)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self.numbers
 
     @property
     def numbers(self) -> list[int]:

@@ -207,8 +207,9 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     output = target.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
     for row, end, length in zip(rows, ends, lengths, strict=True):
         row.target.write(0, 0, together.target.states(0, end - length, end))
+    taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
-    return [TargetOutput(*found) for found in zip(logits, output.taps.split(lengths, dim=1), strict=True)]
+    return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
 
 
 def read_chunk(

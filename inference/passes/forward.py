@@ -31,10 +31,21 @@ Masks = Tensor | dict[str, Any]  # additive, [rows, 1, seq, keys]; one for all l
 class TargetOutput:
     logits: Float[Tensor, "batch kept vocab"]
     taps: Float[Tensor, "batch seq tapped"]  # the tapped hidden states, concatenated in ascending order
+    last_hidden: Float[Tensor, "batch seq hidden"]  # before the final norm
 
     def at(self, first: int, places: Int[Tensor, "batch nodes"]) -> "TargetOutput":
         """The output at these places of each row; logits begin at place `first`."""
-        return TargetOutput(take(self.logits, places - first), take(self.taps, places))
+        return TargetOutput(take(self.logits, places - first), take(self.taps, places), take(self.last_hidden, places))
+
+    @classmethod
+    def of_rows(cls, rows: "list[TargetOutput]") -> "TargetOutput":
+        """The outputs of several rows as one, filled up on the right."""
+        fields = zip(*map(fields_of, rows), strict=True)
+        return cls(*(pad_sequence([part[0] for part in parts], batch_first=True) for parts in fields))
+
+
+def fields_of(output: TargetOutput) -> tuple[Tensor, Tensor, Tensor]:
+    return output.logits, output.taps, output.last_hidden
 
 
 class Passes:
@@ -128,7 +139,7 @@ class Passes:
         logits = output.logits.to(self.device)
         if logits_at is not None and not self.selects_logits:
             logits = logits[:, logits_at]
-        return TargetOutput(logits, tapped), output.get(self.cache_name)
+        return TargetOutput(logits, tapped, last_hidden), output.get(self.cache_name)
 
     def _take_seen(self, tokens: Int[Tensor, "batch seq"]) -> tuple[list[Tensor], Tensor]:
         # With target.split layers they are on several devices.
@@ -162,9 +173,7 @@ class Passes:
         states.counts = [len(window) + 1 + count for window, count in zip(windows, drafted, strict=True)]
         if isinstance(states, OwnCaches):
             chains = [tree.tokens[row : row + 1, : 1 + count] for row, count in enumerate(drafted)]
-            rows = [self._own_pass(states, row, chain) for row, chain in enumerate(chains)]
-            logits = pad_sequence([row.logits[0] for row in rows], batch_first=True)
-            return TargetOutput(logits, pad_sequence([row.taps[0] for row in rows], batch_first=True))
+            return TargetOutput.of_rows([self._own_pass(states, row, chain) for row, chain in enumerate(chains)])
         tokens, places = after_windows(windows, tree.tokens)
         states.width, least = tokens.shape[1], min(map(len, windows))
         is_sure = min(states.counts) == states.width and not any(drafted)
@@ -206,11 +215,8 @@ class Passes:
         assert states is not None
         if before and not self.drafts and tokens.shape[1] > 1:
             single = [self.read_on(token, row, before + place, None) for place, token in enumerate(tokens.split(1, 1))]
-            logits, taps = (
-                torch.cat([each.logits for each in single], 1),
-                torch.cat([each.taps for each in single], 1),
-            )
-            return TargetOutput(logits if logits_at is None else logits[:, logits_at], taps)
+            logits, *others = (torch.cat(parts, dim=1) for parts in zip(*map(fields_of, single), strict=True))
+            return TargetOutput(logits if logits_at is None else logits[:, logits_at], *others)
         if not before:
             states.write(0, None)
         if isinstance(states, OwnCaches):
@@ -279,7 +285,8 @@ class Passes:
         cache.check()
         counts = [(rows, 1 if part.last_only else count) for part, (rows, count) in zip(parts, shapes, strict=True)]
         logits, taps = unpacked(output.logits, counts), unpacked(output.taps, shapes)
-        return [TargetOutput(*found) for found in zip(logits, taps, strict=True)]
+        last_hidden = unpacked(output.last_hidden, shapes)
+        return [TargetOutput(*found) for found in zip(logits, taps, last_hidden, strict=True)]
 
     @cached_property
     def packs(self) -> bool:

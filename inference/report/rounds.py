@@ -54,10 +54,6 @@ class Round:
     prompts: list[Prompt]
     runs: list[Run]  # one for each method
 
-    @property
-    def categories(self) -> set[str]:
-        return {prompt.category for prompt in self.prompts}
-
     def of_category(self, category: str) -> "Round | None":
         """The same without prompts of other categories; None if no prompt is left. Times stay those of the batch."""
         kept = [number for number, prompt in enumerate(self.prompts) if prompt.category == category]
