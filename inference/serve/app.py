@@ -21,16 +21,6 @@ from starlette.types import ASGIApp
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
-from headstart.inference.serve.http.front import Front, error_response, log_entry
-from headstart.inference.serve.http.transport import (
-    CLIENT_GONE,
-    KEEP_ALIVE,
-    ClientGoneError,
-    EventStream,
-    JsonRoute,
-    event,
-    unless_gone,
-)
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.answers import Answer, ChatAnswer, CompletionAnswer
@@ -46,9 +36,21 @@ from headstart.inference.serve.requests.fields import (
 from headstart.inference.serve.requests.responses import ResponsesAnswer, ResponsesRequest, in_own_words
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.traffic import Adaptation, Traffic
+from headstart.inference.serve.transport import (
+    CLIENT_GONE,
+    KEEP_ALIVE,
+    ClientGoneError,
+    EventStream,
+    Front,
+    JsonRoute,
+    error_response,
+    event,
+    log_entry,
+    unless_gone,
+)
 from headstart.inference.targets.tokenizer import text_of
 
-PAGE = Path(__file__).parents[1] / "page"
+PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
 # The page may load and ask this server alone.
 PAGE_HEADERS = {
