@@ -5,6 +5,7 @@ another tokenizer drafts chains of text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Protocol
 
 import torch
@@ -263,7 +264,7 @@ class OtherTokenizerDrafter(TrieDrafter):
 
         The last token is always read again, as its logits are needed.
         """
-        lengths = [common_prefix(cached.tokens, tokens) for cached in self.previous]
+        lengths = [len(commonprefix([cached.tokens, tokens])) for cached in self.previous]
         longest = max(lengths, default=0)
         size = len(tokens) + count
         cached = (
@@ -293,8 +294,3 @@ class OtherTokenizerDrafter(TrieDrafter):
 def decode_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens, without special tokens and without any clean-up of spaces."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
-def common_prefix(one: list[int], other: list[int]) -> int:
-    """The length of the longest common prefix of two texts."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
