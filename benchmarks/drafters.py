@@ -26,8 +26,9 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup, TreeLimits, Trie, TrieDrafter
+from headstart.inference.drafters.lookup import Lookup, TrieDrafter
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter
+from headstart.inference.drafters.repeats import TreeLimits, Trie
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.rounds import TokenTimes

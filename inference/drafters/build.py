@@ -19,9 +19,9 @@ from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwa
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookahead import Lookahead
-from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton, TreeLimits
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import EarlyExit, ModelDrafter, OtherTokenizerDrafter
-from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.drafters.repeats import Repeats, TreeLimits
 from headstart.inference.passes.compiled import use_compiled
 from headstart.inference.targets.fast_layers import join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.lookup import Trie, TrieDrafter
+from headstart.inference.drafters.lookup import TrieDrafter
+from headstart.inference.drafters.repeats import Trie
 
 
 @dataclass

@@ -5,7 +5,6 @@ another tokenizer drafts chains of text.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from os.path import commonprefix
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +20,8 @@ from headstart.inference.core.tree import PendingTokens, Tree, causal_block
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
-from headstart.inference.drafters.lookup import Trie, TrieDrafter
+from headstart.inference.drafters.lookup import TrieDrafter
+from headstart.inference.drafters.repeats import Trie
 from headstart.inference.passes.forward import Masks
 from headstart.inference.targets.architecture import first_layers
 from headstart.inference.targets.model import TargetModel
@@ -264,7 +264,7 @@ class OtherTokenizerDrafter(TrieDrafter):
 
         The last token is always read again, as its logits are needed.
         """
-        lengths = [len(commonprefix([cached.tokens, tokens])) for cached in self.previous]
+        lengths = [common_prefix(cached.tokens, tokens) for cached in self.previous]
         longest = max(lengths, default=0)
         size = len(tokens) + count
         cached = (
@@ -294,3 +294,8 @@ class OtherTokenizerDrafter(TrieDrafter):
 def decode_text(tokenizer: Tokenizer, tokens: list[int]) -> str:
     """The text of some tokens, without special tokens and without any clean-up of spaces."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def common_prefix(one: list[int], other: list[int]) -> int:
+    """The length of the longest common prefix of two texts."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
