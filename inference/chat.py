@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import DecodeStats, Detokenize, EmittedTokens, Request
+from headstart.inference.core.request import Detokenize, EmittedTokens, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
 from headstart.inference.engine.loop import DecodeLoop
@@ -94,13 +94,9 @@ class Answer:
         self.stopped = False
 
     @property
-    def stats(self) -> DecodeStats:
-        return self.generation.stats
-
-    @property
     def tokens_per_second(self) -> float | None:
         """New tokens per second of the target's steps; None before the first step."""
-        return self.stats.tokens / sum(self.step_seconds) if self.step_seconds else None
+        return self.generation.stats.tokens / sum(self.step_seconds) if self.step_seconds else None
 
     def stop(self) -> None:
         """End the answer with the step that is running."""
@@ -257,12 +253,12 @@ class Chat:
         if rate is None:
             said = "too short to measure"
         elif self.has_drafts:
-            length = f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
+            length = f"{answer.generation.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
             plain = f"plain decoding ({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
             said = f"{length}; {rate:.1f} tokens/s, about {rate / self.plain_rate:.1f} times as fast as {plain}"
         else:
             said = f"plain decoding, {rate:.1f} tokens/s"
-            if answer.stats.steps >= LEAST_STEPS:
+            if answer.generation.stats.steps >= LEAST_STEPS:
                 self.plain_rate, self.plain_measured = rate, "measured in the last plain answer"
         if answer.stopped:
             return f"{said}; stopped by Ctrl-C"

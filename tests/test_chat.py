@@ -158,7 +158,7 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> 
     answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
     assert [block.depths for block in answer.blocks()] == [[None], *wanted]
     assert {BONUS, 1, 2, 3} <= {depth for depths in wanted for depth in depths}
-    assert len(answer.step_seconds) == answer.stats.steps == len(found.steps)
+    assert len(answer.step_seconds) == answer.generation.stats.steps == len(found.steps)
 
 
 def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:

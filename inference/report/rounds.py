@@ -8,7 +8,7 @@ import json
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
@@ -250,6 +250,7 @@ def made_from(
     return {
         "recipe": recipe.model_dump(mode="json"),
         "machine": dict(machine),
+        "stats": [field.name for field in fields(DecodeStats)],
         "target": {name: [found.st_size, found.st_mtime_ns] for name, found in weights.items()},
         "heads": {name: hashlib.sha256((folder / MODEL).read_bytes()).hexdigest() for name, folder in folders.items()},
         "prompts": hashlib.sha256(json.dumps([asdict(prompt) for prompt in prompts]).encode()).hexdigest(),
