@@ -28,7 +28,7 @@ from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import AdaptiveChain, CostAware
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

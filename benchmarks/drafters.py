@@ -25,10 +25,11 @@ from rich.table import Table
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.lookup import Lookup, TreeLimits, Trie, TrieDrafter
+from headstart.inference.drafters.lookup import Lookup, TrieDrafter
 from headstart.inference.drafters.model import ModelDrafter
+from headstart.inference.drafters.repeats import TreeLimits, Trie
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.rounds import TokenTimes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command

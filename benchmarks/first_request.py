@@ -26,7 +26,7 @@ from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

@@ -491,7 +491,7 @@ def response_rate(setting: Setting, rows: int, temperatures: tuple[float, ...]) 
         sampling = Sampling(temperatures[row % len(temperatures)], seed=row)
         loop.submit(Request([1 + row] * prompt, new_tokens, sampling))
     started = time.perf_counter()
-    while len(loop.rows) < rows:
+    while len(loop.batch.rows) < rows:
         loop.step()
     synchronise()
     prefill = time.perf_counter() - started
@@ -511,7 +511,7 @@ def reading_rate(setting: Setting, chunk: int) -> int:
         loop.submit(Request([1 + row] * length, 4))
     synchronise()
     started = time.perf_counter()
-    while len(loop.rows) < 16:
+    while len(loop.batch.rows) < 16:
         loop.step()
     synchronise()
     taken = time.perf_counter() - started

@@ -45,7 +45,7 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.generate.inputs import taps_to_read
+from headstart.inference.generate.loading import taps_to_read
 from headstart.inference.report.command import recipe_template, report_prompts
 from headstart.inference.report.compare import Interval, speedup
 from headstart.inference.report.questions import Chat

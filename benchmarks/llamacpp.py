@@ -41,7 +41,7 @@ from headstart.heads.formats.gguf import CONVERTER, FILE
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.generate.inputs import OWN_HEAD, taps_to_read
+from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import machine, recipe_template, report_prompts
 from headstart.inference.report.methods import Method, build_methods
 from headstart.inference.report.questions import Chat

@@ -29,7 +29,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.inputs import taps_to_read
+from headstart.inference.generate.loading import taps_to_read
 from headstart.inference.report.command import recipe_template
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe

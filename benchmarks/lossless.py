@@ -28,7 +28,7 @@ from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.generate.inputs import OWN_HEAD, taps_to_read
+from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import recipe_template, report_prompts
 from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method, growth_of

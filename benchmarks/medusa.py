@@ -29,7 +29,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe, run_command
 from headstart.trainers import run

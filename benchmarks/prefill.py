@@ -24,7 +24,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
-from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -93,7 +93,7 @@ class Waits:
 
 def running_steps(loop: DecodeLoop, rows: int) -> list[float]:
     """The seconds of each step after all rows have begun."""
-    while len(loop.rows) < rows:
+    while len(loop.batch.rows) < rows:
         loop.step()
     seconds = []
     for _ in range(STEPS):

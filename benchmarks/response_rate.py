@@ -86,7 +86,7 @@ def full_batch_rate(recipe: Recipe, target: TargetModel, rows: list[Json]) -> fl
         for number, row in enumerate(chosen)
     ]
     loop = loop_of(target, requests, max_batch=size)
-    while len(loop.rows) < size:  # the prompts
+    while len(loop.batch.rows) < size:  # the prompts
         loop.step()
     loop.step()  # a warm-up
     started = time.perf_counter()

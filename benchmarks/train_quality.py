@@ -38,7 +38,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.engine.loop import generate
-from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.command import machine
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe

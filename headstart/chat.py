@@ -21,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 
 from headstart.common.errors import STARTS_OVER, errors_as_messages
-from headstart.inference.chat.session import Chat
+from headstart.inference.chat import Chat
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model

@@ -33,7 +33,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import depth_for
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.generate.inputs import held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 

@@ -18,10 +18,10 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.http.transport import http_config
+from headstart.inference.serve.app import build_app
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
+from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer

@@ -43,7 +43,7 @@ GREEDY = [replace(request, sampling=Sampling()) for request in REQUESTS]
 
 def comparable(stats: DecodeStats) -> DecodeStats:
     """The stats without time and memory, which depend on the other rows of the batch."""
-    return replace(stats, seconds=0.0, bytes_moved=0, cache_bytes=0)
+    return replace(stats, seconds=0.0, bytes_moved=0)
 
 
 def texts_of(target: TargetModel, requests: list[Request], make_head: MakeHead) -> Texts:

@@ -20,9 +20,8 @@ from headstart import chat as command
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.chat import session
-from headstart.inference.chat.conversation import Answer, Conversation
-from headstart.inference.chat.session import HELP, Chat, first_ctrl_c, printable, read_command
+from headstart.inference import chat
+from headstart.inference.chat import HELP, Answer, Chat, Conversation, first_ctrl_c, printable, read_command
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -159,7 +158,7 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> 
     answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
     assert [block.depths for block in answer.blocks()] == [[None], *wanted]
     assert {BONUS, 1, 2, 3} <= {depth for depths in wanted for depth in depths}
-    assert len(answer.step_seconds) == answer.stats.steps == len(found.steps)
+    assert len(answer.step_seconds) == answer.generation.stats.steps == len(found.steps)
 
 
 def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:
@@ -350,7 +349,7 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
     path = tmp_path / "target" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
     arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
-    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, session, Answer)
+    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, chat, Answer)
     for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
         talk(monkeypatch, b"", *arguments, *more)
     assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]

@@ -18,10 +18,9 @@ from headstart.inference.report.compare import Comparison, speedup
 from headstart.inference.report.figures import as_svg, draw
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
-from headstart.inference.report.page import page
 from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
-from headstart.inference.report.tables import low_to_high
+from headstart.inference.report.tables import low_to_high, page
 from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel

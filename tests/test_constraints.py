@@ -29,9 +29,9 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookup import Lookup, TreeLimits
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.repeats import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.constraints import Grammar, Grammars

@@ -22,9 +22,9 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
-from headstart.inference.drafters.lookup import Continuations, Lookup, TreeLimits, Trie
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.repeats import Continuations, TreeLimits, Trie
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection

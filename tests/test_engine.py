@@ -87,8 +87,8 @@ def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target:
     loop.step()
     loop.cancel(0)
     loop.cancel(2)
-    assert [row.number for row in loop.rows] == [1]
-    assert loop.cache.target.lengths == [len(loop.rows[0].text) - 1]
+    assert [row.number for row in loop.batch.rows] == [1]
+    assert loop.batch.cache.target.lengths == [len(loop.batch.rows[0].text) - 1]
     partial = list(loop.generations[0].tokens)
     assert partial == written(texts, 0)[: len(partial)]
     assert {block.number for block in loop.step()} == {1, 3}
@@ -422,7 +422,7 @@ def test_what_a_drafter_has_read_moves_with_its_row(
     loop.decode_step.speculation = switch  # type: ignore[assignment]
     loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
     loop.submit(Request([5, 6], 40))
-    while len(loop.rows) < 2 or len(loop.rows[1].text) < 20:
+    while len(loop.batch.rows) < 2 or len(loop.batch.rows[1].text) < 20:
         loop.step()
     switch.is_on = True
     for number in range(6):
@@ -430,8 +430,8 @@ def test_what_a_drafter_has_read_moves_with_its_row(
             loop.submit(Request([5, 6], 200))
         loop.step()
         assert_drafter_has_read(loop)
-    assert len(loop.rows) == (1 if event == "another row ends" else 2)
-    assert loop.rows[-1].unread.start > 12
+    assert len(loop.batch.rows) == (1 if event == "another row ends" else 2)
+    assert loop.batch.rows[-1].unread.start > 12
 
 
 @pytest.mark.parametrize("patience", [0, 1])
@@ -500,7 +500,7 @@ def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: Targe
     seen = []
     while not loop.idle:
         loop.step()
-        seen.append(len(loop.rows))
+        seen.append(len(loop.batch.rows))
     assert max(seen) == 2
     assert [number for number, _ in loop.take_ended()] == [3, 0, 1, 2]
     for number in range(4):
@@ -624,9 +624,9 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
             assert found.tokens == alone.tokens[: len(found.tokens)]
         else:
             assert (found.tokens, found.finish) == (alone.tokens, alone.finish), number
-    assert loop.prefix_hits > 100
+    assert loop.prefix_counts[1] > 100
     assert any(found.finish == "cancelled" for found in ended.values())
     assert any(found.stats.drafted for found in ended.values())
-    assert loop.cache.target.lengths == []
+    assert loop.batch.cache.target.lengths == []
     assert loop.batch.prefixes is not None
     assert loop.batch.prefixes.num_bytes <= 150_000

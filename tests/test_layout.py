@@ -27,7 +27,7 @@ ROOMS = [
     "inference/show.py",
     "inference/calibrate.py",
     "inference/report/",
-    "inference/chat/",
+    "inference/chat.py",
     "inference/serve/",
     "inference/doctor/",
     "data_pipelines/stages/",

@@ -72,8 +72,7 @@ def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Dr
         # The last token of an answer was never read, and the last one of a prompt is always read.
         assert found.cached_tokens == (0 if turn == 0 else (len(prompt) - 4) // BLOCK * BLOCK)
         prompt = [*prompt, *found.tokens, 3, 4, 5]
-    assert loop.prefix_queries == 40 + 63 + 86
-    assert loop.prefix_hits == 48 + 80
+    assert loop.prefix_counts == (40 + 63 + 86, 48 + 80)
 
 
 def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetModel, make_head: Any) -> None:
@@ -266,13 +265,13 @@ def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_follow
     assert index.use([*a, *b, *c, 9]).tokens == 48  # type: ignore[union-attr]
     index.add([*a, *d], block_of(2.0), lambda first, end: None)
     assert index.num_bytes == 3 * 524
-    assert index.find([*a, *b, *c, 9]).tokens == 32  # type: ignore[union-attr]
-    assert index.find([*a, *d, 9]).tokens == 32  # type: ignore[union-attr]
+    assert index.known_tokens([*a, *b, *c, 9]) == 32
+    assert index.known_tokens([*a, *d, 9]) == 32
     index.add([*d, *c], block_of(3.0), lambda first, end: None)
-    assert index.find([*a, *d, 9]).tokens == 16  # type: ignore[union-attr]
-    assert index.find([*d, *c, 9]).tokens == 32  # type: ignore[union-attr]
-    assert index.find(a) is None  # its last token is always read
-    assert index.find([*b, 9]) is None  # the same tokens elsewhere are another block
+    assert index.known_tokens([*a, *d, 9]) == 16
+    assert index.known_tokens([*d, *c, 9]) == 32
+    assert index.known_tokens(a) == 0  # its last token is always read
+    assert index.known_tokens([*b, 9]) == 0  # the same tokens elsewhere are another block
     assert (index.queries, index.hits) == (49, 48)
 
 
@@ -281,7 +280,8 @@ def test_prefixes_are_off_by_default_and_a_closed_loop_keeps_none(target: Target
     for _ in range(2):
         loop.submit(Request(SYSTEM, 3))
         finish(loop)
-    assert loop.generations[1].cached_tokens == loop.prefix_queries == loop.prefix_hits == 0
+    assert loop.generations[1].cached_tokens == 0
+    assert loop.prefix_counts == (0, 0)
     loop = DecodeLoop(target, max_batch=2, prefix_memory=MEBIBYTE)
     loop.submit(Request(SYSTEM, 3))
     finish(loop)

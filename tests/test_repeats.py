@@ -120,10 +120,10 @@ def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel
 
 def test_what_the_target_chose_after_a_token_is_drafted_after_it_again() -> None:
     """Also after a rejected draft token, and in another text: 7 was rejected, and the target would go on with 8."""
-    repeats, chances = Repeats(6), torch.tensor([[0.0, 0.5, 0.125]]).log()
+    repeats, chances = Repeats(6), torch.tensor([[0.5, 0.125]]).log()
     first = replace(verified_text([1, 2, 3], 99), nodes=[[2, 7, 9]], choices=[[3, 8, 4]], drafted=[2])
     assert repeats.extend(drawn([-1], [3]), first, Dynamic(3, 3, 8)).shape == (1, 1)
-    tree = replace(drawn([-1, 0, 1], [5, 7, 50]), log_chances=chances.where(chances > -torch.inf, 0))
+    tree = replace(drawn([-1, 0, 1], [5, 7, 50]), log_chances=chances)
     found = repeats.extend(tree, verified_text([4, 5], 99, key=1), Dynamic(3, 3, 8))
     # Node 7 has a chance of 0.5, of which its child 50 has a quarter; 8 gets a quarter of the rest, below the limit.
     assert found is tree

@@ -19,12 +19,12 @@ from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.report import command, journal
+from headstart.inference.report import command
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.forcing import Forced
 from headstart.inference.report.methods import Method, build_methods
-from headstart.inference.report.rounds import Run, run_batch
+from headstart.inference.report.rounds import JOURNAL, Run, run_batch
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -173,7 +173,7 @@ def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch
         return len(measured)
 
     finished: list[list[Outcome]] = []
-    path = recipe.report_dir / journal.NAME
+    path = recipe.report_dir / JOURNAL
     assert measures(recipe, killed_in=1) == 3
     with path.open("a") as file:
         file.write('{"torn')

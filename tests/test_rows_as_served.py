@@ -26,7 +26,7 @@ from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.row_samples import encode_prompt, given_samples, parse_known
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.requests.fields import ChatRequest
-from headstart.inference.serve.requests.prompts import PromptReader
+from headstart.inference.serve.requests.reading import PromptReader
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DataSection
 

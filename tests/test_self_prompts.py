@@ -35,7 +35,7 @@ from headstart.data_pipelines.prompts.self_written.selection import (
 )
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.request import Generation, Request
-from headstart.inference.generate.inputs import held_out_prompts
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection

@@ -65,7 +65,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
 
 
 def step(accepted: int) -> Update:
-    return Update(EmittedTokens(0, [5], [1]), [], [], 0, 4, accepted, True, 1.0, 1.0)
+    return Update(EmittedTokens(0, [5], [1], 4, accepted), [], [], 0, 1.0, 1.0)
 
 
 def write_promise(folder: Path, at_0: float, at_1: float) -> None:

@@ -75,7 +75,7 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert by_load.rows == [1] * 9
     for seed in (1, 2):
         loop.submit(replace(SHORT, sampling=Sampling(1.0, seed=seed)))
-    while len(loop.rows) < 3:
+    while len(loop.batch.rows) < 3:
         loop.step()
     by_load.rows.clear()
     for _ in range(PATIENCE + 1):
@@ -83,10 +83,10 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert by_load.rows == [3] * (PATIENCE - 1)  # the three rows do not pay, which is borne for some steps
     by_load.rows.clear()
     by_load.missed.clear()
-    while len(loop.rows) == 3:
+    while len(loop.batch.rows) == 3:
         loop.step()
     assert by_load.rows == by_load.missed == []
-    length = len(loop.rows[0].text)
+    length = len(loop.batch.rows[0].text)
     while not loop.idle:
         loop.step()
     assert sum(by_load.missed) >= 20
@@ -121,7 +121,7 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     behind = set()
     while not loop.idle:
         loop.step()
-        behind |= {row.unread.is_behind for row in loop.rows} if len(loop.rows) == 2 else set()
+        behind |= {row.unread.is_behind for row in loop.batch.rows} if len(loop.batch.rows) == 2 else set()
     assert behind == {False, True}
     for number, request in enumerate(requests):
         alone = generate(target, request.prompt, request.max_new_tokens, request.sampling)
@@ -199,7 +199,7 @@ def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: Target
         loop.submit(request)
     drafted = []
     while not loop.idle:
-        rows, before = len(loop.rows), sum(found.stats.drafted for found in loop.generations.values())
+        rows, before = len(loop.batch.rows), sum(found.stats.drafted for found in loop.generations.values())
         loop.step()
         drafted.append((rows, sum(found.stats.drafted for found in loop.generations.values()) > before))
     assert [loop.generations[number].tokens for number in range(5)] == alone

@@ -13,12 +13,13 @@ from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Rwk
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.states import WINDOW
+from headstart.inference.core.tree import first_path
 from headstart.inference.drafters.build import build_drafter
-from headstart.inference.drafters.lookup import Lookup, TreeLimits
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.repeats import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefixes import BLOCK
 from headstart.inference.passes import check, forward
-from headstart.inference.passes.chains import first_path
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 

@@ -71,7 +71,6 @@ class Slots:
         self.starts = self._starts[:rows]  # the lengths, on the device
         self.reach = self.capacity
         self.pending = 0
-        self.bytes_moved = 0  # by `keep`, in total
         # Where the pending block goes, the same for all layers on a device.
         self._index: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
@@ -171,7 +170,7 @@ class Slots:
         """
         longest = max(map(len, paths))
         # Nodes that are already in place stay.
-        before = self.bytes_moved
+        bytes_moved = 0
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
             start = self.lengths[0]
@@ -181,7 +180,7 @@ class Slots:
                 # [layers, 2, kv_heads, moved, head_dim]
                 moved = row.index_select(3, source.to(row.device, non_blocking=True))
                 row[..., start + first : start + longest, :] = moved
-                self.bytes_moved += moved.nbytes
+                bytes_moved += moved.nbytes
         elif first < longest:
             padded = torch.tensor([[*path, *range(len(path), longest)] for path in paths])[:, first:]
             source = self.starts[:, None] + padded.to(self.device, non_blocking=True)
@@ -191,14 +190,14 @@ class Slots:
                 of, to, places = (index.to(storage.device) for index in (source, goal, rows))
                 moved = storage[:, :, places, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
                 storage[:, :, places, :, to] = moved
-                self.bytes_moved += moved.nbytes
+                bytes_moved += moved.nbytes
         self.advance([len(path) for path in paths])
-        return self.bytes_moved - before
+        return bytes_moved
 
-    def row(self, number: int, count: int = 1) -> "Slots":
-        """One row by itself, or several, empty, in the same storage, in use or not. Its shapes are never static."""
-        rows = [storage[:, :, number : number + count] for storage in self.storages]
-        return Slots(rows, count, device=self.device, layers=self.places)
+    def row(self, number: int) -> "Slots":
+        """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
+        row = [storage[:, :, number : number + 1] for storage in self.storages]
+        return Slots(row, device=self.device, layers=self.places)
 
     def end_row(self, moves: list[Move]) -> None:
         """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
@@ -244,7 +243,6 @@ class Slots:
         """The same content in larger storages."""
         slots = Slots(storages, len(self.lengths), self.static, self.device, self.places)
         slots.take_over(self)
-        slots.bytes_moved = self.bytes_moved
         return slots
 
     def take_over(self, other: "Slots") -> None:
@@ -375,16 +373,11 @@ class KVCache(Cache):
         """The position of each row's root, once the drafter has read the verified tokens. [rows]"""
         return (self.target if self.head is None else self.head).starts
 
-    @property
-    def num_bytes(self) -> int:
-        of_slots = sum(storage.nbytes for slots in self.slots for storage in slots.storages)
-        return of_slots + (0 if self.states is None else self.states.num_bytes)
-
-    def row(self, number: int, count: int = 1) -> "KVCache":
-        """One row by itself, or several, empty. Prompts are read there while the other rows wait."""
-        head = None if self.head is None else self.head.row(number, count)
+    def row(self, number: int) -> "KVCache":
+        """One row by itself, empty. Prompts are read there while the other rows wait."""
+        head = None if self.head is None else self.head.row(number)
         states = None if self.states is None else self.states.row(number)
-        return KVCache(self.target.row(number, count), head, states, self.make_layers)
+        return KVCache(self.target.row(number), head, states, self.make_layers)
 
     def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
         """Take in each row's path through the tree of these tokens that the target has just read.

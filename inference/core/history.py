@@ -57,10 +57,6 @@ class History:
         """The history of some rows."""
         return History(self.prompt[rows], self.counts[rows])
 
-    def in_draft_vocab(self, tokens: Int[Tensor, " draft_vocab"]) -> "History":
-        """The history over a draft vocabulary; `tokens` holds the target's token id of each draft column."""
-        return History(self.prompt[:, tokens], self.counts[..., tokens])
-
 
 def apply_penalties(
     logits: Float[Tensor, "batch nodes vocab"],

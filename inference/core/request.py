@@ -76,7 +76,6 @@ class DecodeStats:
     drafting_steps: int = 0  # steps that verified any
     seconds: float = 0.0  # wall time of the whole generation, prefill included
     bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
-    cache_bytes: int = 0  # size of the largest cache, with all of its rows and the head's slots
     accepted_at_depth: list[int] = field(default_factory=list)  # steps whose accepted path reached depth 1, 2, ...
 
     @property
@@ -113,7 +112,6 @@ class DecodeStats:
         self.drafting_steps += other.drafting_steps
         self.seconds += other.seconds
         self.bytes_moved += other.bytes_moved
-        self.cache_bytes = max(self.cache_bytes, other.cache_bytes)
         by_depth = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
         self.accepted_at_depth = [sum(steps) for steps in by_depth]
 
@@ -182,6 +180,8 @@ class EmittedTokens:
     number: int  # the request's
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
+    drafted: int | None = None  # draft tokens that the step verified; None: these come from the pass over the prompt
+    accepted: int = 0  # those of them that the target accepted, also beyond the end of the text
     tree: DraftTree | None = None  # if the request asks for it, and something was drafted
 
 
@@ -308,10 +308,11 @@ class Sequence:
             self.unread.add(taps)
         self.drafted, self.nodes, self.choices = found.drafted, found.nodes, found.choices
         kept = self.add_tokens(found.tokens, scores)
-        self.generation.stats.count_step(len(found.path) - 1, len(kept), found.drafted)
+        accepted = len(found.path) - 1
+        self.generation.stats.count_step(accepted, len(kept), found.drafted)
         is_shown = self.request.show_trees and found.drafted
         tree = DraftTree(found.nodes, found.parents, found.path) if is_shown else None
-        return EmittedTokens(self.number, kept, found.depths[: len(kept)], tree)
+        return EmittedTokens(self.number, kept, found.depths[: len(kept)], found.drafted, accepted, tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""

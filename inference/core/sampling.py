@@ -176,7 +176,8 @@ class SamplingGroup:
             logits = add_bias(logits.float(), self.bias, tokens)
         if form.penalised:
             assert history is not None, "penalties need the history"
-            history = history if tokens is None else history.in_draft_vocab(tokens)
+            if tokens is not None:
+                history = History(history.prompt[:, tokens], history.counts[..., tokens])
             logits = apply_penalties(logits.float(), history, *map(self.column, (REPETITION, FREQUENCY, PRESENCE)))
         if form.tempered:
             temperatures = self.column(TEMPERATURE)

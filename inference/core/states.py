@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
+import torch
+from jaxtyping import Int
 from torch import Tensor
 
 WINDOW = 4  # accepted tokens that a row's next pass reads again, at most
@@ -62,17 +64,24 @@ class RowStates(ABC):
     def copied(self, place: int) -> Snapshot:
         """A copy of the states of a place."""
 
-    @abstractmethod
     def write(self, place: int, snapshot: Snapshot) -> None:
         """Set the states of a place, whose window becomes empty; None stands for the start of a text."""
+        self.windows[self.first + place] = []
 
-    @abstractmethod
     def move(self, source: int, goal: int) -> None:
         """Give a place the states of another, which will not be used again."""
+        source, goal = self.first + source, self.first + goal
+        self.windows[goal], self.windows[source] = self.windows[source], []
 
-    @property
-    @abstractmethod
-    def num_bytes(self) -> int: ...
+
+def after_windows(
+    windows: Sequence[list[int]], tokens: Int[Tensor, "rows nodes"]
+) -> tuple[Int[Tensor, "rows width"], Int[Tensor, "rows nodes"]]:
+    """Each row's window with its tokens after it, filled up on the right, and the places of these tokens."""
+    nodes, longest = tokens.shape[1], max(map(len, windows))
+    places = torch.tensor([[*range(len(window), len(window) + nodes)] for window in windows]).to(tokens.device)
+    filled = [[*window, *[0] * (longest + nodes - len(window))] for window in windows]
+    return torch.tensor(filled).to(tokens.device).scatter_(1, places, tokens), places
 
 
 class LayerStates(RowStates):
@@ -120,19 +129,14 @@ class LayerStates(RowStates):
         return {key: kept[self.first + place].clone() for key, kept in self.kept.items()}
 
     def write(self, place: int, snapshot: Snapshot) -> None:
-        self.windows[self.first + place] = []
+        super().write(place, snapshot)
         for key, state in (snapshot or {}).items():
             self.kept[key][self.first + place] = state
 
     def move(self, source: int, goal: int) -> None:
-        source, goal = self.first + source, self.first + goal
-        self.windows[goal], self.windows[source] = self.windows[source], []
+        super().move(source, goal)
         for kept in self.kept.values():
-            kept[goal] = kept[source]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(kept.nbytes for kept in self.kept.values())
+            kept[self.first + goal] = kept[self.first + source]
 
 
 def states_of(layer: Any) -> dict[tuple[str, int], Tensor]:
@@ -179,18 +183,12 @@ class OwnCaches(RowStates):
         return copy.deepcopy(self.kept[self.first + place])
 
     def write(self, place: int, snapshot: Snapshot) -> None:
-        self.windows[self.first + place] = []
+        super().write(place, snapshot)
         self.kept[self.first + place] = copy.deepcopy(snapshot)
 
     def move(self, source: int, goal: int) -> None:
-        source, goal = self.first + source, self.first + goal
-        self.windows[goal], self.windows[source] = self.windows[source], []
-        self.kept[goal], self.kept[source] = self.kept[source], None
-
-    @property
-    def num_bytes(self) -> int:
-        tensors = {id(tensor): tensor.nbytes for kept in self.kept for tensor in tensors_of(kept)}
-        return sum(tensors.values())
+        super().move(source, goal)
+        self.kept[self.first + goal], self.kept[self.first + source] = self.kept[self.first + source], None
 
 
 def snapshot_bytes(snapshot: Snapshot) -> int:

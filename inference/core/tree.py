@@ -35,7 +35,7 @@ class Tree:
     proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
     deepest: int | None = None  # upper bound on the depth, if one is known
     levels: int | None = None  # that were drafted one after the other, if not as many as the tree is deep
-    log_chances: Float[Tensor, "batch nodes"] | None = None  # that the target's path includes a node, as estimated
+    log_chances: Float[Tensor, "batch drafts"] | None = None  # that the target's path includes a node but the root
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -85,6 +85,24 @@ def squared_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = None
     for _ in range((min(deepest or nodes, nodes) - 1).bit_length()):
         reach = (reach @ reach).clamp_(max=1)
     return reach > 0
+
+
+def first_path(tree: Tree) -> Tree:
+    """The chain that begins at each row's root and follows the first child of each node."""
+    chains = []
+    for tokens, parents in zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True):
+        chain, last = tokens[:1], 0
+        for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            if node and parent == last:
+                chain.append(token)
+                last = node
+        chains.append(chain)
+    longest = max(map(len, chains))
+    rows = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
+    parents = [[*range(-1, len(chain) - 1), *[-1] * (longest - len(chain))] for chain in chains]
+    made = torch.tensor([rows, parents]).to(tree.tokens.device, non_blocking=True)
+    levels = tree.deepest if tree.levels is None else tree.levels
+    return Tree(made[0], made[1], deepest=max(longest - 1, 1), levels=levels)
 
 
 def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:

@@ -43,7 +43,7 @@ from headstart.inference.doctor.findings import (
 )
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
 from headstart.inference.doctor.trials import check_number_format, compare_parts, find_better_variants
-from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
 from headstart.inference.targets.chat_template import ChatTemplate

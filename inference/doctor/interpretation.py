@@ -171,11 +171,5 @@ def right_guesses(
 
 def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:
     """The target's frozen tensors in another number format."""
-    return replace(
-        frozen,
-        embedding=frozen.embedding.to(dtype),
-        norm_weight=frozen.norm_weight.to(dtype),
-        norm_bias=None if frozen.norm_bias is None else frozen.norm_bias.to(dtype),
-        lm_head=frozen.lm_head.to(dtype),
-        lm_head_bias=None if frozen.lm_head_bias is None else frozen.lm_head_bias.to(dtype),
-    )
+    tensors: dict[str, Any] = {name: each.to(dtype) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    return replace(frozen, **tensors)

@@ -18,10 +18,9 @@ from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, Costly, CostTable
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.drafters.lookup import Lookup, TreeLimits
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.drafters.suffix_automaton import SuffixAutomaton
+from headstart.inference.drafters.repeats import Repeats, TreeLimits
 from headstart.inference.passes.compiled import use_compiled
 from headstart.inference.targets.fast_layers import join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel

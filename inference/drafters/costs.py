@@ -174,7 +174,8 @@ class CostTable:
             return
         size = size_bucket(nodes) if self.captured else nodes
         measured = float(self.surface.seconds(numpy.array([float(size)]), at)[0])
-        for name in target_groups(at, nearest_size(size)):
+        nearest = min(NODES, key=lambda known: abs(math.log(known / size)))
+        for name in target_groups(at, nearest):
             self.observed.add(name, seconds, measured)
         self._renew()
 
@@ -210,11 +211,6 @@ def target_groups(at: Situation, size: int) -> tuple[str, str]:
     """The names under which a target step is observed: all steps of the batch, and those of like context and size."""
     context = max(SHORTEST, size_bucket(at.context))
     return f"target, {at.group}", f"target, {at.group}, context {context}, nodes {size}"
-
-
-def nearest_size(nodes: int) -> int:
-    """The size of NODES that is nearest by factor."""
-    return min(NODES, key=lambda size: abs(math.log(size / nodes)))
 
 
 class StepWatch:

@@ -75,7 +75,6 @@ class Pool:
 
     def below(self, roots: Int[Tensor, "batch 1"], tokens: Tensor, parents: Tensor, scores: Tensor) -> Tree:
         """The tree of these nodes, [batch, nodes] each, below the roots."""
-        scores = torch.cat([scores.new_zeros(roots.shape), scores], dim=1)
         parents = torch.cat([torch.full_like(roots, -1), parents], dim=1)
         return Tree(torch.cat([roots, tokens], dim=1), parents, deepest=len(self.tokens), log_chances=scores)
 

@@ -10,6 +10,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
 
+from headstart.common.errors import wrong_value
 from headstart.heads.calibration import Calibration
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
@@ -100,13 +101,9 @@ class TreeDrafter(ABC):
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
         """
         if growth.width > len(head.vocab.ids):
-            raise ValueError(
-                f"decode.width: {growth.width} given, 1 to the head's {len(head.vocab.ids)} is allowed; lower it"
-            )
+            raise wrong_value("decode.width", growth.width, f"1 to the head's {len(head.vocab.ids)} is", "lower it")
         if head.max_levels is not None and growth.depth > head.max_levels:
-            raise ValueError(
-                f"decode.depth: {growth.depth} given, 1 to the head's {head.max_levels} is allowed; lower it"
-            )
+            raise wrong_value("decode.depth", growth.depth, f"1 to the head's {head.max_levels} is", "lower it")
         self.head, self.growth, self.repeats = head, growth, repeats
         self.calibration = [head.calibration.at(level) for level in range(growth.depth)]
         self.ids = head.vocab.ids.to(head.embedding.device)

@@ -114,8 +114,6 @@ class Batch:
         self.rows += rows
         for slots in self.cache.slots:
             slots.set_lengths([*slots.lengths, *(len(row.request.prompt) for row in rows)])
-        for row in rows:
-            row.generation.stats.cache_bytes = self.cache.num_bytes
         self.changes += 1
 
     def end(self, row: Sequence) -> None:
@@ -146,14 +144,6 @@ class Batch:
             self.drafter.prefill(taps, torch.tensor([text], device=self.target.device), cache)
         unread.has_read(count)
         return count
-
-    def known_tokens(self, prompt: list[int]) -> int:
-        """The length of the prompt's longest prefix that earlier texts left in the cache."""
-        return 0 if self.prefixes is None else self.prefixes.known_tokens(prompt)
-
-    def use_prefix(self, prompt: list[int]) -> Prefix | None:
-        """The longest prefix of a prompt that earlier texts left in the cache."""
-        return None if self.prefixes is None else self.prefixes.use(prompt)
 
     def remember_row(self, row: Sequence, place: int) -> None:
         """Keep what the cache holds of a running row's text for prompts that share it as a prefix."""

@@ -12,14 +12,12 @@ from collections.abc import Callable, Collection, Generator, Iterator
 
 import torch
 
-from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, EmittedTokens, Generation, Request, Sequence
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
-from headstart.inference.engine.budget import refuse_more_than_memory
-from headstart.inference.engine.checks import check_request
+from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.reading import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.passes.forward import TargetOutput
@@ -167,24 +165,10 @@ class DecodeLoop:
             deque(left, 0)
 
     @property
-    def rows(self) -> list[Sequence]:
-        """The requests that are being decoded."""
-        return self.batch.rows
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache of all rows, from the first prompt until `close`."""
-        return self.batch.cache
-
-    @property
-    def prefix_queries(self) -> int:
-        """Tokens of all prompts that were looked up among the prefixes of earlier texts."""
-        return 0 if self.batch.prefixes is None else self.batch.prefixes.queries
-
-    @property
-    def prefix_hits(self) -> int:
-        """How many of these tokens did not have to be read again."""
-        return 0 if self.batch.prefixes is None else self.batch.prefixes.hits
+    def prefix_counts(self) -> tuple[int, int]:
+        """Tokens of prompts that were looked up among earlier texts, and those that did not have to be read again."""
+        prefixes = self.batch.prefixes
+        return (0, 0) if prefixes is None else (prefixes.queries, prefixes.hits)
 
     @property
     def idle(self) -> bool:
@@ -227,7 +211,7 @@ class DecodeLoop:
 
     def forget(self, number: int) -> None:
         """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
-        if number in self.waiting or any(row.number == number for row in self.batch.members):
+        if number in self.waiting.numbers or any(row.number == number for row in self.batch.members):
             raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
         self.generations.pop(number, None)
         self.ended = [ended for ended in self.ended if ended != number]
@@ -333,9 +317,6 @@ class Queue:
 
     def __len__(self) -> int:
         return len(self.waiting)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self.numbers
 
     @property
     def numbers(self) -> list[int]:

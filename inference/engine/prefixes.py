@@ -77,10 +77,6 @@ class PrefixIndex:
         self.blocks.clear()
         self.num_bytes = 0
 
-    def find(self, prompt: list[int]) -> Prefix | None:
-        """The longest known prefix of a prompt; None if there is none. The last token is always read again."""
-        return self._prefix(self._usable(prompt[:-1]))
-
     def _prefix(self, keys: list[Key]) -> Prefix | None:
         found, ends = [self.blocks[key][1] for key in keys], [*accumulate(len(tokens) for _, tokens in keys)]
         if not found:
@@ -93,7 +89,7 @@ class PrefixIndex:
         return Prefix(ends, found, start, torch.cat([*unread, *(block.taps for block in found[read:])]))
 
     def known_tokens(self, prompt: list[int]) -> int:
-        """How many tokens of a prompt `find` would find."""
+        """The length of a prompt's longest known prefix."""
         return sum(len(tokens) for _, tokens in self._usable(prompt[:-1]))
 
     def copies_at(self, prompt: list[int]) -> int:
@@ -112,7 +108,10 @@ class PrefixIndex:
         return next((place for place in places if place - usable > LONG), 0)
 
     def use(self, prompt: list[int]) -> Prefix | None:
-        """`find`, counted as a query, which makes the blocks the most recently used ones."""
+        """The longest known prefix of a prompt; None if there is none. The last token is always read again.
+
+        It counts as a query, and its blocks are the most recently used ones.
+        """
         keys = self._usable(prompt[:-1])
         found = self._prefix(keys)
         self.queries += len(prompt)

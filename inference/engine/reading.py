@@ -63,16 +63,23 @@ class PromptReader:
         It may not if it would find more of its prefix in the cache after the others were read, if there is no memory
         for it, or if prefixes are known and the target cannot read parts side by side.
         """
-        batch, prompts = self.batch, [request.prompt for request in requests]
-        scores = [request.prompt_logprobs for request in requests]
-        known = [0 if own else batch.known_tokens(prompt) for prompt, own in zip(prompts, scores, strict=True)]
+        batch, prefixes = self.batch, self.batch.prefixes
+        prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
+        known = [
+            0 if own or prefixes is None else prefixes.known_tokens(prompt)
+            for prompt, own in zip(prompts, scores, strict=True)
+        ]
         rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
         if sum(rests) > most:
             return False
         *others, last = prompts
         end = known[-1] + BLOCK
-        finds_prefixes = batch.prefixes is not None and not scores[-1]
-        if finds_prefixes and len(last) > end and any(other[:end] == last[:end] for other in others):
+        if (
+            prefixes is not None
+            and not scores[-1]
+            and len(last) > end
+            and any(other[:end] == last[:end] for other in others)
+        ):
             return False
         if (not self.target.grows_trees or any(known) or any(scores)) and not self.target.packs:
             return False
@@ -82,9 +89,10 @@ class PromptReader:
         """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
         batch = self.batch
         if rows:
-            prefixes = [None if row.request.prompt_logprobs else batch.use_prefix(row.text) for row in rows]
+            index = batch.prefixes
+            prefixes = [None if index is None or row.request.prompt_logprobs else index.use(row.text) for row in rows]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            stop = 0 if batch.prefixes is None or len(rows) > 1 else batch.prefixes.copies_at(rows[0].text)
+            stop = 0 if index is None or len(rows) > 1 else index.copies_at(rows[0].text)
             if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None):
                 return self._seat(rows, prefixes)
             ((row, prefix),) = zip(rows, prefixes, strict=True)

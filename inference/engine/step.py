@@ -13,12 +13,11 @@ from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Tree, take
+from headstart.inference.core.tree import Tree, first_path, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
-from headstart.inference.passes.chains import first_path
 from headstart.inference.passes.forward import TargetOutput
 from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.cuda_graph import StepOutput
@@ -222,7 +221,6 @@ class DecodeStep:
                     scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
                 blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
-            row.generation.stats.cache_bytes = max(row.generation.stats.cache_bytes, batch.cache.num_bytes)
         return [block for block in blocks if block.tokens]
 
     def _with_gumbel(self, count: int) -> BatchSampling:

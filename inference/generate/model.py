@@ -25,7 +25,7 @@ from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
-from headstart.inference.engine.checks import check_length
+from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (

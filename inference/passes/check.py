@@ -182,13 +182,11 @@ def chain_of(tokens: Tensor) -> Tree:
     return Tree(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) - 1)
 
 
-def chain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
-    return state_passes(target, tokens) if target.layout.has_states else slot_passes(target, tokens, tree=False)
-
-
 PASSES: dict[Way, Callable[[Passes, Tensor], Iterator[Pass]]] = {
     "trees": lambda target, tokens: slot_passes(target, tokens, tree=True),
-    "chains": chain_passes,
+    "chains": lambda target, tokens: (
+        state_passes(target, tokens) if target.layout.has_states else slot_passes(target, tokens, tree=False)
+    ),
     "plain": plain_passes,
     "own cache": state_passes,
     "own cache, plain": plain_passes,

@@ -13,12 +13,11 @@ from transformers.cache_utils import Cache
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
-from headstart.inference.core.states import WINDOW, LayerStates, OwnCaches
+from headstart.inference.core.states import WINDOW, LayerStates, OwnCaches, after_windows
 from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, take
 from headstart.inference.core.verify import count_drafted
 from headstart.inference.passes.attention import GROUPED, with_row_groups
 from headstart.inference.passes.cache_layout import CacheLayout
-from headstart.inference.passes.chains import after_windows
 from headstart.inference.passes.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 
 # Which drafts a target verifies. With a cache of its own, rows run one after the other; `plain` takes no drafts, as its

@@ -53,18 +53,14 @@ from headstart.heads.target_origin import TargetOrigin
 from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.engine.budget import refuse_trees_of
-from headstart.inference.engine.checks import check_length, check_vocabulary
-from headstart.inference.generate.inputs import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
-from headstart.inference.report import journal
+from headstart.inference.engine.budget import check_length, check_vocabulary, refuse_trees_of
+from headstart.inference.generate.loading import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Comparison, Outcome
 from headstart.inference.report.forcing import Forcing
-from headstart.inference.report.journal import Journal, Setting
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
-from headstart.inference.report.page import page
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
-from headstart.inference.report.rounds import able_to_batch, run_rounds
-from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, short_table
+from headstart.inference.report.rounds import JOURNAL, Journal, Setting, able_to_batch, made_from, run_rounds
+from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, page, short_table
 from headstart.inference.report.trace import Trace, on_terminal, trace
 from headstart.inference.show import LEGEND as COLOURS
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -126,8 +122,8 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
     warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
-    about = journal.made_from(recipe, machine(), folders, benchmark.prompts)
-    measured = Journal(recipe.report_dir / journal.NAME, about)
+    about = made_from(recipe, machine(), folders, benchmark.prompts)
+    measured = Journal(recipe.report_dir / JOURNAL, about)
     groups = measure(recipe, benchmark, measured)
     text = partial(text_of, benchmark.chat.template.tokenizer)
     traces = trace_methods(recipe, benchmark)

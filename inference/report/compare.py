@@ -8,7 +8,7 @@ import numpy
 from numpy.typing import NDArray
 
 from headstart.inference.core.request import DecodeStats
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.core.sampling import AcceptanceRule
 from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
@@ -91,10 +91,6 @@ class Comparison:
     batch: int
     after_text: Callable[[], None] = lambda: None  # called when a text is judged
 
-    @property
-    def sampling(self) -> Sampling:
-        return self.forcing.sampling
-
     def outcomes(self) -> list[Outcome]:
         return [self.outcome(place) for place in range(len(self.methods))]
 
@@ -109,9 +105,9 @@ class Comparison:
         method = self.methods[place]
         outcome = Outcome(
             method.name,
-            self.sampling.temperature,
+            self.forcing.sampling.temperature,
             self.batch,
-            self.sampling.rule,
+            self.forcing.sampling.rule,
             stats,
             new_tokens=sum(run.tokens for run in runs),
             prompts=len(prompts),
@@ -143,7 +139,7 @@ class Comparison:
         within = [part for each in self.rounds if (part := each.of_category(category)) is not None]
         stats = DecodeStats.sum_of(stats for part in within for stats in part.runs[place].stats)
         prompts = sum(len(part.prompts) for part in within)
-        whole = [each for each in self.rounds if each.categories == {category}]
+        whole = [each for each in self.rounds if {prompt.category for prompt in each.prompts} == {category}]
         if sum(len(each.prompts) for each in whole) < prompts:
             return CategoryFigures(prompts, forced, stats.acceptance_length, None, {})
         seconds, tokens = seconds_and_tokens(whole, place)
@@ -154,7 +150,7 @@ class Comparison:
         """The speed-up over each method without our drafters; a question with all of its turns counts as one unit."""
         measured = seconds_and_tokens(rounds, place)
         return {
-            method.name: speedup(*measured, *seconds_and_tokens(rounds, other), self.sampling.seed)
+            method.name: speedup(*measured, *seconds_and_tokens(rounds, other), self.forcing.sampling.seed)
             for other, method in enumerate(self.methods)
             if method.drafter is None
         }

@@ -10,7 +10,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, fitting, growth_from_recipe, load_draft_model
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.generate.inputs import OWN_HEAD
+from headstart.inference.generate.loading import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.values import Baseline

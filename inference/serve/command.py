@@ -30,12 +30,12 @@ from headstart.inference.drafters.build import build_drafter, fitting, load_cost
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
-from headstart.inference.serve.http.app import build_app
-from headstart.inference.serve.http.transport import http_config
+from headstart.inference.serve.app import build_app
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.traffic import Adaptation, Traffic
+from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 

@@ -24,9 +24,6 @@ class Update:
     logprobs: list[float]  # one for each token; empty unless the request asks for them
     alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
     cached: int  # tokens of the prompt that were not read again
-    drafted: int  # draft tokens that the target verified in this step
-    accepted: int  # those of them that it accepted, also beyond the end of the text
-    is_step: bool  # False for the first token, which the prompt's pass yields
     seconds: float  # since the engine began to read the prompt
     at: float  # time.perf_counter() after the step
     is_first: bool = False  # of its choice
@@ -54,10 +51,7 @@ class Job:
     events: asyncio.Queue[tuple["Job", Event]]
     latest: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
     started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
-    number: int | None = None  # in the decode loop; this and the next ones belong to the engine's thread
-    drafted: int = 0  # draft tokens verified in the updates so far
-    accepted: int = 0  # those of them that were accepted
-    steps: int = 0
+    number: int | None = None  # in the decode loop; it belongs to the engine's thread
 
 
 class Engine:
@@ -207,30 +201,24 @@ class Engine:
             self.loop = self.make_loop()
             return
         now = time.perf_counter()
-        self.prefixes = self.loop.prefix_queries, self.loop.prefix_hits
+        self.prefixes = self.loop.prefix_counts
         self.cache_usage = self.loop.batch.cache_usage
-        events = [(job, self._update(job, block, now)) for block in blocks for job in [self.jobs[block.number]]]
+        events = [(self.jobs[block.number], self._update(block, now)) for block in blocks]
         self._report([*events, *self._ends()])
 
-    def _update(self, job: Job, block: EmittedTokens, now: float) -> Update:
+    def _update(self, block: EmittedTokens, now: float) -> Update:
         generation = self.loop.generations[block.number]
-        stats, accepted = generation.stats, sum(generation.stats.accepted_at_depth)
         first = len(generation.tokens) - len(block.tokens)
-        found = Update(
+        return Update(
             block,
             (generation.logprobs or [])[first:],
             generation.alternatives[first:],
             generation.cached_tokens,
-            drafted=stats.drafted - job.drafted,
-            accepted=accepted - job.accepted,
-            is_step=stats.steps > job.steps,
-            seconds=stats.seconds,
+            seconds=generation.stats.seconds,
             at=now,
             is_first=first == 0,
             prompt=generation.prompt_scores if first == 0 else None,
         )
-        job.drafted, job.accepted, job.steps = stats.drafted, accepted, stats.steps
-        return found
 
     def _ends(self) -> list[tuple[Job, Event]]:
         """The jobs that have ended since the last call; the loop forgets them."""

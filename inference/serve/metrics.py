@@ -113,18 +113,19 @@ class Metrics:
 
     def count_update(self, update: Update, since_last: float) -> None:
         """Count a step's part in a choice; `since_last` are the seconds since the choice's last step."""
-        self._add("generation_tokens", len(update.block.tokens))
-        self._observe("iteration_tokens_total", len(update.block.tokens))
-        if update.is_step:
+        block = update.block
+        self._add("generation_tokens", len(block.tokens))
+        self._observe("iteration_tokens_total", len(block.tokens))
+        if block.drafted is not None:
             self._observe("inter_token_latency_seconds", since_last)
-        if not update.drafted:
+        if not block.drafted:
             return
         self._add("spec_decode_num_drafts", 1)
-        self._add("spec_decode_num_draft_tokens", update.drafted)
-        self._add("spec_decode_num_accepted_tokens", update.accepted)
-        for position in range(update.accepted):
+        self._add("spec_decode_num_draft_tokens", block.drafted)
+        self._add("spec_decode_num_accepted_tokens", block.accepted)
+        for position in range(block.accepted):
             self.per_position.labels(**self.labels, position=str(position)).inc()
-        self.drafts, self.accepted = self.drafts + 1, self.accepted + update.accepted
+        self.drafts, self.accepted = self.drafts + 1, self.accepted + block.accepted
         self.length.set(1 + self.accepted / self.drafts)
 
     def count_request(self, exchange: Exchange) -> None:
@@ -171,9 +172,9 @@ class AcceptanceWatch:
 
     def count(self, update: Update) -> None:
         """Take in a step; steps without drafts do not count."""
-        if self.promised is None or not update.drafted:
+        if self.promised is None or not update.block.drafted:
             return
-        self.steps.append(update.accepted)
+        self.steps.append(update.block.accepted)
         if len(self.steps) < WINDOW:
             return
         measured = 1 + sum(self.steps) / WINDOW

@@ -186,14 +186,11 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     """The layers in groups that read the same input; most are alone."""
     groups: dict[tuple[object, ...], list[Named]] = {}
     for parent, name, linear in layers:
-        known = getattr(parent, "same_input", SAME_INPUT)
-        group = next((names for names in known if name in names and has_all(parent, names)), (name,))
+        known = [names for names in getattr(parent, "same_input", SAME_INPUT) if name in names]
+        whole = (names for names in known if all(isinstance(getattr(parent, each, None), nn.Linear) for each in names))
+        group = next(whole, (name,))
         groups.setdefault((parent, group, linear.in_features, linear.bias is None), []).append((parent, name, linear))
     return list(groups.values())
-
-
-def has_all(parent: nn.Module, names: Sequence[str]) -> bool:
-    return all(isinstance(getattr(parent, name, None), nn.Linear) for name in names)
 
 
 def packable_layers(model: nn.Module) -> list[Named]:

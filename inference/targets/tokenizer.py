@@ -3,22 +3,10 @@
 import re
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers import PreTrainedTokenizerFast as FastTokenizer
 
-__all__ = [
-    "REPLACEMENT_CHARACTER",
-    "FastTokenizer",
-    "Tokenizer",
-    "bytes_of",
-    "load_tokenizer",
-    "same_tokenizer",
-    "spells_special_token",
-    "text_of",
-    "visible_text_of",
-]
-
+FastTokenizer = PreTrainedTokenizerFast
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # where bytes are tokens of last resort
 # Byte-level tokenizers name a byte by its character in Latin-1, or by a later one if that would not be visible.
 VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]

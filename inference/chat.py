@@ -1,11 +1,12 @@
-"""The chat: reads questions and commands, streams coloured answers, and reports how fast each one came."""
+"""Talk with a target in the terminal: questions and commands, answers as they stream, and how fast each one came."""
 
 import difflib
 import signal
+import time
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 from types import FrameType
@@ -14,17 +15,18 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from headstart.inference.chat.conversation import Answer, Conversation
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Request
+from headstart.inference.core.request import Detokenize, EmittedTokens, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
+from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.show import SHADES, token_style
+from headstart.inference.show import SHADES, TextStream, TokenText, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
 
+Turn = dict[str, str]
 HELP = {  # command -> (its value, what it does)
     "/plain": ("", "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)"),
     "/draft": ("", "decode with draft tokens again"),
@@ -38,6 +40,93 @@ HELP = {  # command -> (its value, what it does)
 NUMBERS = {"/seed": (int, "a whole number", "/seed 1"), "/temperature": (float, "a number", "/temperature 0.7")}
 WARMUP_STEPS, MEASURED_STEPS = 4, 16  # steps of plain decoding at the start
 LEAST_STEPS = 8  # a plain answer of more steps replaces the speed that was measured at the start
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The question with the turns before it that fit."""
+
+    tokens: list[int]
+    turns: list[Turn]  # the question last
+    dropped: int  # questions that were dropped with their answers, the oldest first, so that the rest fits
+
+
+class Conversation:
+    """The questions and answers so far. Without a chat template the target only continues text, and keeps none."""
+
+    def __init__(self, template: ChatTemplate, max_positions: int, max_new_tokens: int) -> None:
+        """The prompt and `max_new_tokens` of answer must fit `max_positions`."""
+        self.template = template
+        self.max_positions, self.max_new_tokens = max_positions, max_new_tokens
+        self.turns: list[Turn] = []
+
+    def ask(self, question: str) -> Prompt:
+        """The prompt for the answer, without old turns that do not fit; ValueError if the question alone does not."""
+        question = question.encode(errors="replace").decode()  # a terminal may give bytes that are not UTF-8
+        turns = [*self.turns, {"role": "user", "content": question}]
+        whole = len(turns)
+        room = self.max_positions - self.max_new_tokens
+        while len(tokens := self.as_tokens(turns)) > room and len(turns) > 1:
+            turns = turns[2:]
+        if not 0 < len(tokens) <= room:
+            kept = f"the answer may take {self.max_new_tokens} of the target's {self.max_positions} positions"
+            allowed = f"1 to {max(room, 0)} are allowed, because {kept}"
+            remedy = "ask a shorter question, or lower --max-new-tokens"
+            raise ValueError(f"the question is {len(tokens)} tokens long; {allowed}; {remedy}")
+        return Prompt(tokens, turns, dropped=(whole - len(turns)) // 2)
+
+    def answered(self, prompt: Prompt, answer: str) -> None:
+        """Continue from this prompt and its answer."""
+        self.turns = [*prompt.turns, {"role": "assistant", "content": answer}] if self.template.exists else []
+
+    def as_tokens(self, turns: list[Turn]) -> list[int]:
+        return self.template.tokens(turns) if self.template.exists else self.template.encode_text(turns[-1]["content"])
+
+
+class Answer:
+    """An answer that is written while `shown` or `blocks` is read."""
+
+    def __init__(self, target: TargetModel, drafter: Drafter | None, request: Request, text: Detokenize) -> None:
+        self.request, self.text = request, text
+        self.loop = DecodeLoop(target, drafter, max_batch=1)
+        self.generation = self.loop.generations[self.loop.submit(request)]
+        self.step_seconds: list[float] = []  # time of each target step after the prompt was read
+        self.stopped = False
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """New tokens per second of the target's steps; None before the first step."""
+        return self.generation.stats.tokens / sum(self.step_seconds) if self.step_seconds else None
+
+    def stop(self) -> None:
+        """End the answer with the step that is running."""
+        self.stopped = True
+
+    def shown(self) -> Iterator[TokenText]:
+        """The text as it becomes certain, without the end token."""
+        stream = TextStream(self.text, self.request.prompt)
+        for block in self.blocks():
+            count = len(block.tokens) - (self.generation.finish == "end")
+            for token, depth in zip(block.tokens[:count], block.depths, strict=False):
+                yield TokenText(stream.piece(token), depth)
+        yield TokenText(stream.rest(), None)
+
+    def blocks(self) -> Iterator[EmittedTokens]:
+        """The first token, from the prompt's pass, then the tokens of each step."""
+        with closing(self.loop.run()) as blocks:
+            started = None  # the pass over the prompt is no step
+            for block in blocks:
+                if started is not None:
+                    self.step_seconds.append(time.perf_counter() - started)
+                yield block
+                if self.stopped:
+                    break
+                started = time.perf_counter()
+
+    def whole_text(self) -> str:
+        """All text so far."""
+        tokens = self.generation.tokens
+        return self.text(tokens[:-1] if self.generation.finish == "end" else tokens)
 
 
 def read_command(line: str) -> tuple[str, Any] | None:
@@ -95,7 +184,7 @@ class Chat:
         self.say(f"{names}; plain decoding writes {self.plain_rate:.1f} tokens/s here")
         if self.console.color_system is not None:
             self.console.print(legend(), soft_wrap=True)
-        if not self.conversation.has_template:
+        if not self.conversation.template.exists:
             self.say("This target has no chat template: it continues your text, and each line stands alone.")
 
     def converse(self, lines: Iterable[str]) -> None:
@@ -111,7 +200,7 @@ class Chat:
             if command is not None:
                 return self.follow(*command)
             if line.strip():
-                self.answer(line.strip() if self.conversation.has_template else line.rstrip("\r\n"))
+                self.answer(line.strip() if self.conversation.template.exists else line.rstrip("\r\n"))
         except ValueError as error:
             self.say(str(error))
         return True
@@ -164,12 +253,12 @@ class Chat:
         if rate is None:
             said = "too short to measure"
         elif self.has_drafts:
-            length = f"{answer.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
+            length = f"{answer.generation.stats.acceptance_length:.2f} tokens per target step (acceptance length)"
             plain = f"plain decoding ({self.plain_rate:.1f} tokens/s, {self.plain_measured})"
             said = f"{length}; {rate:.1f} tokens/s, about {rate / self.plain_rate:.1f} times as fast as {plain}"
         else:
             said = f"plain decoding, {rate:.1f} tokens/s"
-            if answer.stats.steps >= LEAST_STEPS:
+            if answer.generation.stats.steps >= LEAST_STEPS:
                 self.plain_rate, self.plain_measured = rate, "measured in the last plain answer"
         if answer.stopped:
             return f"{said}; stopped by Ctrl-C"

@@ -1,6 +1,7 @@
-"""The routes of the server."""
+"""The routes of the server; those of `headstart adapt` are for processes on its own machine, and absent otherwise."""
 
 import asyncio
+import ipaddress
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,32 +21,36 @@ from starlette.types import ASGIApp
 
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
-from headstart.inference.serve.http.adaptation import add_adaptation, drop_old_traffic
-from headstart.inference.serve.http.front import Front, error_response, log_entry
-from headstart.inference.serve.http.transport import (
-    CLIENT_GONE,
-    KEEP_ALIVE,
-    ClientGoneError,
-    EventStream,
-    JsonRoute,
-    event,
-    unless_gone,
-)
+from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.answers import Answer, ChatAnswer, CompletionAnswer
 from headstart.inference.serve.requests.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    HeadRequest,
     TokenizeRequest,
     not_json,
     refusal,
 )
 from headstart.inference.serve.requests.responses import ResponsesAnswer, ResponsesRequest, in_own_words
 from headstart.inference.serve.service import Served, Service
+from headstart.inference.serve.traffic import Adaptation, Traffic
+from headstart.inference.serve.transport import (
+    CLIENT_GONE,
+    KEEP_ALIVE,
+    ClientGoneError,
+    EventStream,
+    Front,
+    JsonRoute,
+    error_response,
+    event,
+    log_entry,
+    unless_gone,
+)
 from headstart.inference.targets.tokenizer import text_of
 
-PAGE = Path(__file__).parents[1] / "page"
+PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
 # The page may load and ask this server alone.
 PAGE_HEADERS = {
@@ -195,6 +200,59 @@ def add_state(app: FastAPI, service: Service) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
+LOOK = 10.0  # seconds between looks for requests that are too old
+
+
+def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> None:
+    @app.get("/adapt")
+    async def facts(request: Request) -> dict[str, Any]:
+        refuse_others(request)
+        return adaptation.facts()
+
+    @app.get("/adapt/traffic")
+    async def traffic(request: Request, since: int = 0) -> Response:
+        refuse_others(request)
+        page = await asyncio.to_thread(adaptation.traffic.page, since)
+        return Response(page, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
+
+    @app.post("/adapt/head")
+    async def head(fields: HeadRequest, request: Request) -> dict[str, Any]:
+        refuse_others(request)
+        folder = Path(fields.folder)
+        try:
+            changed = service.engine.change_loop(partial(adaptation.load, folder))
+            await asyncio.wrap_future(changed)
+        except (OSError, ValueError) as error:
+            raise ApiError(400, f"folder: {error}", "folder") from None
+        adaptation.head, adaptation.swaps = folder, adaptation.swaps + 1
+        service.served.about["head"] = str(folder)
+        service.acceptance.promised = promised_length(folder)
+        return adaptation.facts()
+
+
+def refuse_others(request: Request) -> None:
+    """Raise ApiError unless the request comes from this machine, and from no other through a proxy on it.
+
+    Whoever may read the traffic may read the prompts of all clients, so a client's API key is not enough.
+    """
+    client = request.client.host if request.client is not None else ""
+    try:
+        is_local = ipaddress.ip_address(client).is_loopback
+    except ValueError:
+        is_local = False
+    if not is_local or any(name in request.headers for name in FORWARDED):
+        allowed = "a process on the server's own machine is allowed; run headstart adapt there"
+        raise ApiError(403, f"{request.url.path}: asked from another machine, {allowed}")
+
+
+async def drop_old_traffic(traffic: Traffic) -> None:
+    """Drop old requests also while nobody asks for anything."""
+    while True:
+        await asyncio.sleep(min(LOOK, traffic.keep))
+        traffic.drop_old()
 
 
 def card(service: Service, name: str, created: int) -> dict[str, Any]:

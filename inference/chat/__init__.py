@@ -1,1 +1,0 @@
-"""Talk with a target in the terminal: the conversation, streamed answers, and how fast they came."""
