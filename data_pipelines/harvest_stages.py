@@ -45,8 +45,7 @@ from headstart.data_pipelines.stages.shard_work import (
     prompt_shards,
     run_stage,
 )
-from headstart.data_pipelines.stages.stage import Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
+from headstart.data_pipelines.stages.stage import WEIGHTS, Stage, digest_of, file_digest
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target

@@ -12,10 +12,10 @@ from rich.filesize import decimal
 from headstart.common.remote import cache_limit, check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
+from headstart.data_pipelines.prompts.candidates import UserTemplate
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
-from headstart.data_pipelines.prompts.self_written.selection import optional_rensa
+from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target

@@ -15,18 +15,24 @@ from pathlib import Path
 from headstart.common.files import read_jsonl, write_jsonl, write_text
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks
+from headstart.data_pipelines.prompts.candidates import UserTemplate, read_candidates, write_candidates
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, parse_known, samples_of
 from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
 from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
-from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
-from headstart.data_pipelines.prompts.self_written.selection import Selection, opening_texts
+from headstart.data_pipelines.prompts.selection import Selection, opening_texts
 from headstart.data_pipelines.stages.parts import refuse_parts_at_work
 from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities, writes_date
+from headstart.data_pipelines.stages.stage import (
+    WEIGHTS,
+    Json,
+    Stage,
+    file_digest,
+    generation_identity,
+    prompt_identities,
+    writes_date,
+)
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
 from headstart.inference.targets.chat_template import DATE, ChatTemplate

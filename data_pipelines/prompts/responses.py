@@ -12,8 +12,7 @@ from headstart.common.files import append_jsonl, read_jsonl, remove, resume_json
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
+from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_origin import target_identity
