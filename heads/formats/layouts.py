@@ -1,7 +1,7 @@
 """The export formats: for each, a function that turns a head into the config.json and tensors that an engine reads.
 
 Each raises ValueError for a head that its layout cannot hold. To add a format, write such a function, add it to
-FORMATS, and add its rules to contracts.py.
+FORMATS, and add its rules to lint.py.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from headstart.heads.files import MODEL
 from headstart.heads.medusa import MedusaHead, to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
+GGUF = "head.gguf"  # the file that llama.cpp reads
 SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed
 
 
@@ -37,6 +38,11 @@ class Format:
     files: Callable[[DraftHead, ServedTarget], Files]
     engine: str | None  # the engine whose contract an export must meet; None asks nothing
     weights: str = MODEL  # file name of the tensors
+
+
+def is_whole_target(head: DraftHead, export_format: str) -> bool:
+    """Whether an export of this head is a whole target: engines draft with the layer of their target."""
+    return head.kind == "mtp" and export_format != "native"
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
