@@ -41,8 +41,7 @@ from headstart.data_pipelines.stages.shard_work import (
 )
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import locate_target, target_identity
 from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 

@@ -48,8 +48,7 @@ from headstart.data_pipelines.stages.shard_work import (
 from headstart.data_pipelines.stages.stage import WEIGHTS, Stage, digest_of, file_digest
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import TargetConfig, locate_target, target_identity
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe

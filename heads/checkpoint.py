@@ -29,8 +29,7 @@ from headstart.heads.files import (
 from headstart.heads.frozen import FrozenTarget, hold_attention
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.mtp import MtpHead
-from headstart.heads.target_config import Rope, TargetConfig
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection, MtpSection
 from headstart.recipes.values import Dtype

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.common.files import naming, read_json, remove, removed_on_failure, write_text
+from headstart.common.files import naming, read_json, remove, removed_on_failure, whole_folder, write_text
 from headstart.common.remote import publish
 from headstart.heads.keys import HeadKeys
 
@@ -135,15 +135,11 @@ def write_folder(files: HeadFiles, weights: str, readme: str, add: Callable[[Pat
     `add` may add files, from those that are written already.
     """
     refuse_existing(files.folder)
-    partial = files.folder.with_name(files.folder.name + ".partial")
-    remove(partial)  # left by a killed run
-    with removed_on_failure(partial):
-        partial.mkdir(parents=True)
+    with whole_folder(files.folder) as partial:
         write_files(HeadFiles(partial, files.config, files.tensors), weights)
         write_text(partial / "README.md", readme)
         if add is not None:
             add(partial)
-        publish(partial, files.folder)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:

@@ -183,10 +183,6 @@ class MtpHead(LastHiddenHead):
         state = self.state_dict()
         return {name: part for own, stored in self.stored.items() for name, part in stored.split(state[own]).items()}
 
-    @property
-    def logits_parameters(self) -> list[Tensor]:
-        return []
-
     def forward(
         self,
         features: Features,
@@ -205,12 +201,6 @@ class MtpHead(LastHiddenHead):
         turns = rotary.chunk(2, dim=-1)  # cosines and sines, [batch, seq, head_dim] each
         given = {"attention_mask": mask, "position_ids": None, "past_key_values": None, "head_cache": cache}
         hidden: Tensor = self.layer(embedded, features, position_embeddings=turns, **given)
-        return hidden
-
-    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
-        return self.frozen.unembed(hidden)
-
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
         return hidden
 
 

@@ -18,8 +18,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.checkpoint import head_taps, save_head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import TargetOrigin, locate_target
 from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe

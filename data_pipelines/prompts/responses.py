@@ -14,8 +14,7 @@ from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps
-from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import TargetConfig, locate_target, target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling

@@ -10,6 +10,7 @@ features, from the weights of the served head. It is served only if it accepts m
 time; it runs at a low priority and needs the target's embedding, norm and lm_head alone.
 """
 
+import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from headstart.common.errors import CONTINUES
-from headstart.common.files import append_jsonl, remove
+from headstart.common.files import append_jsonl, read_json, remove, write_text
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.checkpoint import head_taps, load_head, load_head_for, save_head
@@ -31,11 +32,11 @@ from headstart.recipes.other_commands import AdaptOptions, adapt_options
 from headstart.trainers.adapt.candidate import Snapshot, train_candidate
 from headstart.trainers.adapt.judge import LEAST, Verdict, judge
 from headstart.trainers.adapt.server import RefusedError, Server, UnreachableError
-from headstart.trainers.adapt.versions import Versions
 
 NICE = 15  # the learner gives way to the server
 LOOK = 10.0  # seconds between looks at the server
 WIDTH = 4  # usual guesses at each level of a tree
+KEPT = 8  # newest versions, besides the first one
 
 
 def main() -> None:
@@ -64,6 +65,63 @@ def adapt(recipe: Recipe, options: AdaptOptions) -> None:
             if options.once:
                 return
             time.sleep(LOOK)
+
+
+class Versions:
+    """The heads that a server has been given, one whole folder each, and a file that says which one it should serve.
+
+    `folder/0000` is the head that the server began with; `folder/served.json` names the served one. Folders
+    and the file appear whole or not at all, so a kill at any moment leaves a head to serve.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.path = self.folder / "served.json"
+
+    @property
+    def served(self) -> Path | None:
+        """The head to serve; None before the first."""
+        return self.folder / self._state()["served"] if self.path.is_file() else None
+
+    @property
+    def before(self) -> list[str]:
+        """The versions that were served before the present one, the last one last."""
+        found: list[str] = self._state()["before"]
+        return found
+
+    def names(self) -> list[str]:
+        """All versions, ascending."""
+        return sorted(path.name for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
+
+    def add(self, head: Path) -> Path:
+        """Move a head's whole folder, which is on the same disk, under the next number; it is not served yet."""
+        number = max(map(int, self.names()), default=-1) + 1
+        return head.rename(self.folder / f"{number:04d}")
+
+    def choose(self, name: str) -> None:
+        """Serve this version from now on, and drop the oldest of those that are not needed."""
+        before = [] if self.served is None else [*self.before, self.served.name]
+        self._write(name, before)
+        for old in self.names()[1:-KEPT]:
+            if old != name:
+                remove(self.folder / old)
+
+    def go_back(self) -> Path:
+        """Serve the version before the present one; raises ValueError if there is none."""
+        whole = self.names()
+        before = [] if self.served is None else [name for name in self.before if name in whole]
+        if not before:
+            here = "none" if self.served is None else self.served.name
+            raise ValueError(f"--roll-back: {here} is served and no head was before it in {self.folder}; leave it out")
+        self._write(before[-1], before[:-1])
+        return self.folder / before[-1]
+
+    def _state(self) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.path, "write the name of a version as its `served`")
+        return found
+
+    def _write(self, served: str, before: list[str]) -> None:
+        write_text(self.path, json.dumps({"served": served, "before": before}) + "\n")
 
 
 @dataclass
