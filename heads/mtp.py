@@ -149,7 +149,8 @@ class MtpHead(LastHiddenHead):
         assert isinstance(section, MtpSection)
         assert vocab.is_full
         folder = target_folder(frozen)
-        return cls(target_text(folder), SafetensorsFolder(folder).files, frozen)
+        text = text_section(read_json_object(folder / "config.json", "target"))
+        return cls(text, SafetensorsFolder(folder).files, frozen)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MtpHead":
@@ -208,11 +209,6 @@ def target_folder(frozen: FrozenTarget) -> Path:
     folder = frozen.config.folder
     assert folder is not None
     return folder
-
-
-def target_text(folder: Path) -> dict[str, Any]:
-    """The decoder's section of a target's config.json."""
-    return text_section(read_json_object(folder / "config.json", "target"))
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[str]:

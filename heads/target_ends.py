@@ -71,7 +71,7 @@ class TargetEnds:
         )
         try:
             return replace(found, **logit_form(twin, found, config))
-        except Exception:  # a class that computes otherwise; `FrozenTarget.difference_from` tells by how much
+        except Exception:  # a class that computes otherwise; `FrozenTarget.refuse_other_logits` says by how much
             return found
 
 

@@ -30,7 +30,7 @@ from headstart.inference.drafters.build import depth_for
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
 from headstart.trainers.adapt.candidate import Snapshot, train_candidate
-from headstart.trainers.adapt.judge import LEAST, Verdict, judge
+from headstart.trainers.adapt.judge import LEAST, judge
 from headstart.trainers.adapt.server import RefusedError, Server, UnreachableError
 
 NICE = 15  # the learner gives way to the server
@@ -196,7 +196,7 @@ class Learner:
             snapshot.save(self.candidate / "features", self.taps)
         return snapshot
 
-    def offer(self, made: Path, snapshot: Snapshot) -> Verdict:
+    def offer(self, made: Path, snapshot: Snapshot) -> None:
         """Judge the head in a folder on held-out traffic, print the verdict, and serve the head if it is better."""
         served = self.versions.folder / snapshot.served
         width = 1 if self.recipe.decode.growth in ("chain", "adaptive") else min(self.recipe.decode.width, WIDTH)
@@ -218,7 +218,6 @@ class Learner:
         print(f"version {version} is served" if version else f"version {snapshot.served} stays", flush=True)
         facts = {"from": snapshot.served, "version": version, "trained_on": len(snapshot.train), **vars(verdict)}
         append_jsonl(self.versions.folder / "verdicts.jsonl", [facts])
-        return verdict
 
     @property
     def taps(self) -> tuple[int, ...]:
