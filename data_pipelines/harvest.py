@@ -35,13 +35,10 @@ from headstart.data_pipelines.stages.parts import (
     refuse_parts_at_work,
     replace_parts,
 )
-from headstart.data_pipelines.stages.shard_work import (
-    idle_cores,
-    start_processes,
-)
+from headstart.data_pipelines.stages.shard_work import idle_cores, start_processes
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
-from headstart.heads.target_config import locate_target, target_identity
+from headstart.heads.target_config import folder_of, target_identity
 from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 
@@ -132,8 +129,8 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
-        target = locate_target(recipe.target.path, recipe.target.revision)
-        refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+        identity = target_identity(folder_of(recipe.target))
+        refuse_differences(state, {"config and weights of target.path": identity[:12]})
         yield stack.enter_context(harvest_of(recipe, state))
 
 

@@ -18,7 +18,7 @@ from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
 from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
-from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
+from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +38,7 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
     for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
         if place is not None:
             refuse_unwritable(field, place)
-    folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
+    folder = folder_of(recipe.target, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
     if is_here and recipe.target.split is None:

@@ -20,6 +20,7 @@ from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
 from headstart.heads.files import read_json_object
 from headstart.recipes import target_sizes
+from headstart.recipes.schema import TargetSection
 from headstart.recipes.target_sizes import first, text_section
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
@@ -58,6 +59,11 @@ def locate_target(
             f"{field}: {path!r} is neither a local folder nor a model available on the hub ({hub_says(error)}); give a "
             f"folder with config.json and *.safetensors, or a hub name (org/name)"
         ) from error
+
+
+def folder_of(target: TargetSection, files: Sequence[str] = SAFE_FILES) -> Path:
+    """The folder of a recipe's target, as `locate_target` finds it."""
+    return locate_target(target.path, target.revision, files)
 
 
 def hub_says(error: Exception) -> str:

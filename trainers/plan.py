@@ -16,7 +16,7 @@ from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.engine.budget import refuse_trees_of
 from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe
@@ -56,8 +56,7 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
     refuse_sizes(recipe, machine.ranks, samples)
     refuse_unusable_wandb(recipe)
     if recipe.train.start_from is not None:
-        folder = locate_target(recipe.target.path, recipe.target.revision)
-        load_start(recipe, FrozenTarget.from_folder(folder, torch.float32))
+        load_start(recipe, FrozenTarget.from_folder(folder_of(recipe.target), torch.float32))
     refuse_large_head(recipe, target, machine)
     refuse_lone_decoding(recipe, machine.ranks)
     if recipe.train.eval_prompts and machine.is_here:
@@ -156,7 +155,7 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     if machine.device.type == "cuda":
         for row in time_rows(recipe, data, TokenCost.of(recipe, target, head), machine):
             table.add_row(*row)
-    folder = locate_target(recipe.target.path, recipe.target.revision, ["config.json"])
+    folder = folder_of(recipe.target, ["config.json"])
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     table.add_row("the target itself", decimal(weights) if weights else "unknown", "its weights, wherever it is loaded")
     Console(width=120, highlight=False).print(table)

@@ -27,7 +27,7 @@ from headstart.data_pipelines.features.shards import (
     shard_name,
 )
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
-from headstart.heads.target_config import locate_target, target_identity
+from headstart.heads.target_config import folder_of, target_identity
 from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
 
@@ -157,8 +157,7 @@ def origin(about: Json) -> Json:
 def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
-    identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
-    if target_digest(about) != identity:
+    if target_digest(about) != target_identity(folder_of(recipe.target)):
         given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
         advice = "give a store of this target, or remove data.store to harvest one"
         raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")

@@ -14,7 +14,7 @@ from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps
-from headstart.heads.target_config import TargetConfig, locate_target, target_identity
+from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -44,7 +44,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
         "data.shard_samples": data.shard_samples,
     }
     if data.responses == "target":
-        target = locate_target(recipe.target.path, recipe.target.revision)
+        target = folder_of(recipe.target)
         inputs |= {
             WEIGHTS: target_identity(target),
             "the target's generation_config.json": generation_identity(target),
@@ -254,7 +254,7 @@ def decoding_writer(
 
 def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
-    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    config = TargetConfig.from_folder(folder_of(recipe.target))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
     max_batch = texts_together(recipe, target, longest_sample(recipe), tree_nodes(recipe.decode))

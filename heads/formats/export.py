@@ -32,7 +32,7 @@ from headstart.heads.formats.lint import RULES, violations
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.other_commands import OWN_FORMAT
@@ -56,7 +56,7 @@ def export(recipe: Recipe) -> Path:
     refuse_original_target(recipe)
     folder = recipe.export_dir / section.format
     refuse_existing(folder)
-    target_folder = locate_target(recipe.target.path, recipe.target.revision)
+    target_folder = folder_of(recipe.target)
     source = recipe.head_in_use
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)

@@ -126,10 +126,10 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
 
 
 def speculators_config(
-    head: DraftHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
+    head: Eagle3Head | BlockHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
 ) -> dict[str, Any]:
     """The keys that speculators' heads of all kinds have, and those of `keys`."""
-    flat = head_config(head)
+    flat, layer = head_config(head), head.shape.to_config(head.target)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": target.draft_tokens,
@@ -145,7 +145,7 @@ def speculators_config(
         "tie_word_embeddings": False,
         **{key: flat[key] for key in keys},
         "target_hidden_size": None,
-        "transformer_layer_config": {key: flat[key] for key in flat if key in LAYER_KEYS},
+        "transformer_layer_config": {key: flat[key] for key in layer if key not in NOT_IN_LAYER},
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -159,23 +159,7 @@ def speculators_config(
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
-LAYER_KEYS = {
-    "model_type",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rope_parameters",
-}
+NOT_IN_LAYER = ("rope_theta", "rope_scaling")  # the older spelling of rope_parameters
 
 
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:

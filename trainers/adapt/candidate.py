@@ -17,7 +17,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, save_head, stored_dtype
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe
 from headstart.trainers import SCRIPTS
 from headstart.trainers.loop import train
@@ -92,8 +92,7 @@ def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapsh
     """
     recipe = candidate_recipe(recipe, folder, served, steps)
     run = TrainingRun.start(recipe, SCRIPTS[recipe.head.kind])
-    target = locate_target(recipe.target.path, recipe.target.revision)
-    frozen = FrozenTarget.from_folder(target, dtype=torch.float32, device=run.accelerator.device)
+    frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, run.accelerator.device)
     before = load_head_for(served, frozen)
     old = replayed(recipe, before, len(snapshot.train), snapshot.train[0].last_hidden.dtype)
     store, heldout = Samples([*snapshot.train, *old]), Samples(snapshot.heldout)

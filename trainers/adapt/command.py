@@ -25,7 +25,7 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.checkpoint import head_taps, load_head, load_head_for, save_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.drafters.build import depth_for
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
@@ -53,8 +53,8 @@ def adapt(recipe: Recipe, options: AdaptOptions) -> None:
         return print(f"{chosen} is served again")
     os.nice(NICE)
     with only_run_in(versions.folder, "an adaptation"):
-        target = locate_target(recipe.target.path, recipe.target.revision)
-        learner = Learner(recipe, options, versions, server, FrozenTarget.from_folder(target, torch.float32))
+        frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32)
+        learner = Learner(recipe, options, versions, server, frozen)
         while True:
             try:
                 learner.look(not options.once)
@@ -159,11 +159,10 @@ class Learner:
     def begin(self, facts: dict[str, Any]) -> Path:
         """The chosen version, which is served from now on; at first it is the head that the server began with."""
         if self.versions.served is None:
-            target = locate_target(self.recipe.target.path, self.recipe.target.revision)
             first = self.versions.folder / "0000"
             if not first.exists():
                 partial = first.with_name("0000.partial")
-                save_head(load_head(facts["head"], target), partial)
+                save_head(load_head(facts["head"], folder_of(self.recipe.target)), partial)
                 self.versions.add(partial)
             self.versions.choose(first.name)
         served = self.versions.served

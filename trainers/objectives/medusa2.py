@@ -17,7 +17,7 @@ from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.target_config import SAFE_FILES, locate_target
+from headstart.heads.target_config import SAFE_FILES, folder_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
@@ -93,7 +93,7 @@ class TrainableTarget(nn.Module):
         assert not found.unexpected_keys, found.unexpected_keys
         with whole_folder(folder) as partial_folder:
             save_model(plain, partial_folder)
-            copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
+            copy_other_files(folder_of(recipe.target), partial_folder)
             remove(folder)
 
 
