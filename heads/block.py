@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
-from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
+from headstart.heads.layers import MLP, Attention, AttentionCache, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
@@ -36,18 +36,13 @@ class ContextCache(AttentionCache, Protocol):
     def append(self, layer: int, key: Tensor, value: Tensor) -> object: ...
 
 
-class ContextAttention(nn.Module):
+class ContextAttention(Attention):
     """Grouped-query attention of the slots to the context and to each other, with one norm per attention head."""
 
     same_input = (("k_proj", "v_proj"),)  # they read the context, too, which has no queries
 
     def __init__(self, shape: BlockShape, eps: float) -> None:
-        super().__init__()
-        hidden, self.head_dim = shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(hidden, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, hidden, bias=False)
+        super().__init__(shape.hidden_size, shape)
         self.q_norm = RMSNorm(shape.head_dim, eps)
         self.k_norm = RMSNorm(shape.head_dim, eps)
 

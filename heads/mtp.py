@@ -28,7 +28,7 @@ from transformers.modeling_layers import MtpModel
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask, Positions, Tokens
 from headstart.heads.files import read_json_object
-from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder, dequantised
+from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder
 from headstart.heads.layers import AttentionCache, attention
 from headstart.heads.target_ends import auto_class
 from headstart.heads.vocab import DraftVocab
@@ -166,10 +166,9 @@ class MtpHead(LastHiddenHead):
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the weights of the target's files."""
-        found, read = SafetensorsFolder(target_folder(frozen)), {}
-        for name in (name for stored in self.stored.values() for names in stored.names for name in names):
-            scales = [found.read(name + suffix) for suffix in SCALE_SUFFIXES if name + suffix in found.files]
-            read[name] = dequantised(found.read(name), scales, f"{found.folder}: {name}")
+        found = SafetensorsFolder(target_folder(frozen))
+        names = (name for stored in self.stored.values() for names in stored.names for name in names)
+        read = {name: found.dense(name) for name in names}
         state = {name: stored.join(read) for name, stored in self.stored.items()}
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(f"{found.folder} lacks tensors of its MTP layer: {', '.join(missing)}; download it again")

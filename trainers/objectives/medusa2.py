@@ -17,6 +17,7 @@ from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
+from headstart.heads.losses import forward_kl
 from headstart.heads.target_config import SAFE_FILES, folder_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers
@@ -187,7 +188,7 @@ class JointHead(UnrolledHead):
         frozen = self.teacher.frozen
         log_p = frozen.logits(supervision.last_hidden[part]).log_softmax(-1)  # [chunk, vocab]
         log_q = frozen.logits(tuned[0]).log_softmax(-1)
-        distances = (log_p.exp() * (log_p - log_q)).sum(-1)  # [chunk]
+        distances = forward_kl(log_q, log_p)  # [chunk]
         total = distances.where(supervision.can_predict(1)[0, part], 0.0).sum()
         return total, total.detach()
 
