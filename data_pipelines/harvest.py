@@ -26,16 +26,17 @@ from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.stages.parts import (
+from headstart.data_pipelines.stages.shard_work import (
     entrance,
     forget_parts,
+    idle_cores,
     lock_of,
     parts_at_work,
     refuse_other_code,
     refuse_parts_at_work,
     replace_parts,
+    start_processes,
 )
-from headstart.data_pipelines.stages.shard_work import idle_cores, start_processes
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
 from headstart.heads.target_config import folder_of, target_identity

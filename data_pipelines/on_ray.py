@@ -27,8 +27,13 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.prompts.prompts import prompts_stage
 from headstart.data_pipelines.prompts.responses import read_texts, responses_path, responses_stage
-from headstart.data_pipelines.stages.parts import forget_parts, lock_of, refuse_parts_at_work
-from headstart.data_pipelines.stages.shard_work import ShardPrompts, start_processes
+from headstart.data_pipelines.stages.shard_work import (
+    ShardPrompts,
+    forget_parts,
+    lock_of,
+    refuse_parts_at_work,
+    start_processes,
+)
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.data_pipelines.together import PAGE, Facts, folder_fact
 from headstart.recipes import Recipe

@@ -19,7 +19,7 @@ from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_
 from headstart.common.process import running_code
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, run
-from headstart.data_pipelines.stages.parts import lock_of
+from headstart.data_pipelines.stages.shard_work import lock_of
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
 

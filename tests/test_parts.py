@@ -15,8 +15,7 @@ from tiny_run import build_run, contents, tiny_recipe
 
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
-from headstart.data_pipelines.stages.parts import CODE, PARTS, lock_of
-from headstart.data_pipelines.stages.shard_work import ShardProgress
+from headstart.data_pipelines.stages.shard_work import CODE, PARTS, ShardProgress, lock_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.command_line import Part
@@ -159,7 +158,7 @@ def test_a_part_by_other_code_is_refused_by_name(folder: Path, monkeypatch: pyte
     make(folder, "1/2")
     before = contents(folder / "run")
     code = {**json.loads(before[f"{PARTS}/{CODE}"]), "commit of headstart": "abc", "version of torch": "1.0"}
-    monkeypatch.setattr("headstart.data_pipelines.stages.parts.running_code", lambda: code)
+    monkeypatch.setattr("headstart.data_pipelines.stages.shard_work.running_code", lambda: code)
     said = Says("the same code", f"version of torch: '{torch.__version__}' in other parts", "'1.0' here", "rm ")
     assert_raises(lambda: make(folder, "2/2"), said)
     assert_raises(lambda: make(folder, "2/2"), "commit of headstart | 'abc' here")

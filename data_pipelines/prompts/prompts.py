@@ -22,8 +22,7 @@ from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.selection import Selection, opening_texts
-from headstart.data_pipelines.stages.parts import refuse_parts_at_work
-from headstart.data_pipelines.stages.shard_work import start_processes
+from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
 from headstart.data_pipelines.stages.stage import (
     WEIGHTS,
     Json,
