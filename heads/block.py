@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
-from headstart.heads.layers import MLP, Attention, AttentionCache, RMSNorm, rotate
+from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
@@ -36,7 +36,7 @@ class ContextCache(AttentionCache, Protocol):
     def append(self, layer: int, key: Tensor, value: Tensor) -> object: ...
 
 
-class ContextAttention(Attention):
+class ContextAttention(Projections):
     """Grouped-query attention of the slots to the context and to each other, with one norm per attention head."""
 
     same_input = (("k_proj", "v_proj"),)  # they read the context, too, which has no queries
@@ -45,9 +45,6 @@ class ContextAttention(Attention):
         super().__init__(shape.hidden_size, shape)
         self.q_norm = RMSNorm(shape.head_dim, eps)
         self.k_norm = RMSNorm(shape.head_dim, eps)
-
-    def by_head(self, projected: Float[Tensor, "batch seq size"]) -> Float[Tensor, "batch heads seq head_dim"]:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def keys_and_values(
         self, inputs: Float[Tensor, "batch seq hidden"], rotary: Float[Tensor, "*batch seq double"]

@@ -40,7 +40,7 @@ class FrozenTarget:
         """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor, or one
         that is quantised in a way that cannot be undone."""
         found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
-        ends, naming = ends_in(folder)
+        ends, naming = ends_in(folder, (folder / "config.json").read_text())
         stored = naming(found.files)
 
         def read(name: str) -> Tensor | None:

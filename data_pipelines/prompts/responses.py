@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
@@ -109,15 +106,6 @@ class Text:
 def read_texts(path: Path) -> list[Text]:
     """The texts of a shard's responses."""
     return [Text.from_row(row) for row in read_jsonl(path)]
-
-
-def count_written(texts: list[Text], vocab_size: int) -> Tensor:
-    """How often each token is trained on. [vocab]"""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for text in texts:
-        written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask)]
-        counts += torch.bincount(written, minlength=vocab_size)
-    return counts
 
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:

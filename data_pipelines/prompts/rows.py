@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -188,9 +188,16 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def good_rows(batches: Iterable[Any]) -> Iterator[Row]:
-    """The rows of Arrow tables."""
-    rows = chain.from_iterable(map(arrow_rows, batches))
-    return (Row(number, row, "row") for number, row in enumerate(rows, start=1))
+    """The rows of Arrow tables as the JSON that they were written from; NotJson where JSON cannot hold a value.
+
+    Arrow gives every struct the keys of all rows, and null where a row had no such key. A key that is null is therefore
+    taken as not there; nulls in lists and maps, and in text of the type arrow.json, are the row's own.
+    """
+    numbers = count(1)
+    for table in batches:
+        columns = [json_values(column) for column in table.columns]
+        for values in zip(*columns, strict=True):
+            yield Row(next(numbers), dict(zip(table.schema.names, values, strict=True)), "row")
 
 
 def dataset_rows(dataset: Any) -> Iterator[Row]:
@@ -249,16 +256,6 @@ class NotJson:
     """Stands for a value that JSON cannot hold, and says why."""
 
     why: str
-
-
-def arrow_rows(table: Any) -> Iterator[Json]:
-    """The rows of a table or batch as the JSON that they were written from; NotJson where JSON cannot hold a value.
-
-    Arrow gives every struct the keys of all rows, and null where a row had no such key. A key that is null is therefore
-    taken as not there; nulls in lists and maps, and in text of the type arrow.json, are the row's own.
-    """
-    columns = [json_values(column) for column in table.columns]
-    return (dict(zip(table.schema.names, values, strict=True)) for values in zip(*columns, strict=True))
 
 
 def json_values(column: Any) -> Iterator[Any]:

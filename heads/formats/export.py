@@ -60,7 +60,8 @@ def export(recipe: Recipe) -> Path:
     source = recipe.head_in_use
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)
-    target = served_target(recipe, target_folder)
+    architectures = read_json(target_folder / "config.json").get("architectures", [])
+    target = ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
     refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
 
@@ -83,11 +84,6 @@ def export(recipe: Recipe) -> Path:
         f"it: hf upload ORG/NAME {quote(str(folder))}"
     )
     return folder
-
-
-def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
-    architectures = read_json(target_folder / "config.json").get("architectures", [])
-    return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
