@@ -2,13 +2,12 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from rich.filesize import decimal
 
+from headstart.common.errors import named_errors
 from headstart.common.remote import cache_limit, check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
@@ -47,24 +46,15 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
         pick_device(name, "data.online")
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
-        with naming_field("data.draft_head"):
+        with named_errors("data.draft_head"):
             load_taps(recipe.data.draft_head, target)
     if recipe.data.store is not None:
-        with naming_field("data.store"):
+        with named_errors("data.store"):
             pull(recipe.data.store)
             read_manifest(recipe.data.store)
     if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
     return target
-
-
-@contextmanager
-def naming_field(field: str) -> Iterator[None]:
-    """Put the recipe's field in front of an error about the folder that it names."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{field}: {error}") from error
 
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
@@ -83,7 +73,7 @@ def refuse_unwritable(field: str, folder: Path) -> None:
     """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     if url_of(folder) is not None:
         cache_limit()  # raises ValueError for what the environment says
-        with naming_field(field):
+        with named_errors(field):
             check_access(folder)
         return
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
