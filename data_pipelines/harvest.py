@@ -30,7 +30,7 @@ from headstart.data_pipelines.stages.shard_work import (
     entrance,
     forget_parts,
     idle_cores,
-    lock_of,
+    locks_of,
     parts_at_work,
     refuse_other_code,
     refuse_parts_at_work,
@@ -85,7 +85,7 @@ def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
     with ExitStack() as own, harvest_of(recipe, state, lambda: interrupts.received is not None) as stages:
         with entrance(folder, command):
             refuse_parts_at_work(folder, beside=part.lock.removeprefix(str(part.number)))
-            own.enter_context(only_run_in(lock_of(folder, part.lock), command))
+            own.enter_context(only_run_in(locks_of(folder) / part.lock, command))
             refuse_other_code(folder)
             prompts, responses = stages.begin()
         with interrupts:

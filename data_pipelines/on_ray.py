@@ -30,7 +30,7 @@ from headstart.data_pipelines.prompts.responses import read_texts, responses_pat
 from headstart.data_pipelines.stages.shard_work import (
     ShardPrompts,
     forget_parts,
-    lock_of,
+    locks_of,
     refuse_parts_at_work,
     start_processes,
 )
@@ -125,7 +125,7 @@ class Worker:
         return self.held.enter_context(harvest_of(self.recipe, start_processes()))
 
     def begin(self) -> None:
-        with only_run_in(lock_of(self.recipe.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
+        with only_run_in(locks_of(self.recipe.data_folder) / f"prompts{OF_WORKERS}", COMMAND, wait=True):
             self.stages.begin()
 
     def make(self, *names: str) -> int:
@@ -137,7 +137,7 @@ class Worker:
         shards = [shard for shard in self.stages.shards if shard.name in names]
         with ExitStack() as held:
             for shard in shards:
-                lock = lock_of(self.recipe.data_folder, f"{shard.name}{OF_WORKERS}")
+                lock = locks_of(self.recipe.data_folder) / f"{shard.name}{OF_WORKERS}"
                 held.enter_context(only_run_in(lock, COMMAND, wait=True))
             self.stages.make(shards)
         texts = [text for shard in shards for text in read_texts(responses_path(self.recipe, shard))]

@@ -15,7 +15,7 @@ from tiny_run import build_run, contents, tiny_recipe
 
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
-from headstart.data_pipelines.stages.shard_work import CODE, PARTS, ShardProgress, lock_of
+from headstart.data_pipelines.stages.shard_work import CODE, PARTS, ShardProgress, locks_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.command_line import Part
@@ -99,7 +99,7 @@ def test_parts_go_on_with_more_prompts(folder: Path) -> None:
 def test_a_part_that_runs_twice_is_refused_by_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+    with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         command = ["harvest", str(folder / "recipe.yaml"), "--part"]
         twice = type_command([*command, "2/3"], monkeypatch, capsys)
         assert_refused(twice, Says("2-of-3", "harvest --part 2/3 as process", "one command at a time", "wait for it"))
@@ -113,7 +113,7 @@ def test_a_part_that_runs_twice_is_refused_by_name(
 def test_no_other_command_writes_beside_a_part(
     folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+    with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         outcome = type_command([command, str(folder / "recipe.yaml")], monkeypatch, capsys)
         assert_refused(outcome, Says(f"{folder / 'run'}", "harvest --part 2/3 as process", "parts", "wait for them"))
         assert not (folder / "run/prompts").exists()
@@ -128,7 +128,7 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(folder, "1/2")
-    with only_run_in(lock_of(folder / "run", "1-of-2"), "harvest --part 1/2"):  # it has not come to its end yet
+    with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
         make(folder, "2/2")
         assert "part 2/2 is made" in capsys.readouterr().out
         assert not (folder / "run/features/manifest.json").exists()

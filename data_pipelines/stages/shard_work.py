@@ -144,14 +144,12 @@ def entrance(folder: Path, command: str, wait: bool = False) -> Iterator[None]:
 
 
 def locks_of(folder: Path) -> Path:
-    """Where a run's parts are held. A lock in a store would outlive a killed part, so each machine has its own."""
+    """Where a run's parts, and shards, are held, each as a folder of its name.
+
+    A lock in a store would outlive a killed part, so each machine has its own.
+    """
     url = url_of(folder)
     return (folder if url is None else user_cache("parts") / quote(url, safe="")) / PARTS
-
-
-def lock_of(folder: Path, name: str) -> Path:
-    """The folder to hold while making the part, or the shard, of this name."""
-    return locks_of(folder) / name
 
 
 def parts_at_work(folder: Path) -> dict[str, str]:
