@@ -54,3 +54,11 @@ REMOVED: dict[str, str] = {
     "train.unroll_weights": "write train.unroll_decay, the weight of each depth relative to the one before",
     "train.weight_decay": "remove it: heads train without weight decay",
 }
+
+# The values that remain of removed keys which stages recorded: a stage that was made with them is reused.
+REMAINING_VALUES = {
+    "data.long_prompts": "cut",
+    "data.self_language": None,
+    "data.self_top_p": 1.0,
+    "data.self_turns": 1,
+}

@@ -15,6 +15,7 @@ import xxhash
 
 from headstart.common.files import read_json, write_text
 from headstart.recipes import Recipe
+from headstart.recipes.removed import REMAINING_VALUES
 
 Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
@@ -30,13 +31,6 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"  # may hold the chat template too
-# The values that remain of removed keys which stages recorded: a stage that was made with them is reused.
-REMAINING_VALUES = {
-    "data.long_prompts": "cut",
-    "data.self_language": None,
-    "data.self_top_p": 1.0,
-    "data.self_turns": 1,
-}
 HOW_IT_WAS_LOADED = ("is_local", "local_files_only")  # transformers saves these arguments of from_pretrained there
 
 
