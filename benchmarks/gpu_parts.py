@@ -51,7 +51,7 @@ from headstart.inference.targets.fast_layers import join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
-from headstart.trainers.optimizers import build_optimizers
+from headstart.trainers.ranks.head_on_ranks import build_optimizers
 from headstart.trainers.step import autocast, head_in_training, tf32_allowed
 
 ROOT = Path(__file__).parents[1]

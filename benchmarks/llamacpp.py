@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.common.progress import Progress
-from headstart.heads.formats.export import export
-from headstart.heads.formats.gguf import CONVERTER, FILE
+from headstart.heads.formats.export import CONVERTER, export
+from headstart.heads.formats.layouts import GGUF
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
@@ -189,7 +189,7 @@ def head_as_gguf(recipe: Recipe, folder: Path) -> Path | None:
     )
     shutil.rmtree(folder / "head", ignore_errors=True)
     try:
-        return export(changed) / FILE
+        return export(changed) / GGUF
     except ValueError as error:
         print(f"without llama.cpp's draft-eagle3: {error}")
         return None

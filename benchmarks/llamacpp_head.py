@@ -23,7 +23,7 @@ from serve import QUESTIONS
 from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.formats.export import export
-from headstart.heads.formats.gguf import FILE
+from headstart.heads.formats.layouts import GGUF
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
@@ -73,7 +73,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> bool:
     table = Table(
         "question", "tokens", "passes", "accepted", "passes in llama.cpp", "accepted in llama.cpp", "same text"
     )
-    options = ("-md", exported / FILE, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DRAFT_TOKENS)
+    options = ("-md", exported / GGUF, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DRAFT_TOKENS)
     alike = True
     with llama.serving(llama.converted(path, "f32", folder), torch.get_num_threads(), *map(str, options)) as ask:
         for text, prompt in zip(QUESTIONS, prompts, strict=False):

@@ -27,8 +27,8 @@ from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.on_ray import LOSSES, shards_in_task
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe, load_recipe
-from headstart.trainers.cost import TokenCost
 from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.plan import TokenCost
 
 RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from headstart.heads.formats.target_families import refusing
+from headstart.heads.formats.config_rules import refusing
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.targets.families import TABLE, Family, FamilyTable
 

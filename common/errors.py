@@ -43,6 +43,15 @@ def wrong_value(name: str, given: object, allowed: str, remedy: str) -> ValueErr
 
 
 @contextmanager
+def named_errors(name: object) -> Iterator[None]:
+    """Put a name, such as the recipe's field or the folder that it gives, in front of a ValueError raised inside."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+@contextmanager
 def errors_as_messages(interrupted: str = STARTS_OVER, settings: BaseModel | None = None) -> Iterator[None]:
     """End the process with one message for a user's mistake, a failing file or connection, or Ctrl-C.
 

@@ -31,6 +31,17 @@ def whole_file(path: Path) -> Iterator[Path]:
         publish(partial, path)
 
 
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """`whole_file` for a new folder."""
+    partial = path.with_name(path.name + PARTIAL)
+    with removed_on_failure(partial), naming(partial):
+        remove(partial)  # left by a killed run
+        partial.mkdir(parents=True)
+        yield partial
+        publish(partial, path)
+
+
 def check_folder(folder: Path) -> None:
     """Make a folder, and raise OSError if no file can be written there; called before long work."""
     probe = folder / "probe"

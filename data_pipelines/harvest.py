@@ -26,23 +26,20 @@ from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.preflight import check_harvest
-from headstart.data_pipelines.stages.parts import (
+from headstart.data_pipelines.stages.shard_work import (
     entrance,
     forget_parts,
-    lock_of,
+    idle_cores,
+    locks_of,
     parts_at_work,
     refuse_other_code,
     refuse_parts_at_work,
     replace_parts,
-)
-from headstart.data_pipelines.stages.shard_work import (
-    idle_cores,
     start_processes,
 )
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import folder_of, target_identity
 from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 
@@ -88,7 +85,7 @@ def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
     with ExitStack() as own, harvest_of(recipe, state, lambda: interrupts.received is not None) as stages:
         with entrance(folder, command):
             refuse_parts_at_work(folder, beside=part.lock.removeprefix(str(part.number)))
-            own.enter_context(only_run_in(lock_of(folder, part.lock), command))
+            own.enter_context(only_run_in(locks_of(folder) / part.lock, command))
             refuse_other_code(folder)
             prompts, responses = stages.begin()
         with interrupts:
@@ -133,8 +130,8 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
-        target = locate_target(recipe.target.path, recipe.target.revision)
-        refuse_differences(state, {"config and weights of target.path": target_identity(target)[:12]})
+        identity = target_identity(folder_of(recipe.target))
+        refuse_differences(state, {"config and weights of target.path": identity[:12]})
         yield stack.enter_context(harvest_of(recipe, state))
 
 

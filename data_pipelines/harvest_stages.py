@@ -39,18 +39,11 @@ from headstart.data_pipelines.prompts.responses import (
     write_given,
     write_responses,
 )
-from headstart.data_pipelines.stages.shard_work import (
-    ShardProgress,
-    ShardPrompts,
-    prompt_shards,
-    run_stage,
-)
-from headstart.data_pipelines.stages.stage import Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, prompt_shards, run_stage
+from headstart.data_pipelines.stages.stage import WEIGHTS, Stage, digest_of, file_digest
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
@@ -63,7 +56,7 @@ LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays w
 @contextmanager
 def harvest_of(recipe: Recipe, state: PartialState, ending: Ending = never) -> Iterator["Harvest"]:
     """The stages of a process that may write them; the target is freed at the end."""
-    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    config = TargetConfig.from_folder(folder_of(recipe.target))
     taps = taps_to_store(recipe, config)
     load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
     try:
@@ -215,8 +208,8 @@ class Harvest:
             engine.refuse_other_states(target, texts)
         else:
             self.say(f"{recipe.target.path} is too large to load here: of vLLM's states only the last one is checked")
-            folder = locate_target(recipe.target.path, recipe.target.revision)
-            engine.refuse_other_last_state(FrozenTarget.from_folder(folder, getattr(torch, recipe.target.dtype)), texts)
+            frozen = FrozenTarget.from_folder(folder_of(recipe.target), getattr(torch, recipe.target.dtype))
+            engine.refuse_other_last_state(frozen, texts)
         return engine
 
     # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
@@ -300,7 +293,7 @@ def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...
     """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
     inputs = {
         "responses": None if responses is None else digest_of(responses.facts()["files"]),
-        WEIGHTS: target_identity(locate_target(recipe.target.path, recipe.target.revision)),
+        WEIGHTS: target_identity(folder_of(recipe.target)),
         "target.dtype": recipe.target.dtype,
         "taps": taps,
         "data.dtype": recipe.data.dtype,
@@ -332,8 +325,7 @@ def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardProm
 def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
     """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
     output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
-    folder = locate_target(recipe.target.path, recipe.target.revision)
-    frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
+    frozen = FrozenTarget.from_folder(folder_of(recipe.target), target.dtype, target.device)
     frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)
 
 
@@ -341,7 +333,7 @@ def finish_features(
     recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
 ) -> None:
     """Write the manifest: the shards and everything that they depend on."""
-    target = locate_target(recipe.target.path, recipe.target.revision)
+    target = folder_of(recipe.target)
     about = {
         "taps": features.inputs["taps"],
         "dtype": recipe.data.dtype,

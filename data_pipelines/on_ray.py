@@ -27,8 +27,13 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
 from headstart.data_pipelines.prompts.prompts import prompts_stage
 from headstart.data_pipelines.prompts.responses import read_texts, responses_path, responses_stage
-from headstart.data_pipelines.stages.parts import forget_parts, lock_of, refuse_parts_at_work
-from headstart.data_pipelines.stages.shard_work import ShardPrompts, start_processes
+from headstart.data_pipelines.stages.shard_work import (
+    ShardPrompts,
+    forget_parts,
+    locks_of,
+    refuse_parts_at_work,
+    start_processes,
+)
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.data_pipelines.together import PAGE, Facts, folder_fact
 from headstart.recipes import Recipe
@@ -120,7 +125,7 @@ class Worker:
         return self.held.enter_context(harvest_of(self.recipe, start_processes()))
 
     def begin(self) -> None:
-        with only_run_in(lock_of(self.recipe.data_folder, f"prompts{OF_WORKERS}"), COMMAND, wait=True):
+        with only_run_in(locks_of(self.recipe.data_folder) / f"prompts{OF_WORKERS}", COMMAND, wait=True):
             self.stages.begin()
 
     def make(self, *names: str) -> int:
@@ -132,7 +137,7 @@ class Worker:
         shards = [shard for shard in self.stages.shards if shard.name in names]
         with ExitStack() as held:
             for shard in shards:
-                lock = lock_of(self.recipe.data_folder, f"{shard.name}{OF_WORKERS}")
+                lock = locks_of(self.recipe.data_folder) / f"{shard.name}{OF_WORKERS}"
                 held.enter_context(only_run_in(lock, COMMAND, wait=True))
             self.stages.make(shards)
         texts = [text for shard in shards for text in read_texts(responses_path(self.recipe, shard))]

@@ -2,23 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 
 from rich.filesize import decimal
 
+from headstart.common.errors import named_errors
 from headstart.common.remote import cache_limit, check_access, pull, url_of
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import read_manifest
+from headstart.data_pipelines.prompts.candidates import UserTemplate
 from headstart.data_pipelines.prompts.conversations import Conversation, parse_row
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate
-from headstart.data_pipelines.prompts.self_written.selection import optional_rensa
+from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.checkpoint import load_taps
-from headstart.heads.target_config import SAFE_FILES, TargetConfig, locate_target
+from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +37,7 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
     for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
         if place is not None:
             refuse_unwritable(field, place)
-    folder = locate_target(recipe.target.path, recipe.target.revision, WITHOUT_WEIGHTS)
+    folder = folder_of(recipe.target, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
     if is_here and recipe.target.split is None:
@@ -47,24 +46,15 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
         pick_device(name, "data.online")
     tokenizer = load_tokenizer(folder, recipe.target.trust_remote_code)
     if recipe.data.draft_head is not None:
-        with naming_field("data.draft_head"):
+        with named_errors("data.draft_head"):
             load_taps(recipe.data.draft_head, target)
     if recipe.data.store is not None:
-        with naming_field("data.store"):
+        with named_errors("data.store"):
             pull(recipe.data.store)
             read_manifest(recipe.data.store)
     if not Stage("prompts", recipe.prompts_dir, {}).was_complete():  # its inputs would need the weights
         check_rows(recipe, tokenizer)
     return target
-
-
-@contextmanager
-def naming_field(field: str) -> Iterator[None]:
-    """Put the recipe's field in front of an error about the folder that it names."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{field}: {error}") from error
 
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
@@ -83,7 +73,7 @@ def refuse_unwritable(field: str, folder: Path) -> None:
     """Raise ValueError if a folder, or the one that it would be made in, takes no new file."""
     if url_of(folder) is not None:
         cache_limit()  # raises ValueError for what the environment says
-        with naming_field(field):
+        with named_errors(field):
             check_access(folder)
         return
     found = next(each for each in (folder, *folder.absolute().parents) if each.exists())

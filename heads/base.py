@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from headstart.heads.calibration import Calibration
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache, LayerShape, power_of_two_scales, rotary_table
-from headstart.heads.target_config import TargetConfig
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import HeadSection
 
@@ -183,9 +182,10 @@ class LevelHead(DraftHead):
 
 
 class LastHiddenHead(LevelHead):
-    """A head (EAGLE-1, Medusa) whose only feature is the target's last hidden state after its final norm.
+    """A head (EAGLE-1, MTP, Medusa) whose only feature is the target's last hidden state after its final norm.
 
-    It shares the target's embedding, final norm and lm_head, and neither trains nor saves them.
+    It shares the target's embedding, final norm and lm_head, and neither trains nor saves them. Unless a head says
+    otherwise, its hidden state is the target's next feature, which lm_head scores.
     """
 
     norm_weight: Tensor
@@ -215,8 +215,18 @@ class LastHiddenHead(LevelHead):
         shared = {name: getattr(self, name) for name in SHARED}
         return FrozenTarget(config=self.target, logit_scale=self.logit_scale, softcap=self.softcap, **shared)
 
+    @property
+    def logits_parameters(self) -> list[Tensor]:
+        return []
+
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         return self.frozen.norm(taps)
+
+    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
+        return self.frozen.unembed(hidden)
+
+    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
+        return hidden
 
 
 def input_scales(frozen: FrozenTarget) -> tuple[Float[Tensor, " hidden"], Float[Tensor, " hidden"]]:

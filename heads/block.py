@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, Features, Positions, Tokens
 from headstart.heads.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.block_config import BlockShape, block_config, block_shape, block_taps
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
-from headstart.heads.layers import MLP, AttentionCache, RMSNorm, rotate
+from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, HeadSection
@@ -36,23 +36,15 @@ class ContextCache(AttentionCache, Protocol):
     def append(self, layer: int, key: Tensor, value: Tensor) -> object: ...
 
 
-class ContextAttention(nn.Module):
+class ContextAttention(Projections):
     """Grouped-query attention of the slots to the context and to each other, with one norm per attention head."""
 
     same_input = (("k_proj", "v_proj"),)  # they read the context, too, which has no queries
 
     def __init__(self, shape: BlockShape, eps: float) -> None:
-        super().__init__()
-        hidden, self.head_dim = shape.hidden_size, shape.head_dim
-        self.q_proj = nn.Linear(hidden, shape.num_heads * shape.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, shape.num_kv_heads * shape.head_dim, bias=False)
-        self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, hidden, bias=False)
+        super().__init__(shape.hidden_size, shape)
         self.q_norm = RMSNorm(shape.head_dim, eps)
         self.k_norm = RMSNorm(shape.head_dim, eps)
-
-    def by_head(self, projected: Float[Tensor, "batch seq size"]) -> Float[Tensor, "batch heads seq head_dim"]:
-        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def keys_and_values(
         self, inputs: Float[Tensor, "batch seq hidden"], rotary: Float[Tensor, "*batch seq double"]
@@ -306,10 +298,5 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def mask_token(section: BlockSection, vocab_size: int) -> int:
-    """The token whose embedding marks a slot to fill; raises ValueError for one that the target does not have."""
-    if section.mask_token_id is None:
-        return vocab_size - 1
-    if section.mask_token_id >= vocab_size:
-        allowed = f"0 to {vocab_size - 1} of the target is allowed; choose a token that it never writes, or null"
-        raise ValueError(f"head.mask_token_id: {section.mask_token_id} given, {allowed} for its last")
-    return section.mask_token_id
+    """The token whose embedding marks a slot to fill; the recipe's checks refuse one that the target does not have."""
+    return vocab_size - 1 if section.mask_token_id is None else section.mask_token_id

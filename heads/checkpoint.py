@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from headstart.common.errors import named_errors
 from headstart.common.files import remove, removed_on_failure
 from headstart.common.remote import publish
 from headstart.heads.base import DraftHead
@@ -29,8 +30,7 @@ from headstart.heads.files import (
 from headstart.heads.frozen import FrozenTarget, hold_attention
 from headstart.heads.medusa import MedusaHead
 from headstart.heads.mtp import MtpHead
-from headstart.heads.target_config import Rope, TargetConfig
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection, MtpSection
 from headstart.recipes.values import Dtype
@@ -156,10 +156,8 @@ def head_from_files(
     check_fit(folder, kind, config, frozen.config)
     if kind is not MtpHead:  # whose config.json is the target's, and which is built without memory
         check_sizes(folder, config, tensors)
-    try:
+    with named_errors(folder):
         head = kind.from_engine(config, tensors, frozen)
-    except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
     check_tensors(folder, head, tensors)
     head.load_state_dict(tensors)
     head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
@@ -85,10 +84,6 @@ class Eagle1Head(LastHiddenHead):
     def decoder_layers(self) -> Sequence[nn.Module]:
         return [*self.layers]
 
-    @property
-    def logits_parameters(self) -> list[Tensor]:
-        return []
-
     def forward(
         self,
         features: Features,
@@ -101,9 +96,3 @@ class Eagle1Head(LastHiddenHead):
         both = torch.cat([self.embedding[tokens], features], dim=-1)  # embedding first
         inputs = self.fc(both if self.input_scale is None else both * self.input_scale)
         return self.layers[0](inputs, self.rotary[positions], mask, cache)
-
-    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
-        return self.frozen.unembed(hidden)
-
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
-        return hidden

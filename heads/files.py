@@ -1,4 +1,7 @@
-"""Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed."""
+"""Reads and writes a head's folder: config.json and named tensors. Nothing in a folder is ever executed.
+
+The types of the keys in config.json, ours or published, are at the end; the rules of engines check the values.
+"""
 
 import json
 import os
@@ -9,17 +12,16 @@ import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from headstart.common.files import naming, read_json, remove, removed_on_failure, write_text
+from headstart.common.files import naming, read_json, remove, removed_on_failure, whole_folder, write_text
 from headstart.common.remote import publish
-from headstart.heads.keys import HeadKeys
 
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
@@ -135,15 +137,11 @@ def write_folder(files: HeadFiles, weights: str, readme: str, add: Callable[[Pat
     `add` may add files, from those that are written already.
     """
     refuse_existing(files.folder)
-    partial = files.folder.with_name(files.folder.name + ".partial")
-    remove(partial)  # left by a killed run
-    with removed_on_failure(partial):
-        partial.mkdir(parents=True)
+    with whole_folder(files.folder) as partial:
         write_files(HeadFiles(partial, files.config, files.tensors), weights)
         write_text(partial / "README.md", readme)
         if add is not None:
             add(partial)
-        publish(partial, files.folder)
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -197,3 +195,144 @@ def refuse_existing(folder: Path) -> None:
     if folder.exists() or folder.is_symlink():
         advice = f"remove this one (rm -r {shlex.quote(str(folder))}), or move it"
         raise ValueError(f"{folder} exists already; an export is written to a new folder only: {advice}")
+
+
+Size = Annotated[int, Field(gt=0)]
+Number = Annotated[float, Field(gt=0)]
+Layers = list[Annotated[int, Field(ge=0)]]
+
+
+class Keys(BaseModel):
+    """A section of config.json; keys that are not named here may hold anything."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class RopeKeys(Keys):
+    rope_type: str = "default"
+    type: str = "default"
+    rope_theta: Number = 1e4
+    factor: Number | None = None
+    low_freq_factor: Number | None = None
+    high_freq_factor: Number | None = None
+    original_max_position_embeddings: Size | None = None
+
+
+class LayerKeys(Keys):
+    """The layer's keys: at the top level in most layouts, under `transformer_layer_config` in speculators'."""
+
+    model_type: str | None = None
+    hidden_act: str | None = None
+    hidden_size: Size | None = None
+    intermediate_size: Size | None = None
+    num_hidden_layers: Size | None = None
+    num_attention_heads: Size | None = None
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    vocab_size: Size | None = None
+    max_position_embeddings: Size | None = None
+    rms_norm_eps: Number = 1e-6
+    rope_theta: Number = 1e4
+    rope_parameters: RopeKeys | None = None
+    rope_scaling: RopeKeys | None = None
+    layer_types: list[str] | None = None
+    num_aux_hidden_states: Size | None = None
+
+
+class EagleKeys(Keys):
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
+    norm_before_fc: bool | None = None
+
+
+class HeadstartKeys(Keys):
+    """Our own section, written by heads.checkpoint."""
+
+    kind: str = "eagle3"
+    taps: Annotated[Layers, Field(min_length=1)] = [0]
+    block_size: Size | None = None
+    engines: list[str] | None = None
+    target: "OriginKeys | None" = None
+    target_num_layers: Size = 1
+    acceptance_length: dict[str, Number] = {}  # on held-out prompts, by temperature
+    target_rope: dict[str, Any] = {}
+    calibration: "CalibrationKeys | None" = None
+
+
+class OriginKeys(Keys):
+    """The target that the head was trained for."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    source: str | None = None
+
+
+class TreeKeys(Keys):
+    """A searched draft tree: its nodes as ranks from the root, and the chance of each."""
+
+    paths: Annotated[list[Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]], Field(min_length=1)]
+    chances: list[Annotated[float, Field(ge=0, le=1)]]
+
+    @model_validator(mode="after")
+    def one_chance_each(self) -> "TreeKeys":
+        if len(self.paths) != len(self.chances):
+            raise ValueError(f"{len(self.paths)} paths have {len(self.chances)} chances; one for each is allowed")
+        return self
+
+
+class CalibrationKeys(Keys):
+    greedy: Annotated[list[Number], Field(min_length=1)]
+    sampled: Annotated[list[Number], Field(min_length=1)]
+    noise: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [1.0]
+    tree: TreeKeys | None = None
+
+
+class ProposalKeys(Keys):
+    speculative_tokens: int | None = None
+
+
+class VerifierKeys(Keys):
+    name_or_path: str | None = None
+
+
+class SpeculatorsKeys(Keys):
+    proposal_methods: list[ProposalKeys] | None = None
+    verifier: VerifierKeys | None = None
+
+
+class BlockKeys(Keys):
+    """The keys of block heads: in a section of their own in DFlash's files, at the top level in others."""
+
+    block_size: Size | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    target_layer_ids: list[int] | None = None  # layer outputs; -1 is the input of the first layer
+    sample_from_anchor: bool | None = None
+    causal: bool | None = None
+    use_swa: bool | None = None
+    swa_window_size: Size | None = None
+    markov_rank: Annotated[int, Field(ge=0)] | None = None
+    markov_head_type: str | None = None
+    enable_confidence_head: bool | None = None
+    confidence_head_with_markov: bool | None = None
+
+
+class HeadKeys(LayerKeys, BlockKeys):
+    """A whole config.json, in any layout."""
+
+    architectures: list[str] | None = None
+    target_hidden_size: Size | None = None
+    draft_vocab_size: Size | None = None
+    fc_norm: bool | None = None
+    norm_output: bool | None = None
+    norm_before_fc: bool | None = None
+    norm_before_residual: bool | None = None
+    eagle_aux_hidden_state_layer_ids: Layers | None = None
+    eagle_config: EagleKeys | None = None
+    dflash_config: BlockKeys | None = None
+    aux_hidden_state_layer_ids: Layers | None = None
+    num_target_layers: Size | None = None
+    sliding_window: Size | None = None
+    sliding_window_non_causal: bool | None = None
+    is_causal: bool | None = None
+    speculators_model_type: str | None = None
+    transformer_layer_config: LayerKeys = LayerKeys()
+    speculators_config: SpeculatorsKeys | None = None
+    headstart: HeadstartKeys = HeadstartKeys()

@@ -40,15 +40,11 @@ class FrozenTarget:
         """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor, or one
         that is quantised in a way that cannot be undone."""
         found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
-        ends, naming = ends_in(folder)
+        ends, naming = ends_in(folder, (folder / "config.json").read_text())
         stored = naming(found.files)
 
         def read(name: str) -> Tensor | None:
-            if name not in stored:
-                return None
-            file_name = stored[name]
-            scales = [found.read(file_name + suffix) for suffix in SCALE_SUFFIXES if file_name + suffix in found.files]
-            return dequantised(found.read(file_name), scales, f"{folder}: {file_name}").to(device, dtype)
+            return found.dense(stored[name]).to(device, dtype) if name in stored else None
 
         return cls._from_ends(ends, folder, config, read)
 
@@ -216,6 +212,11 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         with open_safetensors(self.folder / self.files[name]) as file:
             return file.get_tensor(name)
+
+    def dense(self, name: str) -> Tensor:
+        """A tensor in floating point; raises ValueError as `dequantised` does."""
+        scales = [self.read(name + suffix) for suffix in SCALE_SUFFIXES if name + suffix in self.files]
+        return dequantised(self.read(name), scales, f"{self.folder}: {name}")
 
 
 @contextmanager

@@ -214,8 +214,8 @@ def attention(
     )
 
 
-class Attention(nn.Module):
-    """Grouped-query attention whose input may be wider than its output (EAGLE-3 feeds it 2 x hidden)."""
+class Projections(nn.Module):
+    """Those of grouped-query attention, whose input may be wider than its output (EAGLE-3 feeds it 2 x hidden)."""
 
     def __init__(self, input_size: int, shape: LayerShape) -> None:
         super().__init__()
@@ -225,6 +225,13 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, shape.num_kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.num_heads * shape.head_dim, shape.hidden_size, bias=False)
 
+    def by_head(self, projected: Float[Tensor, "batch seq size"]) -> Float[Tensor, "batch heads seq head_dim"]:
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class Attention(Projections):
+    """Causal attention, or attention to what a cache and a mask allow."""
+
     def forward(
         self,
         inputs: Float[Tensor, "batch seq input"],
@@ -232,14 +239,11 @@ class Attention(nn.Module):
         mask: Float[Tensor, "*axes seq keys"] | None,
         cache: AttentionCache | None,
     ) -> Float[Tensor, "batch seq hidden"]:
-        batch, seq, _ = inputs.shape
         cosines, sines = rotary.unsqueeze(-3).chunk(2, dim=-1)  # [(batch,) 1, seq, head_dim]
-        query = self.q_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        key = self.k_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        value = self.v_proj(inputs).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        query, key, value = (self.by_head(project(inputs)) for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
         mixed = attention(query, key, value, mask) if cache is None else cache.attend(0, query, key, value, mask)
-        return self.o_proj(mixed.transpose(1, 2).reshape(batch, seq, -1))
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

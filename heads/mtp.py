@@ -28,7 +28,7 @@ from transformers.modeling_layers import MtpModel
 
 from headstart.heads.base import EXTRA_ROTARY_POSITIONS, Features, Hidden, LastHiddenHead, Mask, Positions, Tokens
 from headstart.heads.files import read_json_object
-from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder, dequantised
+from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder
 from headstart.heads.layers import AttentionCache, attention
 from headstart.heads.target_ends import auto_class
 from headstart.heads.vocab import DraftVocab
@@ -149,7 +149,8 @@ class MtpHead(LastHiddenHead):
         assert isinstance(section, MtpSection)
         assert vocab.is_full
         folder = target_folder(frozen)
-        return cls(target_text(folder), SafetensorsFolder(folder).files, frozen)
+        text = text_section(read_json_object(folder / "config.json", "target"))
+        return cls(text, SafetensorsFolder(folder).files, frozen)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MtpHead":
@@ -165,10 +166,9 @@ class MtpHead(LastHiddenHead):
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the weights of the target's files."""
-        found, read = SafetensorsFolder(target_folder(frozen)), {}
-        for name in (name for stored in self.stored.values() for names in stored.names for name in names):
-            scales = [found.read(name + suffix) for suffix in SCALE_SUFFIXES if name + suffix in found.files]
-            read[name] = dequantised(found.read(name), scales, f"{found.folder}: {name}")
+        found = SafetensorsFolder(target_folder(frozen))
+        names = (name for stored in self.stored.values() for names in stored.names for name in names)
+        read = {name: found.dense(name) for name in names}
         state = {name: stored.join(read) for name, stored in self.stored.items()}
         if missing := sorted(self.state_dict().keys() - state.keys()):
             raise ValueError(f"{found.folder} lacks tensors of its MTP layer: {', '.join(missing)}; download it again")
@@ -182,10 +182,6 @@ class MtpHead(LastHiddenHead):
         """Under the names, and in the parts, of the target's files."""
         state = self.state_dict()
         return {name: part for own, stored in self.stored.items() for name, part in stored.split(state[own]).items()}
-
-    @property
-    def logits_parameters(self) -> list[Tensor]:
-        return []
 
     def forward(
         self,
@@ -207,22 +203,11 @@ class MtpHead(LastHiddenHead):
         hidden: Tensor = self.layer(embedded, features, position_embeddings=turns, **given)
         return hidden
 
-    def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
-        return self.frozen.unembed(hidden)
-
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
-        return hidden
-
 
 def target_folder(frozen: FrozenTarget) -> Path:
     folder = frozen.config.folder
     assert folder is not None
     return folder
-
-
-def target_text(folder: Path) -> dict[str, Any]:
-    """The decoder's section of a target's config.json."""
-    return text_section(read_json_object(folder / "config.json", "target"))
 
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[str]:

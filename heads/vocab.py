@@ -80,6 +80,12 @@ class DraftVocab:
         inside[self.ids] = True
         return inside
 
+    def columns(self) -> Int[Tensor, " vocab"]:
+        """The draft id of each target token, -1 for one that the head cannot draft."""
+        found = torch.full((self.target_size,), -1)
+        found[self.ids] = torch.arange(len(self.ids))
+        return found
+
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
         """The fraction of the counted tokens that the head can draft, an upper bound on the acceptance rate."""
         return float(counts[self.ids].sum() / counts.sum().clamp(min=1))

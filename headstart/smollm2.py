@@ -21,7 +21,7 @@ from tempfile import TemporaryDirectory
 from huggingface_hub import snapshot_download
 
 from headstart.common.errors import errors_as_messages
-from headstart.common.files import removed_on_failure
+from headstart.common.files import whole_folder
 from headstart.heads.target_config import SAFE_FILES
 from headstart.inference.targets.gguf import unpack
 from headstart.options import smollm2_options
@@ -56,11 +56,8 @@ def fetch(folder: Path, source: str) -> str:
         return f"{folder} holds a model already; remove the folder to fetch it again"
     if folder.exists():
         raise ValueError(f"{folder} exists and holds no config.json; a new folder is allowed: give another one")
-    partial = folder.with_name(folder.name + ".partial")
-    with removed_on_failure(partial):
-        shutil.rmtree(partial, ignore_errors=True)
+    with whole_folder(folder) as partial:
         write_card(partial, *from_first(source, partial))
-        partial.replace(folder)
     return f"SmolLM2-135M-Instruct is in {folder}; use it as target.path={folder}"
 
 

@@ -150,9 +150,7 @@ def score_taps(
 ) -> Iterator[LevelScores]:
     """`score_text` from taps that are known already; `shift` moves the tokens that the head reads with them."""
     batch = BatchSampling([sampling], text.device)
-    ids = head.vocab.ids.to(text.device)
-    column = torch.full((head.vocab.target_size,), -1, device=text.device)
-    column[ids] = torch.arange(len(ids), device=text.device)
+    ids, column = head.vocab.ids.to(text.device), head.vocab.columns().to(text.device)
     for level, logits in enumerate(level_logits(head, taps, text, depth, shift)):
         at = torch.arange(level + 2, level + 2 + len(logits), device=text.device)
         warped = batch.warp(logits.unsqueeze(0), None, ids)[0].float()

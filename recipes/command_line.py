@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from headstart.common.errors import STARTS_OVER, errors_as_messages
+from headstart.common.errors import STARTS_OVER, errors_as_messages, named_errors
 from headstart.common.process import keep_freed_memory
 from headstart.common.remote import pull
 from headstart.recipes.fields import recipe_fields
@@ -160,10 +160,8 @@ def run_command(
 def pull_folders(recipe: Recipe) -> None:
     """Fetch what the stores at the recipe's URLs hold; raises ValueError naming the field if one cannot be read."""
     for field, folder in {"run_dir": recipe.run_dir, **recipe.data.folders}.items():
-        try:
+        with named_errors(field):
             pull(folder)
-        except ValueError as error:
-            raise ValueError(f"{field}: {error}") from error
 
 
 def own_parser(doc: str | None) -> argparse.ArgumentParser:

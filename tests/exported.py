@@ -13,8 +13,7 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.heads.block_attention import Reach
 from headstart.heads.checkpoint import save_head
-from headstart.heads.formats.export import export
-from headstart.heads.formats.gguf import CONVERTER
+from headstart.heads.formats.export import CONVERTER, export
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 

@@ -20,8 +20,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import load_recipe
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import Teacher
-from headstart.trainers.optimizers import set_learning_rates
-from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor
+from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, full_tensor, set_learning_rates
 from headstart.trainers.ranks.launch import distribute_head, start_accelerator
 from headstart.trainers.step import autocast, head_in_training
 

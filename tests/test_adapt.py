@@ -41,9 +41,9 @@ from headstart.recipes.schema import TargetSection
 from headstart.trainers import loop as training_loop
 from headstart.trainers.adapt import command
 from headstart.trainers.adapt.candidate import Snapshot, train_candidate
+from headstart.trainers.adapt.command import Versions
 from headstart.trainers.adapt.judge import Verdict, decoded, judge
 from headstart.trainers.adapt.server import RefusedError, Server
-from headstart.trainers.adapt.versions import Versions
 
 ROOT = Path(__file__).resolve().parents[1]
 BETTER = Verdict(requests=9, served=1.0, candidate=2.0, low=0.5, high=1.5)

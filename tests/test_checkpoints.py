@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headstart.recipes.schema import TrainSection
-from headstart.trainers.optimizers import build_optimizers, named_optimizer_state, set_optimizer_state
+from headstart.trainers.ranks.head_on_ranks import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
 

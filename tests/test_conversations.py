@@ -15,13 +15,11 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
-from headstart.data_pipelines.prompts.arrow_rows import NotJson
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
-from headstart.data_pipelines.prompts.row_samples import encode_prompt, join, parse_known
-from headstart.data_pipelines.prompts.rows import BadRow, read_rows
+from headstart.data_pipelines.prompts.rows import BadRow, NotJson, read_rows
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection

@@ -22,8 +22,7 @@ from headstart.data_pipelines.harvest_stages import check_teacher_logits
 from headstart.data_pipelines.prompts import python_stdlib
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files, stdlib_prompts
-from headstart.data_pipelines.stages.stage import Stage
-from headstart.data_pipelines.stages.target_files import prompt_identities
+from headstart.data_pipelines.stages.stage import Stage, prompt_identities
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig

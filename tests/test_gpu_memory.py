@@ -21,10 +21,9 @@ from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.schema import TargetSection
-from headstart.trainers.cost import TokenCost
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.objectives.unrolled import Teacher
-from headstart.trainers.plan import DataSizes, time_rows
+from headstart.trainers.plan import DataSizes, TokenCost, time_rows
 from headstart.trainers.ranks.memory import Machine, activation_bytes, refuse_more_than_memory
 from headstart.trainers.step import autocast, head_in_training
 

@@ -56,7 +56,7 @@ ONLY_IN = {
         "data_pipelines/on_ray.py",
         "data_pipelines/together.py",
         "data_pipelines/stages/",
-        "data_pipelines/prompts/self_written/candidates.py",
+        "data_pipelines/prompts/candidates.py",
     ),
     "deepspeed": ("trainers/",),
     "ray": ("data_pipelines/on_ray.py",),

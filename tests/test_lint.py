@@ -11,9 +11,8 @@ from exported import LIMITED, edit_config, edit_tensors, exported
 from torch import Tensor
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.contracts import RULES, violations
 from headstart.heads.formats.convert import convert
-from headstart.heads.formats.lint import lint, main
+from headstart.heads.formats.lint import RULES, lint, main, violations
 from headstart.heads.frozen import FrozenTarget
 
 MakeHead = Callable[..., Any]

@@ -21,7 +21,7 @@ from headstart.heads.base import LevelHead
 from headstart.heads.checkpoint import draft_vocab, load_head_for, new_head
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import TargetOrigin
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter

@@ -194,7 +194,7 @@ def test_an_order_is_followed_with_no_more_shards_than_fit(
         fetched.append(path.name)
         fetch(path, is_sound)
 
-    monkeypatch.setattr("headstart.data_pipelines.features.shard_cache.fetch", fetch_and_note)
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.fetch", fetch_and_note)
     features = FeatureStore(recipe.features_dir, "train", (2,))
     order = [*range(5, 10), *range(5), 10, 11] * 2
     for place, number in enumerate(order[:12]):

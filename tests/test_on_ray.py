@@ -19,7 +19,7 @@ from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_
 from headstart.common.process import running_code
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, run
-from headstart.data_pipelines.stages.parts import lock_of
+from headstart.data_pipelines.stages.shard_work import locks_of
 
 ray = pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
 
@@ -161,7 +161,7 @@ def test_two_drivers_and_a_driver_beside_a_part_are_refused(folder: Path) -> Non
     recipe = tiny_recipe(folder)
     with only_run_in(recipe.run_dir, "harvest --engine ray"):
         assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --engine ray as process | wait for it")
-    with only_run_in(lock_of(recipe.run_dir, "2-of-3"), "harvest --part 2/3"):
+    with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
 
 

@@ -15,8 +15,7 @@ from tiny_run import build_run, contents, tiny_recipe
 
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
-from headstart.data_pipelines.stages.parts import CODE, PARTS, lock_of
-from headstart.data_pipelines.stages.shard_work import ShardProgress
+from headstart.data_pipelines.stages.shard_work import CODE, PARTS, ShardProgress, locks_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
 from headstart.recipes.command_line import Part
@@ -100,7 +99,7 @@ def test_parts_go_on_with_more_prompts(folder: Path) -> None:
 def test_a_part_that_runs_twice_is_refused_by_name(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+    with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         command = ["harvest", str(folder / "recipe.yaml"), "--part"]
         twice = type_command([*command, "2/3"], monkeypatch, capsys)
         assert_refused(twice, Says("2-of-3", "harvest --part 2/3 as process", "one command at a time", "wait for it"))
@@ -114,7 +113,7 @@ def test_a_part_that_runs_twice_is_refused_by_name(
 def test_no_other_command_writes_beside_a_part(
     folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with only_run_in(lock_of(folder / "run", "2-of-3"), "harvest --part 2/3"):
+    with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         outcome = type_command([command, str(folder / "recipe.yaml")], monkeypatch, capsys)
         assert_refused(outcome, Says(f"{folder / 'run'}", "harvest --part 2/3 as process", "parts", "wait for them"))
         assert not (folder / "run/prompts").exists()
@@ -129,7 +128,7 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(folder, "1/2")
-    with only_run_in(lock_of(folder / "run", "1-of-2"), "harvest --part 1/2"):  # it has not come to its end yet
+    with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
         make(folder, "2/2")
         assert "part 2/2 is made" in capsys.readouterr().out
         assert not (folder / "run/features/manifest.json").exists()
@@ -159,7 +158,7 @@ def test_a_part_by_other_code_is_refused_by_name(folder: Path, monkeypatch: pyte
     make(folder, "1/2")
     before = contents(folder / "run")
     code = {**json.loads(before[f"{PARTS}/{CODE}"]), "commit of headstart": "abc", "version of torch": "1.0"}
-    monkeypatch.setattr("headstart.data_pipelines.stages.parts.running_code", lambda: code)
+    monkeypatch.setattr("headstart.data_pipelines.stages.shard_work.running_code", lambda: code)
     said = Says("the same code", f"version of torch: '{torch.__version__}' in other parts", "'1.0' here", "rm ")
     assert_raises(lambda: make(folder, "2/2"), said)
     assert_raises(lambda: make(folder, "2/2"), "commit of headstart | 'abc' here")

@@ -26,7 +26,7 @@ FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "p
 OTHER_PROGRAMS = {
     "data_pipelines/features/engine_states.py": "prints a command of vLLM",
     "heads/formats/commands.py": "serves exports in other engines",
-    "heads/formats/gguf.py": "runs llama.cpp's converter",
+    "heads/formats/export.py": "runs llama.cpp's converter",
     "inference/report/tables.py": "CSS variables look like options",
     "trainers/tracking.py": "asks git for the revision",
     "Makefile": "runs pip and pytest too",

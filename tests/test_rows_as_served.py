@@ -19,11 +19,16 @@ from tokenizers.processors import TemplateProcessing
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts import prompts as prompts_stage
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks, MaskedTokens
+from headstart.data_pipelines.prompts.chat_masks import (
+    ChatMasks,
+    MaskedTokens,
+    encode_prompt,
+    given_samples,
+    parse_known,
+)
 from headstart.data_pipelines.prompts.conversations import parse_row
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
-from headstart.data_pipelines.prompts.row_samples import encode_prompt, given_samples, parse_known
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.requests.fields import ChatRequest
 from headstart.inference.serve.requests.reading import PromptReader

@@ -21,11 +21,11 @@ from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.preflight import check_harvest
+from headstart.data_pipelines.prompts import candidates as self_prompts
+from headstart.data_pipelines.prompts.candidates import CandidateWriter, UserTemplate
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
-from headstart.data_pipelines.prompts.self_written import candidates as self_prompts
-from headstart.data_pipelines.prompts.self_written.candidates import CandidateWriter, UserTemplate
-from headstart.data_pipelines.prompts.self_written.selection import (
+from headstart.data_pipelines.prompts.selection import (
     SIMILARITY,
     SeenTexts,
     Selection,

@@ -22,8 +22,7 @@ from headstart.recipes.schema import TrainSection
 from headstart.trainers import run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run
-from headstart.trainers.optimizers import build_optimizers, set_learning_rates
-from headstart.trainers.ranks.head_on_ranks import ReplicatedHead
+from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, build_optimizers, set_learning_rates
 from headstart.trainers.ranks.launch import start_accelerator
 from headstart.trainers.step import (
     StepResult,

@@ -15,7 +15,7 @@ from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
+from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
 from headstart.inference.report.command import warn_of_other_targets

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_run import build_run, contents, logged_step, quiet_environment
 from torch.testing import assert_close
 
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import target_identity
 
 ROOT = Path(__file__).resolve().parents[1]
 

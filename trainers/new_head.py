@@ -42,7 +42,6 @@ OF_PUBLISHED_HEADS = {
     "bias",
     "norm_before_fc",
     "norm_before_residual",
-    "confidence_reads_markov",
     "mask_token_id",
 }
 

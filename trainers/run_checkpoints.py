@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.common.errors import remedy
-from headstart.common.files import read_json, remove, removed_on_failure, write_text
-from headstart.common.remote import fetch, publish, url_of
+from headstart.common.files import read_json, remove, whole_folder, write_text
+from headstart.common.remote import fetch, url_of
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.heads.files import write_safetensors
@@ -88,20 +88,17 @@ class Checkpoints:
         files = {name: tensors for name, tensors in every.items() if tensors}
         state = {"step": snapshot.step, "files": list(files), "inputs": self.inputs}
         path = self.path(snapshot.step)
-        partial = path.with_name(path.name + ".partial")
         try:
             for leftover in self.folder.glob("*.partial"):
                 remove(leftover)
-            with removed_on_failure(partial):
-                partial.mkdir(parents=True)
+            with whole_folder(path) as partial:
                 for name, tensors in files.items():
                     write_safetensors(tensors, partial / f"{name}.safetensors")
                 write_text(partial / STATE, json.dumps(state, indent=1))
                 for each in partial.iterdir():
                     flush(each)
                 remove(path)
-                publish(partial, path)
-                flush(self.folder)
+            flush(self.folder)
         except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
             failed = f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}"

@@ -18,8 +18,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.checkpoint import head_taps, save_head
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -91,8 +90,7 @@ class TrainingRun:
     def train(self, features: Stage) -> TrainedHead:
         """Train the head on the harvested samples, from the newest checkpoint if there is one."""
         recipe, accelerator = self.recipe, self.accelerator
-        folder = locate_target(recipe.target.path, recipe.target.revision)
-        frozen = FrozenTarget.from_folder(folder, dtype=torch.float32, device=accelerator.device)
+        frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, accelerator.device)
         taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
         with open_stores(recipe, features, taps) as (train_store, heldout_store):
             refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
@@ -190,7 +188,7 @@ def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) 
     checkpoints, target, decoding = trained.checkpoints, trained.target, trained.decoding
     newest = checkpoints.load()
     assert newest is not None
-    tuned, origin = {}, locate_target(recipe.target.path, recipe.target.revision)
+    tuned, origin = {}, folder_of(recipe.target)
     if target is not None:
         target.restore(newest.target)
         target.save(recipe, recipe.tuned_target_dir)

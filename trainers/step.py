@@ -54,7 +54,14 @@ class Training:
             head.load_state_dict(found.weights)
             if inputs.target is not None:
                 inputs.target.restore(found.target)
-        head_on_ranks = start_head(recipe, head, inputs, accelerator)
+        teacher = Teacher(inputs.frozen, head.vocab, getattr(torch, recipe.train.precision))
+        head_on_ranks: HeadOnRanks
+        if inputs.target is None:
+            head_on_ranks = distribute_head(accelerator, head_in_training(recipe, head, teacher), recipe.train)
+        else:
+            checkpointing, objective = recipe.train.activation_checkpointing, Objective.from_recipe(recipe)
+            joint = JointHead(head, teacher, objective, inputs.target, checkpointing)
+            head_on_ranks = JointHeadOnRanks(accelerator, joint, recipe.train)
         if found is not None:
             head_on_ranks.restore_optimizers(found.optimizers)
         return cls(recipe, inputs, accelerator, head_on_ranks)
@@ -93,16 +100,6 @@ def tf32_allowed(device: torch.device) -> Iterator[None]:
         yield
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
-
-
-def start_head(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, accelerator: Accelerator) -> HeadOnRanks:
-    """Put the head on the ranks, together with the target if joint.mode trains it too."""
-    teacher = Teacher(inputs.frozen, head.vocab, getattr(torch, recipe.train.precision))
-    if inputs.target is None:
-        return distribute_head(accelerator, head_in_training(recipe, head, teacher), recipe.train)
-    checkpointing = recipe.train.activation_checkpointing
-    joint = JointHead(head, teacher, Objective.from_recipe(recipe), inputs.target, checkpointing)
-    return JointHeadOnRanks(accelerator, joint, recipe.train)
 
 
 def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> UnrolledHead:

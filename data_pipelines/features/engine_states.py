@@ -22,7 +22,7 @@ from headstart.data_pipelines.features.features import States
 from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.budget import free_memory
 from headstart.inference.targets.loading import pick_device
@@ -151,7 +151,7 @@ class EngineStates:
 
 def own_target(recipe: Recipe, config: TargetConfig) -> TargetModel | None:
     """The target with all of its hidden states, on a device with room for it; None if there is none."""
-    folder = locate_target(recipe.target.path, recipe.target.revision)
+    folder = folder_of(recipe.target)
     needed = ROOM * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for device in dict.fromkeys((pick_device(recipe.target.device), torch.device("cpu"))):
         if free_memory(device) >= needed:

@@ -25,7 +25,7 @@ from headstart.data_pipelines.features.batches import (
 )
 from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.data_pipelines.prompts.responses import count_written, read_texts
+from headstart.data_pipelines.prompts.responses import read_texts
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
@@ -91,7 +91,10 @@ class OnlineStore(SampleStore):
         return f"response {index} of its split"
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        return count_written(self.texts, vocab_size)
+        counts = torch.zeros(vocab_size, dtype=torch.long)
+        for text in self.texts:
+            counts += torch.bincount(torch.tensor(text.tokens)[torch.tensor(text.loss_mask)], minlength=vocab_size)
+        return counts
 
     def tap_sizes(self, taps: tuple[int, ...], num_layers: int) -> list[float]:
         samples = self._make(range(self.shard_sizes[0]))

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.filesize import decimal
 
 from headstart.common.errors import errors_as_messages
-from headstart.common.files import removed_on_failure, write_text
+from headstart.common.files import whole_folder, write_text
 from headstart.data_pipelines.features.shard_files import non_finite, open_shard
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
@@ -27,8 +27,7 @@ from headstart.data_pipelines.features.shards import (
     shard_name,
 )
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import folder_of, target_identity
 from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
 
@@ -93,10 +92,7 @@ def merge(into: Path, sources: list[Path]) -> Stage:
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
     for source in sources:
         refuse_damage(source)
-    partial = into.with_name(into.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    with removed_on_failure(partial):
-        partial.mkdir(parents=True)
+    with whole_folder(into) as partial:
         shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
         merged_from = [file_digest(source / MANIFEST) for source in sources]
         about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
@@ -104,7 +100,6 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
         stage.claim()
         stage.finish({"manifest": file_digest(partial / MANIFEST)})
-        partial.rename(into)
     return Stage("features", into, stage.inputs)
 
 
@@ -162,8 +157,7 @@ def origin(about: Json) -> Json:
 def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
-    identity = target_identity(locate_target(recipe.target.path, recipe.target.revision))
-    if target_digest(about) != identity:
+    if target_digest(about) != target_identity(folder_of(recipe.target)):
         given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
         advice = "give a store of this target, or remove data.store to harvest one"
         raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")

@@ -15,20 +15,24 @@ from pathlib import Path
 from headstart.common.files import read_jsonl, write_jsonl, write_text
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks
+from headstart.data_pipelines.prompts.candidates import UserTemplate, read_candidates, write_candidates
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, parse_known, samples_of
 from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
 from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
-from headstart.data_pipelines.prompts.row_samples import parse_known, samples_of
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
-from headstart.data_pipelines.prompts.self_written.candidates import UserTemplate, read_candidates, write_candidates
-from headstart.data_pipelines.prompts.self_written.selection import Selection, opening_texts
-from headstart.data_pipelines.stages.parts import refuse_parts_at_work
-from headstart.data_pipelines.stages.shard_work import start_processes
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, generation_identity, prompt_identities, writes_date
-from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.data_pipelines.prompts.selection import Selection, opening_texts
+from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
+from headstart.data_pipelines.stages.stage import (
+    WEIGHTS,
+    Json,
+    Stage,
+    file_digest,
+    generation_identity,
+    prompt_identities,
+    writes_date,
+)
+from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -41,7 +45,7 @@ Key = tuple[int, ...]  # the tokens by which a training sample and a held-out on
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
-    data, target = recipe.data, locate_target(recipe.target.path, recipe.target.revision)
+    data, target = recipe.data, folder_of(recipe.target)
     inputs = {
         "data.prompts": data.prompts if data.prompts in (PYTHON_STDLIB, SELF) else source_digest(data.prompts),
         "data.heldout_prompts": SELF if data.holds_out_own_prompts else file_digest(data.heldout_prompts),
@@ -170,19 +174,17 @@ def read_reports(recipe: Recipe) -> list[RowReport]:
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
-    section = recipe.target
-    return load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    return load_tokenizer(folder_of(recipe.target), recipe.target.trust_remote_code)
 
 
 def num_tokens(recipe: Recipe) -> int:
     """The number of tokens that the target knows: the size of its embedding."""
-    return TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision)).vocab_size
+    return TargetConfig.from_folder(folder_of(recipe.target)).vocab_size
 
 
 def load_chat_template(recipe: Recipe) -> ChatTemplate:
     """The target's chat template with the settings of the run."""
-    target = locate_target(recipe.target.path, recipe.target.revision)
-    return ChatTemplate(load_target_tokenizer(recipe), template_settings(recipe, target))
+    return ChatTemplate(load_target_tokenizer(recipe), template_settings(recipe, folder_of(recipe.target)))
 
 
 def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:

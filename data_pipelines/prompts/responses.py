@@ -5,18 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
-from headstart.data_pipelines.stages.stage import Json, Stage, file_digest
-from headstart.data_pipelines.stages.target_files import WEIGHTS, digest_of, generation_identity
+from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps
-from headstart.heads.target_config import TargetConfig, locate_target
-from headstart.heads.target_origin import target_identity
+from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -46,7 +41,7 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
         "data.shard_samples": data.shard_samples,
     }
     if data.responses == "target":
-        target = locate_target(recipe.target.path, recipe.target.revision)
+        target = folder_of(recipe.target)
         inputs |= {
             WEIGHTS: target_identity(target),
             "the target's generation_config.json": generation_identity(target),
@@ -111,15 +106,6 @@ class Text:
 def read_texts(path: Path) -> list[Text]:
     """The texts of a shard's responses."""
     return [Text.from_row(row) for row in read_jsonl(path)]
-
-
-def count_written(texts: list[Text], vocab_size: int) -> Tensor:
-    """How often each token is trained on. [vocab]"""
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for text in texts:
-        written = torch.tensor(text.tokens)[torch.tensor(text.loss_mask)]
-        counts += torch.bincount(written, minlength=vocab_size)
-    return counts
 
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
@@ -256,7 +242,7 @@ def decoding_writer(
 
 def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> tuple[Writer, Ranks]:
     """Write responses by speculative decoding with the head in `folder`; also returns the target's ranks."""
-    config = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    config = TargetConfig.from_folder(folder_of(recipe.target))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
     max_batch = texts_together(recipe, target, longest_sample(recipe), tree_nodes(recipe.decode))

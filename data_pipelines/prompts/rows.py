@@ -7,19 +7,20 @@ import codecs
 import hashlib
 import importlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from functools import partial
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
 
 from headstart.common.errors import wrong_value
-from headstart.data_pipelines.prompts.arrow_rows import NotJson, arrow_rows
 from headstart.data_pipelines.stages.stage import Json, file_digest
 from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DataSection
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 BATCH = 256  # rows of Arrow data in memory at once
+Reader = Callable[[Any], Any]  # from a value that is not null, as `to_pylist` gives it
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32 starts with the first of them too
 
 
@@ -187,9 +188,16 @@ def parquet_rows(path: Path) -> Iterator[Row]:
 
 
 def good_rows(batches: Iterable[Any]) -> Iterator[Row]:
-    """The rows of Arrow tables."""
-    rows = chain.from_iterable(map(arrow_rows, batches))
-    return (Row(number, row, "row") for number, row in enumerate(rows, start=1))
+    """The rows of Arrow tables as the JSON that they were written from; NotJson where JSON cannot hold a value.
+
+    Arrow gives every struct the keys of all rows, and null where a row had no such key. A key that is null is therefore
+    taken as not there; nulls in lists and maps, and in text of the type arrow.json, are the row's own.
+    """
+    numbers = count(1)
+    for table in batches:
+        columns = [json_values(column) for column in table.columns]
+        for values in zip(*columns, strict=True):
+            yield Row(next(numbers), dict(zip(table.schema.names, values, strict=True)), "row")
 
 
 def dataset_rows(dataset: Any) -> Iterator[Row]:
@@ -241,3 +249,63 @@ def optional_library(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise ValueError(f"data: this format needs {name}; run pip install -e '.[data]'") from error
+
+
+@dataclass(frozen=True)
+class NotJson:
+    """Stands for a value that JSON cannot hold, and says why."""
+
+    why: str
+
+
+def json_values(column: Any) -> Iterator[Any]:
+    """Each value of a column as JSON, or as NotJson."""
+    read = reader_of(column.type)
+    for scalar in column:
+        try:
+            yield read(scalar.as_py()) if scalar.is_valid else None
+        except (ValueError, OverflowError, RecursionError) as error:  # raised by a reader, json or pyarrow
+            yield NotJson(str(error))
+
+
+def reader_of(kind: Any) -> Reader:
+    """How to read values of an Arrow type; the reader raises ValueError for what JSON cannot hold."""
+    pyarrow = importlib.import_module("pyarrow")
+    types = pyarrow.types
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return reader_of(kind.value_type)
+    if types.is_struct(kind):
+        fields = {field.name: reader_of(field.type) for field in kind}
+        return lambda row: {name: read(row[name]) for name, read in fields.items() if row[name] is not None}
+    if types.is_map(kind) and is_text(kind.key_type):
+        read_item = or_null(reader_of(kind.item_type))
+        return lambda pairs: {key: read_item(item) for key, item in pairs}
+    if any(is_list(kind) for is_list in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+        read_item = or_null(reader_of(kind.value_type))
+        return lambda items: [read_item(item) for item in items]
+    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return from_json
+    plain = (is_text, types.is_null, types.is_boolean, types.is_integer, types.is_floating)
+    if any(is_plain(kind) for is_plain in plain):
+        return lambda value: value
+    return partial(refuse, kind)
+
+
+def is_text(kind: Any) -> bool:
+    types = importlib.import_module("pyarrow").types
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def or_null(read: Reader) -> Reader:
+    return lambda value: None if value is None else read(value)
+
+
+def from_json(text: str) -> Any:
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair, which is not text
+    return value
+
+
+def refuse(kind: Any, value: Any) -> None:
+    raise ValueError(f"type {kind}")

@@ -1,25 +1,37 @@
-"""A harvest's work: shards that any number of ranks can share, texts that decode together, and a progress display."""
+"""A harvest's work: its shards, the ranks or parts that share them, texts that decode together, and the progress.
 
+Parts are processes of their own: they share a run's folder and their code, and nothing else.
+"""
+
+import json
 import os
+import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from urllib.parse import quote
 
 import torch
 from accelerate import PartialState
 from rich.filesize import decimal
 
-from headstart.common.files import read_jsonl
-from headstart.common.process import refuse_separate_processes
+from headstart.common.files import read_json, read_jsonl, remove, write_text
+from headstart.common.process import refuse_separate_processes, running_code, user_cache
 from headstart.common.progress import Progress
-from headstart.common.remote import pull
-from headstart.data_pipelines.stages.stage import Json, Stage
+from headstart.common.remote import pull, url_of
+from headstart.common.run_lock import Owner, only_run_in
+from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.inference.engine.budget import SMALL, StepMemory, free_memory
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
 RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
+ROOM = 0.9  # share of the free memory for the texts' cache and logits; passes over prompts need the rest
+PARTS = "parts"  # the folder with the locks of parts, next to the stages, until the harvest is complete
+CODE = "code.json"
 
 
 @dataclass(frozen=True)
@@ -101,9 +113,6 @@ class ShardProgress(Progress):
         self.advance(samples, f"{speed:,.0f} tokens/s")
 
 
-ROOM = 0.9  # share of the free memory for the texts' cache and logits; passes over prompts need the rest
-
-
 def longest_sample(recipe: Recipe) -> int:
     return recipe.data.prompt_tokens + recipe.data.response_tokens
 
@@ -125,3 +134,69 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
             f"free and a text of {length} tokens needs {decimal(needed)}"
         )
     return found
+
+
+@contextmanager
+def entrance(folder: Path, command: str, wait: bool = False) -> Iterator[None]:
+    """Hold a run's folder for a moment, in turn with other parts; any other command is refused, or waited for."""
+    with only_run_in(folder / PARTS, command, wait=True), only_run_in(folder, command, wait):
+        yield
+
+
+def locks_of(folder: Path) -> Path:
+    """Where a run's parts, and shards, are held, each as a folder of its name.
+
+    A lock in a store would outlive a killed part, so each machine has its own.
+    """
+    url = url_of(folder)
+    return (folder if url is None else user_cache("parts") / quote(url, safe="")) / PARTS
+
+
+def parts_at_work(folder: Path) -> dict[str, str]:
+    """Who makes what in a run's folder, by the name of its lock; only the holder of the folder may ask."""
+    found = {}
+    for lock in sorted(path for path in locks_of(folder).glob("*") if path.is_dir()):
+        try:
+            with only_run_in(lock, "a look"):
+                pass
+        except ValueError:
+            owner = Owner.read(lock)
+            found[lock.name] = lock.name if owner is None else owner.describe()
+        else:
+            with suppress(OSError):
+                lock.rmdir()  # left by a part that was killed
+    return found
+
+
+def refuse_parts_at_work(folder: Path, beside: str | None = None) -> None:
+    """Raise ValueError naming the parts at work in a run's folder, except those whose lock's name ends in `beside`."""
+    others = [who for name, who in parts_at_work(folder).items() if beside is None or not name.endswith(beside)]
+    if others:
+        what = f"{folder} is in use by parts of a harvest, which only parts of the same division may run beside"
+        raise ValueError(
+            "\n  ".join([f"{what}:", *others]) + "\nwait for them, or stop them (SIGTERM keeps what they have made)"
+        )
+
+
+def refuse_other_code(folder: Path) -> None:
+    """Record the code of a run's first part; raises ValueError, naming the differences, if other code runs another."""
+    path, code = folder / PARTS / CODE, running_code()
+    if not path.is_file():
+        write_text(path, json.dumps(code, indent=1))
+    elif different := differences(read_json(path, "remove it"), code, "{} in other parts of this run, {} here"):
+        lines = "\n  ".join(["the parts of a run must be made by the same code:", *different])
+        removal = shlex.join(["rm", str(path)])
+        raise ValueError(f"{lines}\ninstall the same here, or go on with this code ({removal}), if it writes the same")
+
+
+def replace_parts(folder: Path) -> None:
+    """Go on with what parts have made; raises ValueError naming those at work."""
+    refuse_parts_at_work(folder)
+    forget_parts(folder)
+
+
+def forget_parts(folder: Path) -> None:
+    """Remove what parts that are no longer at work have left behind; only the holder of the folder may call this."""
+    remove(folder / PARTS / CODE)
+    with suppress(OSError):  # the lock of the part that calls this is removed by itself
+        locks_of(folder).rmdir()

@@ -12,9 +12,8 @@ from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
 from headstart.heads.formats.commands import headstart_section, serving_sections
-from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, native_files
+from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, is_whole_target, native_files
 from headstart.heads.formats.subject import Violation
-from headstart.heads.formats.whole_target import is_whole_target
 from headstart.recipes.schema import SELF, Recipe
 
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block", "mtp": "MTP"}

@@ -7,8 +7,7 @@ from shlex import quote
 
 from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
-from headstart.heads.formats.gguf import FILE
-from headstart.heads.formats.layouts import ServedTarget
+from headstart.heads.formats.layouts import GGUF, ServedTarget
 from headstart.heads.formats.subject import Violation
 from headstart.recipes.other_commands import ENGINE_NAMES
 
@@ -138,7 +137,7 @@ def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> 
 def llama_cpp_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
         f"```\nconvert_hf_to_gguf.py {quote(target.name)} --outtype bf16 --outfile target.gguf\n"
-        f"llama-server -m target.gguf -md {quote(str(folder / FILE))} --spec-type draft-eagle3 "
+        f"llama-server -m target.gguf -md {quote(str(folder / GGUF))} --spec-type draft-eagle3 "
         f"--spec-draft-n-max {target.draft_tokens}\n```"
     )
 

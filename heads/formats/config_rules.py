@@ -23,6 +23,30 @@ MISSING_NORMS = {  # keys of EAGLE-3.1's norms that an engine does not have
     "llama_cpp": ("fc_norm", "norm_output"),
 }
 REFERENCE_ROPES = {"default", "linear"}
+# Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
+# the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
+# (families without such a class run by transformers, which has it), SGLang 0.5.23 where the class lacks
+# set_eagle3_layers_to_capture. Nothing is said about families that are not listed; TensorRT-LLM was not read.
+# fmt: off
+NEITHER = (
+    "axk1", "cohere", "cohere2", "ernie4_5_moe", "ernie4_5_vl_moe_text", "falcon", "falcon_h1", "gemma", "gemma2",
+    "gemma3n_text", "glm4", "glm4v_moe_text", "glm4v_text", "granitemoehybrid", "hy_v3", "hy_v4", "hyperclovax",
+    "jamba", "lfm2", "lfm2_moe", "mixtral", "nemotron", "olmo_hybrid", "olmoe", "qwen2_vl_text",
+)
+ONLY_SGLANG = (
+    "exaone_moe", "gemma3_text", "glm4_moe", "glm4_moe_lite", "longcat_flash", "qwen2_moe",
+)
+ONLY_VLLM = (
+    "afmoe", "arcee", "cohere2_moe", "deepseek_v4", "ernie4_5", "exaone4", "glm", "granite", "granite_swa",
+    "granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_dense", "hunyuan_v1_moe", "kimi_linear",
+    "laguna", "mimo_v2_flash", "minicpm3", "nemotron_h", "olmo", "olmo2", "olmo3", "seed_oss", "smollm3",
+    "starcoder2",
+)
+# fmt: on
+REFUSED = {
+    "vllm": ("vLLM 0.33.0", frozenset([*NEITHER, *ONLY_SGLANG])),
+    "sglang": ("SGLang 0.5.23", frozenset([*NEITHER, *ONLY_VLLM])),
+}
 
 
 def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -108,6 +132,18 @@ def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         allowed = f"1 to {vocab_size} is allowed: the number of tokens that the head drafts, even if it drafts all"
         yield config_error(engine, "draft_vocab_size", size, allowed)
+
+
+def gives_hidden_states(subject: Subject, engine: str) -> Iterator[Violation]:
+    family = subject.frozen.config.model_type
+    if engine in REFUSED and family in REFUSED[engine][1]:
+        allowed = f"another engine is allowed: {REFUSED[engine][0]} starts no EAGLE-3 head for this family of targets"
+        yield Violation(engine, "error", "the target's model_type", family, allowed)
+
+
+def refusing(family: str) -> list[str]:
+    """The engines, with their versions, that refuse EAGLE-3 heads for this family."""
+    return [label for label, families in REFUSED.values() if family in families]
 
 
 def norms(subject: Subject, engine: str) -> Iterator[Violation]:

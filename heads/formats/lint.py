@@ -12,18 +12,18 @@ otherwise.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from headstart.common.errors import errors_as_messages
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.contracts import engines_of, violations
-from headstart.heads.formats.subject import Violation
+from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
-from headstart.recipes.other_commands import lint_options
+from headstart.recipes.other_commands import OWN_FORMAT, lint_options
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,3 +47,98 @@ def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> lis
     files = HeadFiles.read(export)
     frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
     return violations(files, frozen, engines or engines_of(files))
+
+
+# Which rules apply to which head layout on which engine: a head that breaks none is served there as it was trained.
+Rule = Callable[[Subject, str], Iterator[Violation]]
+
+SHARED: tuple[Rule, ...] = (
+    config_rules.architectures,
+    config_rules.layer_options,
+    config_rules.one_llama_layer,
+    config_rules.fits_the_target,
+    config_rules.trained_for_this_target,
+    config_rules.rope,
+    tensor_rules.names_and_shapes,
+    *tensor_rules.WEIGHTS,
+    tensor_rules.embedding,
+)
+EAGLE3: tuple[Rule, ...] = (
+    *SHARED,
+    config_rules.gives_hidden_states,
+    config_rules.draft_vocabulary,
+    config_rules.norms,
+    config_rules.taps,
+    tensor_rules.vocabulary_map,
+    tensor_rules.spelling,
+)
+MEDUSA: tuple[Rule, ...] = (
+    medusa_rules.architecture,
+    medusa_rules.counts,
+    medusa_rules.sizes,
+    medusa_rules.whole_vocabulary,
+    medusa_rules.bias,
+    medusa_rules.names_and_shapes,
+    medusa_rules.spelling,
+    medusa_rules.equal_layers,
+    config_rules.trained_for_this_target,
+    *tensor_rules.WEIGHTS,
+)
+BLOCK: tuple[Rule, ...] = (
+    config_rules.architectures,
+    config_rules.layer_options,
+    block_rules.block_size,
+    block_rules.slot_convention,
+    block_rules.causality,
+    block_rules.mask_token,
+    block_rules.taps,
+    block_rules.target_layers,
+    block_rules.own_lm_head,
+    tensor_rules.names_and_shapes,
+    config_rules.trained_for_this_target,
+    config_rules.rope,
+    config_rules.draft_vocabulary,
+    *tensor_rules.WEIGHTS,
+)
+RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can serve it -> its rules
+    "eagle3": {
+        "vllm": EAGLE3,
+        "sglang": EAGLE3,
+        "tensorrt_llm": EAGLE3,
+        "eagle": (*EAGLE3, config_rules.reference_embedding),
+        "llama_cpp": EAGLE3,
+    },
+    "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
+    "speculators": dict.fromkeys(
+        ("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections, config_rules.speculators_verifier)
+    ),
+    "medusa": {"vllm": MEDUSA},
+    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.trained_for_this_target, *tensor_rules.WEIGHTS)),
+    "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
+    "speculators_block": dict.fromkeys(
+        ("vllm", "speculators"), (*BLOCK, block_rules.draft_length, config_rules.speculators_verifier)
+    ),
+    "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
+}
+
+
+def engines_of(files: HeadFiles) -> tuple[str, ...]:
+    """The engines that our export lists; for another head all that read its layout as it is."""
+    named = files.config.get("headstart", {}).get("engines")
+    if named is not None:
+        return tuple(named)
+    return tuple(engine for engine in RULES[layout_of(files)] if engine not in OWN_FORMAT)
+
+
+def violations(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Violation]:
+    """Everything that keeps these engines from serving the head as it was trained."""
+    subject = Subject(files, layout_of(files), frozen)
+    found: list[Violation] = []
+    for engine in engines:
+        rules = RULES[subject.layout].get(engine)
+        if rules is None:
+            allowed = f"{engine} cannot read {subject.layout}, only {', '.join(RULES[subject.layout])} can"
+            found.append(Violation(engine, "error", "layout", subject.layout, allowed))
+        else:
+            found += [violation for rule in rules for violation in rule(subject, engine)]
+    return found

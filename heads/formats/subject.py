@@ -22,7 +22,7 @@ LAYER_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab
 
 
 def layout_of(files: HeadFiles) -> str:
-    """The layout, a key of `contracts.RULES`, recognised by the files' content; ValueError for an unknown one."""
+    """The layout, a key of `lint.RULES`, recognised by the files' content; ValueError for an unknown one."""
     names = {name.removeprefix("model.") for name in files.tensors}
     if any(map(MEDUSA_BLOCK.fullmatch, names)):
         return "medusa"

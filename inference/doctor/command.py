@@ -28,7 +28,7 @@ from rich.console import Console
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import read_jsonl
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.contracts import engines_of
+from headstart.heads.formats.lint import engines_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import Request

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, tensor_rules
-from headstart.heads.formats.contracts import violations
+from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_origin import SMOLLM2_SOURCES, TargetOrigin
+from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target

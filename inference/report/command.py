@@ -48,8 +48,7 @@ from headstart.common.progress import Progress
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import locate_target
-from headstart.heads.target_origin import TargetOrigin
+from headstart.heads.target_config import TargetOrigin, locate_target
 from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head

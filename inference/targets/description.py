@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import (
 
 from headstart.common.errors import wrong_value
 from headstart.heads.files import read_json_object
-from headstart.heads.formats.target_families import REFUSED, refusing
+from headstart.heads.formats.config_rules import REFUSED, refusing
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import auto_class
 from headstart.inference.core.tree import Window

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.common.files import read_json, remove
+from headstart.common.files import read_json, whole_folder
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import ShardFile, stored_states, stored_tokens
 from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, shard_name, write_manifest
@@ -17,7 +17,7 @@ from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, save_head, stored_dtype
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe
 from headstart.trainers import SCRIPTS
 from headstart.trainers.loop import train
@@ -64,21 +64,19 @@ class Snapshot:
 
     def save(self, folder: Path, taps: tuple[int, ...]) -> None:
         """Write it as a store of features; the folder appears when it is whole."""
-        partial = folder.with_name(folder.name + ".partial")
-        remove(partial)  # left by a killed run
         dtype = str(self.train[0].last_hidden.dtype).removeprefix("torch.")
         names = []
-        for split, samples in zip(SPLITS, (self.train, self.heldout), strict=True):
-            name = shard_name(split, 0)
-            file = ShardFile(partial / name, [len(sample.tokens) for sample in samples], self.served)
-            for number, sample in enumerate(samples):
-                states = stored_states(taps, sample.taps, sample.last_hidden, dtype)
-                file.put([number], stored_tokens(sample.tokens, sample.loss_mask) | states)
-            if samples:
-                file.finish()
-                names.append(name)
-        write_manifest(partial, names, {"taps": taps, "dtype": dtype, "served": self.served})
-        partial.rename(folder)
+        with whole_folder(folder) as partial:
+            for split, samples in zip(SPLITS, (self.train, self.heldout), strict=True):
+                name = shard_name(split, 0)
+                file = ShardFile(partial / name, [len(sample.tokens) for sample in samples], self.served)
+                for number, sample in enumerate(samples):
+                    states = stored_states(taps, sample.taps, sample.last_hidden, dtype)
+                    file.put([number], stored_tokens(sample.tokens, sample.loss_mask) | states)
+                if samples:
+                    file.finish()
+                    names.append(name)
+            write_manifest(partial, names, {"taps": taps, "dtype": dtype, "served": self.served})
 
     @classmethod
     def load(cls, folder: Path, taps: tuple[int, ...]) -> "Snapshot":
@@ -94,8 +92,7 @@ def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapsh
     """
     recipe = candidate_recipe(recipe, folder, served, steps)
     run = TrainingRun.start(recipe, SCRIPTS[recipe.head.kind])
-    target = locate_target(recipe.target.path, recipe.target.revision)
-    frozen = FrozenTarget.from_folder(target, dtype=torch.float32, device=run.accelerator.device)
+    frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, run.accelerator.device)
     before = load_head_for(served, frozen)
     old = replayed(recipe, before, len(snapshot.train), snapshot.train[0].last_hidden.dtype)
     store, heldout = Samples([*snapshot.train, *old]), Samples(snapshot.heldout)

@@ -10,6 +10,7 @@ features, from the weights of the served head. It is served only if it accepts m
 time; it runs at a low priority and needs the target's embedding, norm and lm_head alone.
 """
 
+import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -19,23 +20,23 @@ from typing import Any
 import torch
 
 from headstart.common.errors import CONTINUES
-from headstart.common.files import append_jsonl, remove
+from headstart.common.files import append_jsonl, read_json, remove, write_text
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.checkpoint import head_taps, load_head, load_head_for, save_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.drafters.build import depth_for
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
 from headstart.trainers.adapt.candidate import Snapshot, train_candidate
-from headstart.trainers.adapt.judge import LEAST, Verdict, judge
+from headstart.trainers.adapt.judge import LEAST, judge
 from headstart.trainers.adapt.server import RefusedError, Server, UnreachableError
-from headstart.trainers.adapt.versions import Versions
 
 NICE = 15  # the learner gives way to the server
 LOOK = 10.0  # seconds between looks at the server
 WIDTH = 4  # usual guesses at each level of a tree
+KEPT = 8  # newest versions, besides the first one
 
 
 def main() -> None:
@@ -52,8 +53,8 @@ def adapt(recipe: Recipe, options: AdaptOptions) -> None:
         return print(f"{chosen} is served again")
     os.nice(NICE)
     with only_run_in(versions.folder, "an adaptation"):
-        target = locate_target(recipe.target.path, recipe.target.revision)
-        learner = Learner(recipe, options, versions, server, FrozenTarget.from_folder(target, torch.float32))
+        frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32)
+        learner = Learner(recipe, options, versions, server, frozen)
         while True:
             try:
                 learner.look(not options.once)
@@ -64,6 +65,63 @@ def adapt(recipe: Recipe, options: AdaptOptions) -> None:
             if options.once:
                 return
             time.sleep(LOOK)
+
+
+class Versions:
+    """The heads that a server has been given, one whole folder each, and a file that says which one it should serve.
+
+    `folder/0000` is the head that the server began with; `folder/served.json` names the served one. Folders
+    and the file appear whole or not at all, so a kill at any moment leaves a head to serve.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.resolve()
+        self.path = self.folder / "served.json"
+
+    @property
+    def served(self) -> Path | None:
+        """The head to serve; None before the first."""
+        return self.folder / self._state()["served"] if self.path.is_file() else None
+
+    @property
+    def before(self) -> list[str]:
+        """The versions that were served before the present one, the last one last."""
+        found: list[str] = self._state()["before"]
+        return found
+
+    def names(self) -> list[str]:
+        """All versions, ascending."""
+        return sorted(path.name for path in self.folder.glob("[0-9]*") if path.name.isdecimal())
+
+    def add(self, head: Path) -> Path:
+        """Move a head's whole folder, which is on the same disk, under the next number; it is not served yet."""
+        number = max(map(int, self.names()), default=-1) + 1
+        return head.rename(self.folder / f"{number:04d}")
+
+    def choose(self, name: str) -> None:
+        """Serve this version from now on, and drop the oldest of those that are not needed."""
+        before = [] if self.served is None else [*self.before, self.served.name]
+        self._write(name, before)
+        for old in self.names()[1:-KEPT]:
+            if old != name:
+                remove(self.folder / old)
+
+    def go_back(self) -> Path:
+        """Serve the version before the present one; raises ValueError if there is none."""
+        whole = self.names()
+        before = [] if self.served is None else [name for name in self.before if name in whole]
+        if not before:
+            here = "none" if self.served is None else self.served.name
+            raise ValueError(f"--roll-back: {here} is served and no head was before it in {self.folder}; leave it out")
+        self._write(before[-1], before[:-1])
+        return self.folder / before[-1]
+
+    def _state(self) -> dict[str, Any]:
+        found: dict[str, Any] = read_json(self.path, "write the name of a version as its `served`")
+        return found
+
+    def _write(self, served: str, before: list[str]) -> None:
+        write_text(self.path, json.dumps({"served": served, "before": before}) + "\n")
 
 
 @dataclass
@@ -101,11 +159,10 @@ class Learner:
     def begin(self, facts: dict[str, Any]) -> Path:
         """The chosen version, which is served from now on; at first it is the head that the server began with."""
         if self.versions.served is None:
-            target = locate_target(self.recipe.target.path, self.recipe.target.revision)
             first = self.versions.folder / "0000"
             if not first.exists():
                 partial = first.with_name("0000.partial")
-                save_head(load_head(facts["head"], target), partial)
+                save_head(load_head(facts["head"], folder_of(self.recipe.target)), partial)
                 self.versions.add(partial)
             self.versions.choose(first.name)
         served = self.versions.served
@@ -138,7 +195,7 @@ class Learner:
             snapshot.save(self.candidate / "features", self.taps)
         return snapshot
 
-    def offer(self, made: Path, snapshot: Snapshot) -> Verdict:
+    def offer(self, made: Path, snapshot: Snapshot) -> None:
         """Judge the head in a folder on held-out traffic, print the verdict, and serve the head if it is better."""
         served = self.versions.folder / snapshot.served
         width = 1 if self.recipe.decode.growth in ("chain", "adaptive") else min(self.recipe.decode.width, WIDTH)
@@ -160,7 +217,6 @@ class Learner:
         print(f"version {version} is served" if version else f"version {snapshot.served} stays", flush=True)
         facts = {"from": snapshot.served, "version": version, "trained_on": len(snapshot.train), **vars(verdict)}
         append_jsonl(self.versions.folder / "verdicts.jsonl", [facts])
-        return verdict
 
     @property
     def taps(self) -> tuple[int, ...]:

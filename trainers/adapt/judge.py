@@ -68,8 +68,7 @@ def accepted_after(head: DraftHead, sample: Sample, depth: int, width: int) -> I
     """How many draft tokens are accepted with the token at each position but the first as the root."""
     text = sample.tokens.to(head.embedding.device)
     taps = tapped(sample.taps, sample.last_hidden, head.taps, head.target.num_layers)[:-1].to(head.embedding)
-    column = torch.full((head.vocab.target_size,), -1, device=text.device)
-    column[head.vocab.ids.to(text.device)] = torch.arange(len(head.vocab.ids), device=text.device)
+    column = head.vocab.columns().to(text.device)
     choices = len(text) - 2
     hits = torch.zeros(depth, max(choices, 0), dtype=torch.long)
     for level, logits in enumerate(level_logits(head, taps.unsqueeze(0), text.unsqueeze(0), depth, 0)):

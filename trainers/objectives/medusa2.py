@@ -12,13 +12,13 @@ from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from headstart.common.files import naming, remove, removed_on_failure
-from headstart.common.remote import publish
+from headstart.common.files import remove, whole_folder
 from headstart.data_pipelines.features.batches import Batch
 from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
-from headstart.heads.target_config import SAFE_FILES, locate_target
+from headstart.heads.losses import forward_kl
+from headstart.heads.target_config import SAFE_FILES, folder_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
@@ -26,8 +26,14 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.objectives.objective import Objective, score_in_chunks
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
-from headstart.trainers.optimizers import BETAS, named_optimizer_state, set_learning_rates, set_optimizer_state
-from headstart.trainers.ranks.head_on_ranks import ReplicatedHead, clip_and_step
+from headstart.trainers.ranks.head_on_ranks import (
+    BETAS,
+    ReplicatedHead,
+    clip_and_step,
+    named_optimizer_state,
+    set_learning_rates,
+    set_optimizer_state,
+)
 from headstart.trainers.run_checkpoints import Tensors
 
 
@@ -86,13 +92,10 @@ class TrainableTarget(nn.Module):
         plain = TargetModel.load(recipe.target, (), packed=False).model
         found = plain.load_state_dict(self.weights(), strict=False)
         assert not found.unexpected_keys, found.unexpected_keys
-        partial_folder = folder.with_name(folder.name + ".partial")
-        remove(partial_folder)
-        with removed_on_failure(partial_folder), naming(partial_folder):
+        with whole_folder(folder) as partial_folder:
             save_model(plain, partial_folder)
-            copy_other_files(locate_target(recipe.target.path, recipe.target.revision), partial_folder)
+            copy_other_files(folder_of(recipe.target), partial_folder)
             remove(folder)
-            publish(partial_folder, folder)
 
 
 def save_model(model: Any, folder: Path) -> None:
@@ -185,7 +188,7 @@ class JointHead(UnrolledHead):
         frozen = self.teacher.frozen
         log_p = frozen.logits(supervision.last_hidden[part]).log_softmax(-1)  # [chunk, vocab]
         log_q = frozen.logits(tuned[0]).log_softmax(-1)
-        distances = (log_p.exp() * (log_p - log_q)).sum(-1)  # [chunk]
+        distances = forward_kl(log_q, log_p)  # [chunk]
         total = distances.where(supervision.can_predict(1)[0, part], 0.0).sum()
         return total, total.detach()
 

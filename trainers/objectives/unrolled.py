@@ -56,9 +56,7 @@ class Teacher:
         frozen = frozen if dtype is None else replace(frozen, lm_head=frozen.lm_head.to(dtype))
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
-        column = torch.full((vocab.target_size,), -1)
-        column[vocab.ids] = torch.arange(len(vocab.ids))
-        self.column = column.to(frozen.embedding.device)  # [vocab], in the draft vocabulary; -1 outside
+        self.column = vocab.columns().to(frozen.embedding.device)  # [vocab]
 
     @torch.no_grad()
     def supervise(self, batch: Batch) -> Supervision:

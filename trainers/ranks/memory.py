@@ -14,7 +14,7 @@ from headstart.common.files import read_json
 from headstart.data_pipelines.features.shards import MANIFEST
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights, num_devices
@@ -132,7 +132,7 @@ def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine,
 def target_bytes(recipe: Recipe) -> int:
     """The size of the target's weights in memory; quantised ones stay as they are in their files."""
     section = recipe.target
-    folder = locate_target(section.path, section.revision, ["config.json"])
+    folder = folder_of(section, ["config.json"])
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     if stored and "quantization_config" in read_json(folder / "config.json"):
         return stored

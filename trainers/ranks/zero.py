@@ -11,8 +11,14 @@ from torch import Tensor
 
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.objectives.unrolled import UnrolledHead
-from headstart.trainers.optimizers import build_optimizers, state_of_parameter
-from headstart.trainers.ranks.head_on_ranks import HeadOnRanks, copy_to_main_cpu, copy_weights, whole_and_sharded
+from headstart.trainers.ranks.head_on_ranks import (
+    HeadOnRanks,
+    build_optimizers,
+    copy_to_main_cpu,
+    copy_weights,
+    state_of_parameter,
+    whole_and_sharded,
+)
 
 
 class ZeroHead(HeadOnRanks):

@@ -25,7 +25,7 @@ from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.data_pipelines.prompts.self_written.selection import WINDOW, Selection
+from headstart.data_pipelines.prompts.selection import WINDOW, Selection
 from headstart.data_pipelines.stages.shard_work import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
