@@ -26,7 +26,7 @@ from headstart.trainers.stages import TrainingRun
 from headstart.trainers.step import TrainingInputs
 
 RATE = 0.1  # of the recipe's learning rates, which are those of a new head
-REPLAYED = 0.25  # share of a candidate's samples that come from the recipe's own features
+REPLAYED = 0.5  # share of a candidate's samples that come from the recipe's own features
 SPLITS = ("train", "heldout")
 
 
