@@ -38,6 +38,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.states import WINDOW
 from headstart.inference.doctor.command import held_out, load_target
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -189,7 +190,10 @@ def passes_of_transformers(folder: Path, prompts: list[list[int]]) -> tuple[list
 
 @torch.no_grad()
 def passes_by_replay(folder: Path, prompts: list[list[int]], texts: list[list[int]]) -> int:
-    """The passes that drafts of transformers' layer would take: `generate` refuses it for targets with a state."""
+    """The passes that drafts of transformers' layer would take: `generate` refuses it for targets with a state.
+
+    As in headstart, a step after WINDOW rejected drafts in a row drafts nothing, see inference/core/states.py.
+    """
     with no_bars_of_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     mtp, passes = MtpModel.from_pretrained(model).eval(), 0
@@ -199,9 +203,12 @@ def passes_by_replay(folder: Path, prompts: list[list[int]], texts: list[list[in
         places = torch.arange(1, tokens.shape[1]).unsqueeze(0)
         hidden = mtp.forward_layer(0, last, places, MtpCache(config=mtp.config), input_ids=tokens[:, 1:])
         guesses, root = mtp._project_to_logits(hidden)[0].argmax(-1).tolist(), len(prompt)
+        window = 0  # accepted tokens after the states, which a full window moves in a step without drafts
         while root < tokens.shape[1] - 1:
-            drafts = root + 1 < tokens.shape[1] - 1  # the last token is no draft
-            root += 2 if drafts and guesses[root - 1] == tokens[0, root + 1] else 1
+            drafts = window < WINDOW and root + 1 < tokens.shape[1] - 1  # the last token is no draft
+            right = drafts and guesses[root - 1] == tokens[0, root + 1]
+            window = 0 if right or not drafts else window + 1
+            root += 2 if right else 1
             passes += 1
     return passes
 

@@ -25,7 +25,7 @@ from headstart.trainers import run as run_training
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
 
-The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3), trainers/medusa.py (medusa)
+The recipe's head.kind chooses the script: trainers/eagle.py (eagle1, eagle3, mtp), trainers/medusa.py (medusa)
 or trainers/block.py (block). To train on several GPUs, start one process for each:
 
     accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE

@@ -21,10 +21,12 @@ from headstart.heads.mtp import OLDEST, MtpHead
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
+from headstart.inference.doctor.command import diagnose
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.other_commands import Options
 from headstart.recipes.schema import MtpSection
 from tests.exported import exported, read_config, read_tensors, same_bits
 from tests.families import GROUPED, OTHERS, STATEFUL
@@ -165,6 +167,16 @@ def test_an_export_is_the_target_with_the_tuned_layer(tiny: tuple[Path, str], tm
     assert "vllm serve" in (out / "README.md").read_text()
     convert(out, tmp_path / "back", str(folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
+
+
+def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    """It ended with KeyError: 'mtp'."""
+    save_head(head_of(tiny[0]), tmp_path / "head")
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"tokens": [5, 7, 11]}))
+    options = Options(samples=tmp_path / "samples.jsonl", new_tokens=24, depth=2)
+    found = diagnose(tmp_path / "head", str(tiny[0]), None, options)
+    assert len(found.trained) == 2
+    assert not {each.category for each in found.findings} - {"accuracy"}  # no guess of random weights is right
 
 
 def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: Path) -> None:

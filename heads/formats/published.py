@@ -320,4 +320,5 @@ STEPS: dict[str, tuple[Callable[[Subject, Translation], None], ...]] = {
     "block": BLOCK_STEPS,
     "speculators_block": BLOCK_STEPS,
     "medusa_reference": MEDUSA_STEPS,
+    "mtp": (),  # in our own layout already
 }

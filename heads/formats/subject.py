@@ -43,7 +43,8 @@ def layout_of(files: HeadFiles) -> str:
         return str(kind)
     unknown = f"the layout of this draft head is unknown (its tensors: {', '.join(sorted(names)[:4])}, ...)"
     allowed = "EAGLE-1, EAGLE-3, speculators' eagle3, Medusa, DFlash and DSpark are allowed"
-    raise ValueError(f"{files.folder}: {unknown}; {allowed}: give the folder of such a head")
+    advice = "give the folder of such a head, or bring a whole target's MTP layer in with headstart convert"
+    raise ValueError(f"{files.folder}: {unknown}; {allowed}: {advice}")
 
 
 def attends_over_two_inputs(tensors: Mapping[str, Tensor]) -> bool:

@@ -63,7 +63,7 @@ def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     if subject.layout in BLOCK:
         rules += [block_rules.target_layers, block_rules.slot_convention, block_rules.mask_token]
         rules += [block_rules.taps, block_rules.own_lm_head, tensor_rules.names_and_shapes]
-    elif subject.layout not in MEDUSA:
+    elif subject.layout not in (*MEDUSA, "mtp"):
         rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
         rules.append(tensor_rules.vocabulary_map)

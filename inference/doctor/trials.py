@@ -152,6 +152,7 @@ def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]
     """Every variant worth trying; each differs from `head` in one thing."""
     if head.kind != "medusa":  # Medusa heads read no tokens and have no positions
         yield from shift_variants(head)
+    if head.kind not in ("medusa", "mtp"):  # an MTP layer's RoPE is its target's
         yield from rope_variants(head, frozen)
     if head.kind in ("eagle3", "block"):
         yield from tap_variants(head, frozen)
