@@ -77,6 +77,9 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     while not server.started:
         thread.join(0.01)
         assert thread.is_alive()
+    made = threading.Event()  # a loop that is being made runs the target, and so may the test
+    service.engine.orders.put(made.set)
+    assert made.wait(20)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Running(f"http://127.0.0.1:{port}", service, lines)

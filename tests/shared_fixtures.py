@@ -1,6 +1,8 @@
 """Tiny random targets and heads: a few thousand weights, with distributions so peaked that a wrong mask shows."""
 
+import functools
 import shutil
+import ssl
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep what headstart caches for a user away from the user's own folder."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HEADSTART_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _certificates_read_once() -> Iterator[None]:
+    """httpx reads the certificates of all authorities for each client, 30 ms each, and the tests need none of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", functools.cache(ssl.create_default_context))
         yield
 
 

@@ -112,7 +112,7 @@ def test_rows_that_sample_alike_write_the_same_in_static_steps(
     target: TargetModel, make_head: MakeHead, sampling: Sampling
 ) -> None:
     """Static steps are separate code with fixed shapes; they take the same steps and write the same texts."""
-    chosen = [REQUESTS[number] for number in (0, 1, 2, 3, 6, 7)]
+    chosen = [REQUESTS[number] for number in (1, 2, 3, 6)]
     requests = [replace(request, sampling=replace(sampling, seed=number)) for number, request in enumerate(chosen)]
     texts = texts_of(target, requests, make_head)
     for drafter_name in ("half right head, tree", "half right head, fixed tree", "truth hidden in a tree"):

@@ -25,7 +25,7 @@ from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
-PROMPT, NEW_TOKENS = [5, 6, 7, 11], 20
+PROMPT, NEW_TOKENS = [5, 6, 7, 11], 13
 INF = float("inf")
 SAMPLINGS = {
     "greedy": Sampling(),
@@ -236,9 +236,9 @@ def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need
     target: TargetModel, plain: Plain
 ) -> None:
     sampling = SAMPLINGS["greedy, penalties"]
-    text = PROMPT + plain(sampling)
+    text = PROMPT + plain(sampling, count=20)
     listener = Listener(text)
-    generate(target, PROMPT, NEW_TOKENS, sampling, listener)
+    generate(target, PROMPT, 20, sampling, listener)
     assert len(listener.histories) > 3
     for prefix, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
         assert history is not None
@@ -257,7 +257,7 @@ def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
     target: TargetModel, plain: Plain, depth: int, sampling: Sampling
 ) -> None:
     new_tokens = 1 + 3 * (depth + 1)  # prefill gives the first one
-    text = PROMPT + plain(sampling)
+    text = PROMPT + plain(sampling, count=20)
     result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
     assert result.stats.acceptance_length == depth + 1
     assert result.stats.steps == 3
@@ -275,8 +275,8 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
 ) -> None:
     """Without such a head the laws above would prove little: drafts would be either all rejected or all accepted."""
     for sampling in (Sampling(), Sampling(1.0, seed=2)):
-        drafter = make_drafter("half right head, tree", PROMPT + plain(sampling))
-        stats = generate(target, PROMPT, NEW_TOKENS, sampling, drafter).stats
+        drafter = make_drafter("half right head, tree", PROMPT + plain(sampling, count=20))
+        stats = generate(target, PROMPT, 20, sampling, drafter).stats
         assert 1.3 < stats.acceptance_length < 5
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
@@ -308,7 +308,9 @@ def test_a_text_never_exceeds_max_new_tokens(
         assert result.finish == "length"
 
 
-@pytest.mark.parametrize("drafter_name", ["head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"])
+@pytest.mark.parametrize(
+    "drafter_name", ["none", "head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"]
+)
 def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
     target: TargetModel,
     make_drafter: Callable[..., Drafter],
@@ -319,11 +321,11 @@ def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_end
     """Each of the first nine tokens in turn is the end token: the first one, draft tokens and bonus tokens."""
     sampling = Sampling(0.7, seed=1)
     text = plain(sampling)
+    drafter = NoDrafter() if drafter_name == "none" else make_drafter(drafter_name, PROMPT + text)
     for end in dict.fromkeys(text[:9]):
         monkeypatch.setattr(target, "end_tokens", [end, 96])
         wanted = text[: text.index(end) + 1]
-        assert generate(target, PROMPT, NEW_TOKENS, sampling).tokens == wanted
-        result = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter_name, PROMPT + text))
+        result = generate(target, PROMPT, NEW_TOKENS, sampling, drafter)
         assert result.tokens == wanted
         assert result.stats.tokens == len(wanted) - 1
         assert result.finish == "end"
@@ -431,10 +433,10 @@ def test_impossible_requests_are_refused_before_any_forward(target: TargetModel,
 @pytest.mark.parametrize("static", [False, True])
 def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target: TargetModel, static: bool) -> None:
     """Two rows and three requests: when the first row ends, the second one moves into its place."""
-    shared = TargetModel(target.model, (1, 2, 3, 5, 7))
+    shared = TargetModel(target.model, (0, 1, 2, 3, 4))
     requests = [Request(PROMPT, 3), Request([3], 9), Request([*range(9)], 5)]
     texts = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
-    for taps in ((1, 5, 7), (5, 1), (1, 2, 3, 5, 7)):
+    for taps in ((1, 3, 4), (3, 0), (0, 1, 2, 3, 4)):
         received = []
         for model in (shared, TargetModel(target.model, taps)):
             listener = Listener(*texts)
@@ -448,8 +450,8 @@ def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target
 def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
     target: TargetModel, make_head: MakeHead, forwards: list[int]
 ) -> None:
-    drafter = HeadDrafter(make_head(taps=(1, 3, 5)), Dynamic.chain(3))
-    with pytest.raises(ValueError, match=r"\(taps\) \[1, 3, 5\], but the target was loaded with taps \[2, 3, 4\]"):
+    drafter = HeadDrafter(make_head(taps=(0, 2, 4)), Dynamic.chain(3))
+    with pytest.raises(ValueError, match=r"\(taps\) \[0, 2, 4\], but the target was loaded with taps \[2, 3, 4\]"):
         generate(target, PROMPT, 5, drafter=drafter)
     assert forwards == []
 

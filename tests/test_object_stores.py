@@ -2,10 +2,10 @@
 survived or named.
 """
 
-import multiprocessing
-import os
+import functools
 import shutil
-import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from accelerate import PartialState
 from object_store import BUCKET, ENVIRONMENT, Fault, Forward, every, moto_server, proxy
-from tiny_run import build_run, contents, tiny_recipe
+from tiny_run import build_run, contents, quiet_environment, tiny_recipe
 
 from headstart.common import remote
 from headstart.common.remote import check_access, fetch, filesystem, mirror_of, pull, shown, url_of
@@ -30,11 +30,16 @@ from headstart.trainers.eagle import train
 pytest.importorskip("moto")
 pytest.importorskip("s3fs")
 TIMED = "metrics.jsonl"  # holds the speed
+DATA = ("prompts", "responses", "features")
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with moto_server() as url:
+    from botocore.loaders import JSONFileLoader
+
+    with moto_server() as url, pytest.MonkeyPatch.context() as patch:
+        # Each new machine has new clients, which would read the description of S3 again.
+        patch.setattr(JSONFileLoader, "load_file", functools.cache(JSONFileLoader.load_file))
         yield url
 
 
@@ -58,12 +63,17 @@ def move_to(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in a local folder, trained for 4 steps and then on to 8."""
+    """A run in a local folder."""
     folder = tmp_path_factory.mktemp("local")
     build_run(folder)
-    train(tiny_recipe(folder, "train.steps=4"))
     train(tiny_recipe(folder))
     return folder
+
+
+def fill(url: str, run: Path) -> None:
+    """Put the data of a local run into the store, as a harvest there leaves it."""
+    place = url.removeprefix("s3://")
+    filesystem("s3").pipe({f"{place}/{name}": data for name, data in contents(run).items() if name.startswith(DATA)})
 
 
 def stored(url: str) -> dict[str, bytes]:
@@ -81,18 +91,33 @@ def assert_same_run(url: str, local: Path) -> None:
 def assert_same_data(recipe: Recipe, local: Path) -> None:
     """Prompts, responses and features in the store are those of the local run."""
     found = stored(shown(recipe.run_dir))
-    folders = ("prompts", "responses", "features")
-    expected = {name: data for name, data in contents(local / "run").items() if name.startswith(folders)}
+    expected = {name: data for name, data in contents(local / "run").items() if name.startswith(DATA)}
     assert found == expected
 
 
 # The same run
 
 
+class KilledError(Exception):
+    """Ends a command in a test."""
+
+
 def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train(tiny_recipe(local, f"run_dir={store}", "train.steps=4"))
+    """The first machine is killed while it uploads a checkpoint, which is none without its last file."""
+    upload = remote.upload
+
+    def killed_at_the_state(source: Path, path: Path) -> None:
+        if path.parent.name == "step-8" and path.name == "state.json":
+            raise KilledError
+        upload(source, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "upload", killed_at_the_state)
+        with pytest.raises(KilledError):
+            train(tiny_recipe(local, f"run_dir={store}"))
+    assert "checkpoints/step-8/head.safetensors" in stored(store)
     move_to("second", tmp_path, monkeypatch)
     recipe = tiny_recipe(local, f"run_dir={store}")
     train(recipe)
@@ -128,10 +153,6 @@ def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
     assert_same_data(recipe, local)
 
 
-class KilledError(Exception):
-    """Ends a harvest in a test."""
-
-
 def test_a_harvest_goes_on_on_another_machine_after_a_kill(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,11 +175,9 @@ def test_a_harvest_goes_on_on_another_machine_after_a_kill(
     assert_same_data(recipe, local)
 
 
-def test_more_prompts_continue_from_features_in_a_bucket(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    harvest(tiny_recipe(local, f"run_dir={store}", "data.num_prompts=7"))
-    move_to("second", tmp_path, monkeypatch)
+def test_more_prompts_continue_from_features_in_a_bucket(store: str, local: Path, tmp_path: Path) -> None:
+    harvest(tiny_recipe(local, f"run_dir={tmp_path}/fewer", "data.num_prompts=7"))
+    fill(store, tmp_path / "fewer")
     recipe = tiny_recipe(local, f"run_dir={store}")
     harvest(recipe)
     assert_same_data(recipe, local)
@@ -170,22 +189,20 @@ def test_a_cache_smaller_than_the_features_changes_nothing(
     """Two shards of three fit. The harvest keeps no more, and training fetches them as it goes."""
     largest = max(path.stat().st_size for path in (local / "run/features").glob("train-*.safetensors"))
     monkeypatch.setenv("HEADSTART_CACHE_GB", str(2.5 * largest / 1e9))
-    recipe = tiny_recipe(local, f"run_dir={store}", "train.steps=4")
+    recipe = tiny_recipe(local, f"run_dir={store}")
     harvest(recipe)
     assert sum(path.stat().st_size for path in recipe.features_dir.glob("*.safetensors")) <= 2.5 * largest
     train(recipe)
-    train(tiny_recipe(local, f"run_dir={store}"))
     assert_same_run(store, local)
 
 
 def test_an_order_is_followed_with_no_more_shards_than_fit(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: str, local: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An order by shard, of 5, 5 and 2 samples, and room for one shard: each is fetched once and then dropped."""
-    harvest(tiny_recipe(local, f"run_dir={store}"))
-    move_to("second", tmp_path, monkeypatch)
+    fill(store, local / "run")
     recipe = tiny_recipe(local, f"run_dir={store}")
-    harvest(recipe)
+    pull(recipe.run_dir)
     sizes = [path.stat().st_size for path in sorted((local / "run/features").glob("train-*.safetensors"))]
     monkeypatch.setenv("HEADSTART_CACHE_GB", str((max(sizes) + 1) / 1e9))
     fetched = []
@@ -283,7 +300,10 @@ def test_requests_that_fail_now_and_then_are_survived(
     monkeypatch.setattr(s3fs.S3FileSystem, "read_timeout", 0.5)
     with proxy(server, every(7, fault)) as address:
         monkeypatch.setenv("AWS_ENDPOINT_URL", address)
-        train(tiny_recipe(local, f"run_dir={store}", "train.steps=4"))
+        if fault is cut:  # of what is read alone
+            fill(store, local / "run")
+        else:
+            harvest(tiny_recipe(local, f"run_dir={store}"))
         move_to("second", tmp_path, monkeypatch)
         train(tiny_recipe(local, f"run_dir={store}"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", server)
@@ -295,7 +315,7 @@ def test_requests_that_fail_now_and_then_are_survived(
 def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(
     store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
-    harvest(tiny_recipe(local, f"run_dir={store}"))
+    fill(store, local / "run")
     for machine, often in (("second", 2), ("third", 1)):
         with proxy(server, every(often, fault)) as address:
             monkeypatch.setenv("AWS_ENDPOINT_URL", address)
@@ -313,28 +333,6 @@ def test_a_shard_that_arrives_wrong_is_fetched_again_or_named(
                     features[0]
                 assert not list(recipe.features_dir.glob("*.safetensors"))
             features.close()
-
-
-def test_an_upload_that_is_cut_off_is_no_checkpoint(
-    store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The file that describes the others goes last."""
-    train(tiny_recipe(local, f"run_dir={store}", "train.steps=4"))
-    upload = remote.upload
-
-    def killed_at_the_state(source: Path, path: Path) -> None:
-        if path.parent.name == "step-8" and path.name == "state.json":
-            raise KilledError
-        upload(source, path)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(remote, "upload", killed_at_the_state)
-        with pytest.raises(KilledError):
-            train(tiny_recipe(local, f"run_dir={store}"))
-    assert "checkpoints/step-8/head.safetensors" in stored(store)
-    move_to("second", tmp_path, monkeypatch)
-    train(tiny_recipe(local, f"run_dir={store}"))
-    assert_same_run(store, local)
 
 
 # What is refused
@@ -403,25 +401,25 @@ def test_missing_credentials_and_denied_access_are_named(
 # One command at a time
 
 
-def hold(url: str, cache: Path, then: int | None) -> None:
-    os.environ["HEADSTART_CACHE"] = str(cache)
-    filesystem.cache_clear()
-    with only_run_in(mirror_of(url), "training"):
-        if then is not None:
-            os.kill(os.getpid(), then)
-        time.sleep(60)
+KILLED = """
+import os, sys
+from headstart.common.remote import mirror_of
+from headstart.common.run_lock import only_run_in
+print(os.getpid(), flush=True)
+with only_run_in(mirror_of(sys.argv[1]), "training"):
+    os.kill(os.getpid(), 9)
+"""
 
 
 def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = tmp_path / "caches" / "first"
-    process = multiprocessing.get_context("spawn").Process(target=hold, args=(store, first, signal.SIGKILL))
-    process.start()
-    process.join(60)
+    command, environment = [sys.executable, "-c", KILLED, store], quiet_environment(Path(__file__).parents[1])
+    process = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+    number = process.stdout.strip()
     assert filesystem("s3").exists(f"{store}/{OWNER}")
     move_to("second", tmp_path, monkeypatch)
-    message = rf"{store} is in use by training as process {process.pid} .*if it was killed, remove {store}/{OWNER}"
+    message = rf"{store} is in use by training as process {number} .*if it was killed, remove {store}/{OWNER}"
     with pytest.raises(ValueError, match=message), only_run_in(mirror_of(store), "training"):
         pass
     move_to("first", tmp_path, monkeypatch)

@@ -103,7 +103,7 @@ def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetM
     # The third one knows a block less than the others.
     prompts = [(SYSTEM[:20] if number == 2 else SYSTEM) + rest for number, rest in enumerate(rests)]
     requests = [
-        Request(prompt, 12, Sampling(1.0 if number == 1 else 0.0, seed=number)) for number, prompt in enumerate(prompts)
+        Request(prompt, 6, Sampling(1.0 if number == 1 else 0.0, seed=number)) for number, prompt in enumerate(prompts)
     ]
     numbers = [loop.submit(request) for request in requests]
     blocks = loop.step()

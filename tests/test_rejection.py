@@ -19,7 +19,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Proposals, Tree
 from headstart.inference.core.verify import accept, propose, rejection_choices
 
-DRAWS, SYMBOLS, LENGTH, DEPTH = 200_000, 5, 3, 2
+DRAWS, SYMBOLS, LENGTH, DEPTH = 60_000, 5, 3, 2
 IDS = torch.tensor([4, 0, 2, 1])  # the draft vocabulary: symbol 3 is never drafted
 generator = torch.Generator().manual_seed(5)
 TARGET = torch.randn(SYMBOLS, SYMBOLS, generator=generator) * 0.8  # logits of the next symbol, given the last

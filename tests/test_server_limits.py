@@ -493,7 +493,7 @@ def test_a_step_that_fails_ends_its_requests_alone(
 ) -> None:
     """After the first token the error of a stream is an event, as its status is told already."""
     with gated(served) as (server, gate):
-        thread = post_in_thread(server, stream=stream, logprobs=0)  # these come with a token that has no text, too
+        thread = post_in_thread(server, stream=stream, ignore_eos=True, logprobs=0)  # these come without a text, too
         until(lambda: server.service.waiting == 1)
         if steps:
             gate.steps.release(steps)

@@ -1,5 +1,6 @@
 """Laws of targets that keep more than slots: states that cannot be cut back, and layers of several shapes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,26 +25,25 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
-NEW = 24
+NEW = 14
 Make = Callable[..., TargetModel]
-
-
-def own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no way of decoding pass its check but the one with the model's own cache."""
-    monkeypatch.setattr(check, "FOUND", {})
-    for way in ("chains", "plain"):
-        monkeypatch.setitem(check.PASSES, way, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
 
 
 KINDS = [*STATEFUL, "own cache"]
 
 
-@pytest.fixture(params=KINDS)
-def stateful(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> TargetModel:
-    if request.param == "own cache":
-        own_cache(monkeypatch)
-    target = TargetModel(make_family("qwen3_next" if request.param == "own cache" else request.param), ())
-    assert target.way == ("own cache" if request.param == "own cache" else "chains")
+@pytest.fixture(scope="module", params=KINDS)
+def stateful(request: pytest.FixtureRequest) -> TargetModel:
+    if request.param != "own cache":
+        target = TargetModel(make_family(request.param), ())
+        assert target.way == "chains"
+        return target
+    with pytest.MonkeyPatch.context() as patch:  # no other way of decoding passes its check
+        patch.setattr(check, "FOUND", {})
+        for way in ("chains", "plain"):
+            patch.setitem(check.PASSES, way, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
+        target = TargetModel(make_family("qwen3_next"), ())
+    assert target.way == "own cache"
     return target
 
 
@@ -53,7 +53,12 @@ def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
 
 def texts(target: TargetModel, asked: list[Request]) -> list[list[int]]:
     """Each prompt with its plain continuation."""
-    return [[*each.prompt, *generate(target, each.prompt, NEW, each.sampling).tokens] for each in asked]
+    return [[*each.prompt, *plain(target, tuple(each.prompt), each.sampling)] for each in asked]
+
+
+@functools.cache
+def plain(target: TargetModel, prompt: tuple[int, ...], sampling: Sampling) -> list[int]:
+    return generate(target, list(prompt), NEW, sampling).tokens
 
 
 def counting(passes: list[int]) -> Callable[..., Any]:
@@ -68,8 +73,8 @@ def counting(passes: list[int]) -> Callable[..., Any]:
 
 
 def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
-    for prompt in PROMPTS:
-        assert generate(stateful, prompt, NEW).tokens == stateful.generate([prompt], NEW)[0]
+    for prompt, text in zip(PROMPTS, texts(stateful, requests()), strict=True):
+        assert text == [*prompt, *stateful.generate([prompt], NEW)[0]]
 
 
 @pytest.mark.each_value
@@ -153,10 +158,10 @@ def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) 
     """The states at the end of an answer are kept, up to a window before it."""
     loop, prompt = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1]
     for turn in range(3):
-        found = loop.generations[loop.submit(Request(prompt, 20))]
+        found = loop.generations[loop.submit(Request(prompt, 8))]
         while not loop.idle:
             loop.step()
-        assert found.tokens == generate(stateful, prompt, 20).tokens
+        assert found.tokens == generate(stateful, prompt, 8).tokens
         assert found.cached_tokens == (0 if turn == 0 else len(prompt) - 4)
         prompt = [*prompt, *found.tokens, 3, 4, 5]
 
@@ -178,7 +183,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
     stateful: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With another question after 1,000 tokens, 72 were read in two passes, which took 0.29 of the first time."""
-    stateful.end_tokens = [96]
+    monkeypatch.setattr(stateful, "end_tokens", [96])
     loop, passes = DecodeLoop(stateful, prefix_memory=2**22), list[int]()
     monkeypatch.setattr(forward.Passes, "_run", counting(passes))
     for number, question in enumerate(([3, 4, 5, 6], [7], [7])):
