@@ -130,7 +130,7 @@ def test_families_write_the_same_text_compiled(family: str, traced_only: None) -
     assert any(compiler.kernels.values()) == (family != "gpt-oss")
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "block"])
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
 def test_a_head_drafts_the_same_compiled(
     kind: str, target: TargetModel, make_head: HeadFactory, traced_only: None
 ) -> None:

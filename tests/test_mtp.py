@@ -1,6 +1,7 @@
 """A target's own MTP layer as a head: transformers' numbers, the files' names, drafts, training, and exports."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,15 @@ def test_an_export_is_the_target_with_the_tuned_layer(tiny: tuple[Path, str], tm
     assert "vllm serve" in (out / "README.md").read_text()
     convert(out, tmp_path / "back", str(folder))
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
+
+
+def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny[0], folder)
+    half = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(half, folder / "model.safetensors")
+    convert(folder, tmp_path / "head", str(folder))
+    assert {tensor.dtype for tensor in read_tensors(tmp_path / "head").values()} == {torch.bfloat16}
 
 
 def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:

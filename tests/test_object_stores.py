@@ -291,7 +291,7 @@ def without_checksums(headers: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in headers.items() if "checksum" not in name.lower()}
 
 
-@pytest.mark.parametrize("fault", [server_error, cut, *(slow(each) for each in (throttled, timed_out, closed))])
+@pytest.mark.parametrize("fault", [cut, *(slow(each) for each in (server_error, throttled, timed_out, closed))])
 def test_requests_that_fail_now_and_then_are_survived(
     store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:

@@ -43,9 +43,12 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     if out.exists() or out.is_symlink():
         raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
     folder = locate_target(target, field="--target")
-    if holds_own_layer(path, folder):
+    if str(path) == target:
+        path = folder  # of a target that is named as on the hub
+    if names := own_layer(path, folder):
         frozen = FrozenTarget.from_folder(path, torch.float32)
-        save_head(new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0), out)
+        head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0)
+        save_head(head.to(SafetensorsFolder(path).dense(names[0]).dtype), out)
         return ["a whole target with an MTP layer of its own, which is now a head; nothing was inferred"]
     found = HeadFiles.read(path)
     files = without_target(found, folder)
@@ -57,14 +60,14 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     return inferred
 
 
-def holds_own_layer(path: Path, target: Path) -> bool:
-    """Whether a folder holds a whole model like the target, with an MTP layer, and not a head."""
+def own_layer(path: Path, target: Path) -> list[str]:
+    """The names of the MTP layer's tensors in a folder with a whole model like the target; none in a head's folder."""
     has_weights = any((path / name).is_file() for name in (MODEL, f"{MODEL}.index.json"))
     if not has_weights or "headstart" in (config := read_config(path)):
-        return False
+        return []
     sizes = TargetConfig.from_folder(target)
     is_like = text_section(config).get("model_type") == sizes.model_type
-    return is_like and bool(mtp_names(SafetensorsFolder(path).files, sizes.num_layers))
+    return mtp_names(SafetensorsFolder(path).files, sizes.num_layers) if is_like else []
 
 
 def without_target(files: HeadFiles, folder: Path) -> HeadFiles:
