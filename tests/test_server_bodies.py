@@ -149,6 +149,7 @@ class Bystander(threading.Thread):
     def finish(self) -> set[str]:
         self.ended.set()
         self.join(60)
+        self.client.close()
         return self.texts
 
 
@@ -173,6 +174,7 @@ def ask_for_anything(server: Running, count: int) -> None:
         send()
     finally:
         texts = bystander.finish()
+        client.close()
     assert len(texts) == 1, texts
     assert sum(answered) > 0.2 * len(answered), "nearly all bodies were refused, so little was checked"
     assert server.service.engine.failures == 0
