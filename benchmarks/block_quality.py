@@ -35,7 +35,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
@@ -112,7 +112,7 @@ def sweep(path: str, recipe: Recipe, overrides: list[str], steps: int) -> list[T
 
 def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
     """The recipe's target with the hidden states that these heads read."""
-    folder = locate_target(recipe.target.path, recipe.target.revision)
+    folder = folder_of(recipe.target)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     taps = {tap for head in heads for tap in load_head_for(head, frozen).taps}
     return TargetModel.load(recipe.target, tuple(sorted(taps)))

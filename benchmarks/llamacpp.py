@@ -38,7 +38,7 @@ from rich.table import Table
 from headstart.common.progress import Progress
 from headstart.heads.formats.export import CONVERTER, export
 from headstart.heads.formats.layouts import GGUF
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
@@ -232,7 +232,7 @@ def table(rows: list[Row]) -> Table:
 def run(recipe: Recipe, llama: LlamaCpp) -> None:
     most, threads = recipe.decode.max_new_tokens, recipe.report.threads or torch.get_num_threads()
     torch.set_num_threads(threads)
-    folder, target = recipe.run_dir / "llamacpp", locate_target(recipe.target.path, recipe.target.revision)
+    folder, target = recipe.run_dir / "llamacpp", folder_of(recipe.target)
     dtypes = ("bfloat16", "float32") if has_bfloat16(torch.device("cpu")) else ("float32",)
     rows = [row for dtype in dtypes for row in our_rows(recipe, dtype)]
     files = {outtype: llama.converted(target, outtype, folder) for outtype in ("bf16", "q8_0")}

@@ -24,7 +24,7 @@ from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.formats.export import export
 from headstart.heads.formats.layouts import GGUF
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -51,7 +51,7 @@ def without_norms(old: Eagle3Head, target: TargetModel, prompts: list[list[int]]
 
 def run(recipe: Recipe, llama: LlamaCpp) -> bool:
     """Whether both decode alike; prints a row for each question."""
-    folder, path = recipe.run_dir / "llamacpp", locate_target(recipe.target.path, recipe.target.revision)
+    folder, path = recipe.run_dir / "llamacpp", folder_of(recipe.target)
     section = recipe.target.model_copy(update={"dtype": "float32"})
     target, template = TargetModel.load_to_answer(section, taps_to_read(recipe)), recipe_template(recipe)
     prompts = [template.tokens([{"role": "user", "content": text}]) for text in QUESTIONS[:NUM_QUESTIONS]]

@@ -21,7 +21,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, new_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
@@ -100,7 +100,7 @@ def head_folder(recipe: Recipe, name: str) -> Path:
 
 def calibrated(recipe: Recipe, folder: Path) -> tuple[TargetModel, DraftHead]:
     """Load a head and its target and calibrate the head on prompts that are not measured."""
-    frozen = FrozenTarget.from_folder(locate_target(recipe.target.path, recipe.target.revision), torch.float32)
+    frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32)
     target = TargetModel.load(recipe.target, load_head_for(folder, frozen).taps)
     head, decode = load_drafting_head(folder, target), recipe.decode
     prompts = held_out_prompts(recipe)[:CALIBRATION]

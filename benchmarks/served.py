@@ -18,7 +18,7 @@ from train_quality import PEER, ROOT, train_theirs
 from train_step import peer_python
 
 from headstart.data_pipelines.harvest import harvest
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
 
@@ -28,7 +28,7 @@ RATE = 1e-2  # the best in train_quality's sweep for this few steps
 def run(recipe: Recipe, peer: str, vllm: str) -> int:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     harvest(recipe)
-    target = locate_target(recipe.target.path, recipe.target.revision)
+    target = folder_of(recipe.target)
     with tempfile.TemporaryDirectory() as place:
         saved = train_theirs(peer, recipe, target, RATE, recipe.train.steps, Path(place)).parent / "saved"
         check = [sys.executable, str(ROOT / "tests/interop/check_vllm.py"), vllm, "--saved", str(saved)]

@@ -32,7 +32,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import draft_vocab, load_head_for
 from headstart.heads.formats.convert import convert
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
@@ -164,7 +164,7 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     console = Console(highlight=False)
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     harvest(recipe)
-    folder = locate_target(recipe.target.path, recipe.target.revision)
+    folder = folder_of(recipe.target)
     trainers: dict[str, tuple[Train, tuple[float, ...]]] = {OURS: (partial(train_ours, arguments, recipe), OUR_RATES)}
     if PEER in peers:
         trainers[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)

@@ -86,7 +86,7 @@ class ShardCache:
             self._last_use[shard] = ahead
             ahead += 1
         self._looked_at = ahead
-        if is_first and not self.holds_all:  # of an earlier run
+        if is_first and not self.holds_all:  # remove what an earlier run has left
             for number in range(len(self.shards)):
                 if number not in self._coming:
                     self._path(number).unlink(missing_ok=True)

@@ -44,7 +44,7 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
         raise ValueError(f"OUT: {out} exists already; a new folder is allowed: choose another, or remove this one")
     folder = locate_target(target, field="--target")
     if str(path) == target:
-        path = folder  # of a target that is named as on the hub
+        path = folder  # both name the target, perhaps as on the hub
     if names := own_layer(path, folder):
         frozen = FrozenTarget.from_folder(path, torch.float32)
         head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0)

@@ -40,7 +40,7 @@ from headstart.recipes.other_commands import OWN_FORMAT
 CONVERTER = "convert_hf_to_gguf.py"  # in the root of llama.cpp's sources
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHOWN = 400  # last characters of what the converter printed
-NOT_COPIED = ("README.md",)  # of a target's files
+NOT_COPIED = ("README.md",)  # files of a target that its export leaves out
 
 
 def main() -> None:

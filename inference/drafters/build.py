@@ -11,7 +11,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.block import BlockHead
 from headstart.heads.calibration import StaticTree
 from headstart.heads.checkpoint import load_head_for
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
@@ -105,11 +105,15 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 
-def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:
-    """The recipe's draft model, in the target's dtype and on its device."""
+def draft_model_folder(section: DecodeSection) -> Path:
     if section.draft_model is None:
         raise ValueError("decode.draft_model: missing; give a model's folder or hub name, or choose another drafter")
-    locate_target(section.draft_model, None, field="decode.draft_model")
+    return locate_target(section.draft_model, None, field="decode.draft_model")
+
+
+def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetModel:
+    """The recipe's draft model, in the target's dtype and on its device."""
+    draft_model_folder(section)
     changes = {"path": section.draft_model, "revision": None}
     if source.split == "layers":  # the head's part of the cache is on one device, and the model is small enough for it
         changes["split"] = None
@@ -118,12 +122,8 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
 
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
     """A drafter for the recipe's draft model. Raises ValueError for one with another tokenizer than the target's."""
-    model = load_draft_model(section, source)
-    assert section.draft_model is not None
-    folder = locate_target(section.draft_model, None, field="decode.draft_model")
-    target_folder = locate_target(source.path, source.revision)
-    draft_tokenizer, target_tokenizer = load_tokenizer(folder), load_tokenizer(target_folder)
-    if not same_tokenizer(draft_tokenizer, target_tokenizer):
+    model, folder = load_draft_model(section, source), draft_model_folder(section)
+    if not same_tokenizer(load_tokenizer(folder), load_tokenizer(folder_of(source))):
         raise ValueError(
             f"decode.draft_model: {section.draft_model} has another tokenizer than {source.path}, the target's is "
             f"allowed; choose a smaller model of the target's own family"

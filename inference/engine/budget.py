@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.cache_memory import Shape, layer_shapes
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import check_bias
@@ -175,7 +175,7 @@ def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     """The same for the recipe's trees, from the target's config.json alone."""
-    target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision, ["config.json"]))
+    target = TargetConfig.from_folder(folder_of(recipe.target, ["config.json"]))
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
     nodes, width = tree_nodes(recipe.decode), recipe.decode.width

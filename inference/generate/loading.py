@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headstart.common.files import read_jsonl
 from headstart.heads.checkpoint import load_taps
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -35,7 +35,7 @@ def load_model(
         )
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
-    tokenizer = load_tokenizer(locate_target(section.path, section.revision), section.trust_remote_code)
+    tokenizer = load_tokenizer(folder_of(section), section.trust_remote_code)
     template = ChatTemplate(tokenizer, section.chat_template_kwargs)
     if added := model.target.also_end_as(template):
         print(f"{section.path}: {added}", flush=True)
@@ -101,5 +101,5 @@ def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
         remedy = "train one with headstart train RECIPE, name another with decode.head=FOLDER, or compare methods that "
         remedy += "need none: report.baselines='[plain, prompt_lookup]'"
         raise ValueError(f"{'; '.join(wrong)}; a trained head's folder is required: {remedy}")
-    target = TargetConfig.from_folder(locate_target(recipe.target.path, recipe.target.revision))
+    target = TargetConfig.from_folder(folder_of(recipe.target))
     return tuple(sorted({tap for folder in folders.values() for tap in load_taps(folder, target)}))

@@ -48,7 +48,7 @@ from headstart.common.progress import Progress
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import TargetOrigin, locate_target
+from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.inference.core.request import Detokenize
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
@@ -120,7 +120,7 @@ def make_report(recipe: Recipe) -> list[Outcome]:
     check_folder(recipe.report_dir)
     folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
     benchmark, console = Benchmark.load(recipe, folders), Console()
-    warn_of_other_targets(benchmark.heads, locate_target(recipe.target.path, recipe.target.revision))
+    warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
     about = made_from(recipe, machine(), folders, benchmark.prompts)
     measured = Journal(recipe.report_dir / JOURNAL, about)
     groups = measure(recipe, benchmark, measured)
@@ -182,7 +182,7 @@ def measure_at(
 
 
 def recipe_template(recipe: Recipe) -> ChatTemplate:
-    folder = locate_target(recipe.target.path, recipe.target.revision)
+    folder = folder_of(recipe.target)
     return ChatTemplate(load_tokenizer(folder, recipe.target.trust_remote_code), recipe.target.chat_template_kwargs)
 
 

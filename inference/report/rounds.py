@@ -18,7 +18,7 @@ from torch import Tensor
 
 from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl
 from headstart.heads.files import MODEL
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import loop_of
@@ -245,7 +245,7 @@ def made_from(
     recipe: Recipe, machine: Mapping[str, Any], folders: Mapping[str, Path], prompts: Sequence[Prompt]
 ) -> dict[str, Any]:
     """The facts that must agree before an earlier run's figures are reused; `folders` holds the heads' by name."""
-    target = locate_target(recipe.target.path, recipe.target.revision)
+    target = folder_of(recipe.target)
     weights = {path.name: path.stat() for path in sorted(target.glob("*.safetensors"))}
     return {
         "recipe": recipe.model_dump(mode="json"),

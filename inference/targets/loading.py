@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
 from headstart.inference.targets.architecture import attention_code
 from headstart.inference.targets.fast_layers import can_pack, seconds_of_products
@@ -125,7 +125,7 @@ def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
 
 def model_without_weights(section: TargetSection) -> PreTrainedModel:
     """The target with shapes but no weights, on the meta device. Only config.json is read."""
-    folder = locate_target(section.path, section.revision, ["config.json"])
+    folder = folder_of(section, ["config.json"])
     config = load_config(folder, section.trust_remote_code)
     with torch.device("meta"):
         model: PreTrainedModel = auto_class(config).from_config(

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds, final_norm
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
@@ -96,7 +96,7 @@ class TargetModel(Passes):
         With target.split tensor, every rank of a launch must call this. Unless `packed`, the weights are those of the
         files, which can be trained and saved.
         """
-        folder: Path = locate_target(section.path, section.revision)
+        folder: Path = folder_of(section)
         config = load_config(folder, section.trust_remote_code)
         load = partial(
             load_weights,
@@ -131,7 +131,7 @@ class TargetModel(Passes):
     def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
         target = cls.load(section, taps)
-        folder = locate_target(section.path, section.revision)
+        folder = folder_of(section)
         tokenizer = load_tokenizer(folder, section.trust_remote_code)
         added = target.also_end_as(ChatTemplate(tokenizer, section.chat_template_kwargs))
         if added and target.ranks.rank == 0:
