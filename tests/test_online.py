@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pretended_cuda import pretended_cuda
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
 from headstart.common.files import read_jsonl
-from headstart.data_pipelines.features.batches import SampleStore
+from headstart.data_pipelines.features import sample_stores
+from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.data_pipelines.features.features import States, tap
 from headstart.data_pipelines.features.sample_stores import OnlineStore, TargetProcess, open_stores
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -90,6 +92,24 @@ def test_samples_of_at_most_two_steps_are_in_memory(counted: tuple[Counted, Onli
         for number in numbers:
             store[number]
     assert len(target.asked) == 4  # 0 and 1 were dropped and read again
+
+
+def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_many(
+    harvested: Path, counted: tuple[Counted, OnlineStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, store = counted
+
+    def tap_on_card(texts: list[list[int]]) -> States:
+        return States(**{name: states.to("cuda") for name, states in vars(target(texts)).items()})
+
+    store.tap_texts = tap_on_card
+    with pretended_cuda():
+        batch = Batch.collate([store[0], store[1]], device="cuda")
+        assert {each.device.type for each in (store[0].taps, store[0].last_hidden, batch.taps, batch.tokens)} == {
+            "cuda"
+        }
+        monkeypatch.setattr(sample_stores, "ON_DEVICE", 0)
+        assert {store[2].taps.device.type, store[2].last_hidden.device.type} == {"cpu"}
 
 
 @pytest.mark.parametrize("where", WHERE)

@@ -35,6 +35,9 @@ from headstart.recipes.schema import TargetSection
 IN_THIS_PROCESS = ("auto",)  # data.online
 BATCHES_AHEAD = 2  # batches that are made before they are requested
 STEPS = 2  # training steps whose samples an online store holds: the current one, and the next, which may be read ahead
+ON_DEVICE = (
+    2**30
+)  # bytes of a step's states that stay on the target's device; the states of a larger step wait on the host
 
 
 @contextmanager
@@ -101,13 +104,16 @@ class OnlineStore(SampleStore):
         return median_tap_sizes((sample for _, sample in samples), taps, num_layers)
 
     def _make(self, numbers: Sequence[int]) -> Iterator[tuple[int, Sample]]:
-        for places in length_buckets([len(self.texts[number].tokens) for number in numbers], self.batch):
+        of_all = [len(self.texts[number].tokens) for number in numbers]
+        for places in length_buckets(of_all, self.batch):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
             found = self.tap_texts([text.tokens for text in texts])
             refuse_non_finite(self.dtype, found, f"responses {', '.join(map(str, batch))}")
-            states = on_host(vars(found))
+            states = vars(found)
+            if sum(each[0].nbytes for each in states.values()) * sum(of_all) > ON_DEVICE:
+                states = on_host(states)
             parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
             for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):
                 yield number, Sample(torch.tensor(text.tokens), torch.tensor(text.loss_mask), taps, last_hidden)

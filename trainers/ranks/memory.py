@@ -11,6 +11,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from headstart.common.files import read_json
+from headstart.data_pipelines.features.sample_stores import ON_DEVICE, STEPS
 from headstart.data_pipelines.features.shards import MANIFEST
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
@@ -224,6 +225,8 @@ def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: i
     copies = (prompts > 0) + (recipe.data.online == ("auto",))
     why = f"train.eval_prompts {prompts}" if prompts else "data.online [auto]"
     spread = f", over {devices} devices" if devices > 1 else ""
+    if recipe.data.online == ("auto",):
+        yield Need("states read ahead, up to", STEPS * ON_DEVICE, f"of {STEPS} steps, data.online [auto]")
     yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
     if prompts:
         rows, nodes = min(prompts, recipe.decode.max_batch), tree_nodes(recipe.decode)
