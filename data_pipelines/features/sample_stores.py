@@ -35,9 +35,7 @@ from headstart.recipes.schema import TargetSection
 IN_THIS_PROCESS = ("auto",)  # data.online
 BATCHES_AHEAD = 2  # batches that are made before they are requested
 STEPS = 2  # training steps whose samples an online store holds: the current one, and the next, which may be read ahead
-ON_DEVICE = (
-    2**30
-)  # bytes of a step's states that stay on the target's device; the states of a larger step wait on the host
+ON_DEVICE = 2**30  # bytes of a step's states that stay on the target's device; those of a larger step wait on the host
 
 
 @contextmanager

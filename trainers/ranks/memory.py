@@ -225,9 +225,11 @@ def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: i
     copies = (prompts > 0) + (recipe.data.online == ("auto",))
     why = f"train.eval_prompts {prompts}" if prompts else "data.online [auto]"
     spread = f", over {devices} devices" if devices > 1 else ""
-    if recipe.data.online == ("auto",):
-        yield Need("states read ahead, up to", STEPS * ON_DEVICE, f"of {STEPS} steps, data.online [auto]")
     yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
+    if recipe.data.online == ("auto",):
+        tokens = recipe.train.batch_size // machine.ranks * longest_sample(recipe)
+        states = tokens * (len(head.taps) + 1) * config.hidden_size * dtype.itemsize
+        yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online [auto]")
     if prompts:
         rows, nodes = min(prompts, recipe.decode.max_batch), tree_nodes(recipe.decode)
         length = recipe.data.prompt_tokens + min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
