@@ -78,9 +78,12 @@ def only_run_in(folder: Path, command: str, wait: bool = False) -> Iterator[Owne
     is_new = not folder.exists()
     lock, owner = FileLock(folder / LOCK), Owner.this_process(command)
     while not lock.is_locked:
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # the owner that was waited for has removed its empty folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
             acquire(lock, folder, wait)
+        except (FileNotFoundError, FileExistsError):  # the owner that was waited for has just removed its empty folder
+            if folder.is_file():
+                raise
     try:
         killed, text = Owner.read_here(folder), json.dumps(asdict(owner), indent=1)
         with naming(folder / OWNER):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 from bad_inputs import Says, assert_refused, type_command
@@ -147,6 +147,27 @@ def test_processes_that_compete_for_a_folder_hold_it_in_turn(tmp_path: Path) -> 
     for process in processes:
         process.join(60)
     assert (tmp_path / "count").read_text() == "16"
+
+
+def test_a_folder_that_vanishes_between_two_calls_ended_its_waiter_with_file_exists_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`Path.mkdir` raises that if the folder is there at first and gone when it looks again."""
+    races, mkdir = [True, True], Path.mkdir
+
+    def racing(self: Path, *args: Any, **kwargs: Any) -> None:
+        if self.name == "run" and races:
+            races.pop()
+            raise FileExistsError(self)
+        mkdir(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", racing)
+    with only_run_in(tmp_path / "run", "training") as owner:
+        assert Owner.read(tmp_path / "run") == owner
+    assert not races
+    (tmp_path / "file").touch()
+    with pytest.raises(FileExistsError), only_run_in(tmp_path / "file", "training"):
+        pass
 
 
 @pytest.mark.parametrize("command", ["train", "prompts", "inspect", "calibrate", "harvest"])
