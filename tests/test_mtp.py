@@ -28,7 +28,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.other_commands import Options
-from headstart.recipes.schema import MtpSection
+from headstart.recipes.schema import MtpSection, TargetSection
 from tests.exported import exported, read_config, read_tensors, same_bits
 from tests.families import GROUPED, OTHERS, STATEFUL
 
@@ -152,6 +152,14 @@ def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
     for growth in [Dynamic.chain(3), *([Dynamic(3, 2, 6)] if target.grows_trees else [])]:
         found = generate_batch(target, requests, head_drafter(head, growth), 2)
         assert [text.tokens for text in found] == plain
+
+
+def test_a_report_of_an_mtp_head_ended_with_assertion_error(tiny: tuple[Path, str]) -> None:
+    """Its untrained row is a new head for a loaded target: the checkpoint's own layer."""
+    section = TargetSection(path=str(tiny[0]), dtype="float32")
+    frozen = TargetModel.load(section, ()).frozen
+    head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(97), seed=0)
+    assert same_bits(head.state_dict(), head_of(tiny[0]).state_dict())
 
 
 def test_an_export_is_the_target_with_the_tuned_layer(tiny: tuple[Path, str], tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from headstart.inference.report.trace import Trace, coloured
 from headstart.inference.show import LIGHT_INK, SHADES
 
 COLUMNS = {
-    "method": "generate: transformers' own; plain: no drafts; chain, tree: a head's drafts; untrained: a random head's",
+    "method": "generate: transformers' own; plain: no drafts; chain, tree: a head's drafts; untrained: a random "
+    "head's, or those of the checkpoint's own MTP layer",
     "acceptance length": "mean number of tokens per target step, the bonus token included (tau)",
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property, partial
 from inspect import signature
 from pathlib import Path
@@ -53,9 +54,15 @@ class TargetModel(Passes):
     """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(
-        self, model: PreTrainedModel, taps: tuple[int, ...], ranks: Ranks | None = None, attention: str = "auto"
+        self,
+        model: PreTrainedModel,
+        taps: tuple[int, ...],
+        ranks: Ranks | None = None,
+        attention: str = "auto",
+        folder: Path | None = None,
     ) -> None:
-        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa."""
+        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. `folder` is
+        where the model was read from, if known."""
         if attention == "auto":
             use_grouped_attention(model)
         if model.device.type == "cuda":
@@ -63,7 +70,7 @@ class TargetModel(Passes):
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
         self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
-        self.config = TargetConfig.from_dict(model.config.to_dict())
+        self.config = replace(TargetConfig.from_dict(model.config.to_dict()), folder=folder)
         self.taps = taps
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
@@ -107,14 +114,14 @@ class TargetModel(Passes):
         )
         if section.split == "tensor" and Ranks().count > 1:
             model, ranks = load_over_ranks(config, load)
-            target = cls(model, taps, ranks, section.attention)
+            target = cls(model, taps, ranks, section.attention, folder)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
-            target = cls(load(device_map="auto"), taps, None, section.attention)
+            target = cls(load(device_map="auto"), taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            target = cls(load().to(device), taps, None, section.attention)
+            target = cls(load().to(device), taps, None, section.attention, folder)
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
                 if section.compile is None and target.is_packed and can_compile():
