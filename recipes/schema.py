@@ -531,7 +531,8 @@ class ReportSection(Section):
         description="Rows of the table. plain: our plain decoding; generate, generate_lookup, generate_assisted: "
         "transformers' generate, alone, with prompt lookup, with the draft model; chain, tree, cost_aware: each "
         "head alone, as a chain, as the recipe says, with growth cost_aware; repeats: each head as the recipe says, "
-        "with decode.repeats; untrained: a random head; others: the drafter of that name.",
+        "with decode.repeats; untrained: a random head, or the checkpoint's own MTP layer; "
+        "others: the drafter of that name.",
     )
 
     @field_validator("batches", "temperatures", "baselines")

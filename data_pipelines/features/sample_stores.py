@@ -102,15 +102,15 @@ class OnlineStore(SampleStore):
         return median_tap_sizes((sample for _, sample in samples), taps, num_layers)
 
     def _make(self, numbers: Sequence[int]) -> Iterator[tuple[int, Sample]]:
-        of_all = [len(self.texts[number].tokens) for number in numbers]
-        for places in length_buckets(of_all, self.batch):
+        all_lengths = [len(self.texts[number].tokens) for number in numbers]
+        for places in length_buckets(all_lengths, self.batch):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
             found = self.tap_texts([text.tokens for text in texts])
             refuse_non_finite(self.dtype, found, f"responses {', '.join(map(str, batch))}")
             states = vars(found)
-            if sum(each[0].nbytes for each in states.values()) * sum(of_all) > ON_DEVICE:
+            if sum(each[0].nbytes for each in states.values()) * sum(all_lengths) > ON_DEVICE:
                 states = on_host(states)
             parts = zip(states["taps"].split(lengths), states["last_hidden"].split(lengths), strict=True)
             for number, text, (taps, last_hidden) in zip(batch, texts, parts, strict=True):

@@ -181,7 +181,7 @@ class EmittedTokens:
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
     drafted: int | None = None  # draft tokens that the step verified; None: these come from the pass over the prompt
-    accepted: int = 0  # of these, how many the target accepted, including any after the text's end
+    accepted: int = 0  # how many of them the target accepted, those after the text's end too
     tree: DraftTree | None = None  # if the request asks for it, and something was drafted
 
 

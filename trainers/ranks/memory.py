@@ -12,7 +12,8 @@ from torch import nn
 
 from headstart.common.files import read_json
 from headstart.data_pipelines.features.sample_stores import ON_DEVICE, STEPS
-from headstart.data_pipelines.features.shards import MANIFEST
+from headstart.data_pipelines.features.shard_files import bytes_per_token
+from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, folder_of
@@ -228,7 +229,8 @@ def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: i
     yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
     if recipe.data.online == ("auto",):
         tokens = recipe.train.batch_size // machine.ranks * longest_sample(recipe)
-        states = tokens * (len(head.taps) + 1) * config.hidden_size * dtype.itemsize
+        taps = len(stored_taps(head.taps, config.num_layers))
+        states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)
         yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online [auto]")
     if prompts:
         rows, nodes = min(prompts, recipe.decode.max_batch), tree_nodes(recipe.decode)
