@@ -21,6 +21,7 @@ from headstart.common.remote import create, delete, pull, stored_text, url_of
 LOCK = "in_use.lock"  # held by the operating system
 OWNER = "in_use.json"  # says who holds it
 ENDING_SECONDS = 600.0  # how long to wait for a run that is saving because its launcher has ended
+TRIES = 100  # to enter a folder that others remove
 STORE_SECONDS = 5.0  # between looks into a store for the owner that is waited for
 
 
@@ -77,12 +78,13 @@ def only_run_in(folder: Path, command: str, wait: bool = False) -> Iterator[Owne
     """
     is_new = not folder.exists()
     lock, owner = FileLock(folder / LOCK), Owner.this_process(command)
-    while not lock.is_locked:
+    for tries_left in reversed(range(TRIES)):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             acquire(lock, folder, wait)
+            break
         except (FileNotFoundError, FileExistsError):  # the owner that was waited for has just removed its empty folder
-            if folder.is_file():
+            if not tries_left:
                 raise
     try:
         killed, text = Owner.read_here(folder), json.dumps(asdict(owner), indent=1)

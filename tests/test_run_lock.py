@@ -165,8 +165,16 @@ def test_a_folder_that_vanishes_between_two_calls_ended_its_waiter_with_file_exi
     with only_run_in(tmp_path / "run", "training") as owner:
         assert Owner.read(tmp_path / "run") == owner
     assert not races
-    (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError), only_run_in(tmp_path / "file", "training"):
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing", "below /proc"])
+def test_a_folder_that_cannot_be_made_was_tried_forever(kind: str, tmp_path: Path) -> None:
+    folder = Path("/proc/run") if kind == "below /proc" else tmp_path / "run"
+    if kind == "file":
+        folder.touch()
+    elif kind == "link to nothing":
+        folder.symlink_to(tmp_path / "nothing")
+    with pytest.raises((FileExistsError, FileNotFoundError)), only_run_in(folder, "training"):
         pass
 
 
