@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -54,7 +55,12 @@ from headstart.recipes.command_line import recipe_from_command_line
 Result = TypeVar("Result")
 PATIENCE = 120  # seconds until a server must have loaded its model
 NGRAM = ("--spec-type", "ngram-simple")
+WITHOUT_AMX = "--no-repack"
 BEST_OF = "llama.cpp bf16"  # rows of the lossless engine to beat
+
+
+class ForbiddenInstructionError(ValueError):
+    """llama.cpp ended with an illegal instruction: some virtual machines show AMX and forbid it."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +165,8 @@ def wait_for(http: httpx.Client, server: "subprocess.Popen[bytes]", log: Path) -
         except httpx.TransportError:
             pass
         time.sleep(0.2)
+    if server.poll() == -signal.SIGILL:
+        raise ForbiddenInstructionError(f"{server.args!r} used an instruction that this machine does not allow")
     raise ValueError(f"llama.cpp's server did not start; {log} says why")
 
 
@@ -239,7 +247,11 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
     with ExitStack() as servers:
 
         def add(outtype: str, name: str, *options: str) -> None:
-            ask = servers.enter_context(llama.serving(files[outtype], threads, *options))
+            try:
+                ask = servers.enter_context(llama.serving(files[outtype], threads, *options))
+            except ForbiddenInstructionError as error:
+                print(f"llama.cpp {outtype}, {name}, with {WITHOUT_AMX}: {error}")
+                ask = servers.enter_context(llama.serving(files[outtype], threads, *options, WITHOUT_AMX))
             plain = f"llama.cpp {outtype}, plain"
             rows.append(Row(f"llama.cpp {outtype}, {name}", plain, lambda prompt: decoded(ask(prompt, most))))
 

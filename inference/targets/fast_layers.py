@@ -1,9 +1,9 @@
 """Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
-On a CPU, for the weights of linear layers to be read: bfloat16 weights are put into oneDNN's blocked layout once, where
-torch's own layer does it again in every call. float32 weights that are half-precision numbers, as published ones are,
-are kept in float16, half the bytes; the products and sums stay in float32 (FBGEMM, Khudia et al. 2021, arXiv
-2101.05615). None of this changes a weight, so the text stays.
+On a CPU, for the weights of linear layers to be read: float32 weights that are float16 or bfloat16 numbers, as published
+ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own (products.py).
+Without a compiler for it, float16 weights are FBGEMM's (Khudia et al. 2021, arXiv 2101.05615), and bfloat16 states are
+multiplied by weights in oneDNN's blocked layout. None of this changes a weight, so the text stays.
 
 On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
+from headstart.inference.targets.products import WEIGHTS, Product, exact_weight, library
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -46,6 +47,18 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+class OwnLinear(PackedLinear):
+    """Its weights have 16 bits, and our own kernel reads them."""
+
+    def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
+        super().__init__(linear)
+        bias = None if linear.bias is None else linear.bias.detach()
+        self.own = Product(linear.weight.dtype, weight, bias)
+
+    def product(self, inputs: Tensor) -> Tensor:
+        return self.own(inputs)
 
 
 class HalfLinear(PackedLinear):
@@ -126,12 +139,25 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     return made
 
 
-def packed_linear(linear: nn.Linear) -> PackedLinear:
-    return BlockedLinear(linear) if linear.weight.dtype == torch.bfloat16 else HalfLinear(linear)
+@torch.no_grad()
+def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
+    """The layer with packed weights; None if that, `exact`, would change one of them."""
+    weight, dtype = exact_weight(linear.weight), linear.weight.dtype
+    if weight is None:
+        if exact:
+            return None
+        weight = linear.weight.half()
+    if library() is not None:
+        return OwnLinear(linear, weight.detach())
+    if dtype == torch.bfloat16:
+        return BlockedLinear(linear)
+    return HalfLinear(linear) if weight.dtype == torch.float16 or not exact else None
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch has the kernels for weights of this dtype on this processor."""
+    """Whether there are kernels for layers of this dtype on this processor, of our own or of this build of torch."""
+    if library() is not None:
+        return dtype in WEIGHTS
     if dtype == torch.float32:
         return "fbgemm" in torch.backends.quantized.supported_engines
     if dtype == torch.bfloat16:
@@ -142,13 +168,13 @@ def can_pack(dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def seconds_of_products(dtype: torch.dtype) -> float:
     """What packed layers of 64 MB of weights take for one token and for eight, the least of a few runs each."""
-    layers = [packed_linear(nn.Linear(1024, 4096, bias=False, dtype=dtype)) for _ in range(8)]
+    layers = [packed_linear(nn.Linear(1024, 4096, bias=False, dtype=dtype), exact=False) for _ in range(8)]
     total = 0.0
     for tokens in (1, 8):
         inputs, times = torch.zeros(tokens, 1024, dtype=dtype), []
         for _ in range(5):
             started = time.perf_counter()
-            for layer in layers:
+            for layer in filter(None, layers):
                 layer(inputs)
             times.append(time.perf_counter() - started)
         total += min(times)
@@ -163,23 +189,19 @@ def gains_by_packing(model: nn.Module) -> bool:
 def pack_weights(model: nn.Module, exact: bool) -> bool:
     """Replace the model's linear layers on a CPU by packed ones; returns whether any was replaced.
 
-    With `exact`, a float32 layer stays as it is if one of its weights is no float16 number.
+    With `exact`, a float32 layer stays as it is if one of its weights has no 16-bit number.
     """
-    found = [
-        each
-        for each in packable_layers(model)
-        if not exact or each[-1].weight.dtype == torch.bfloat16 or is_half(each[-1].weight)
-    ]
-    for layers in siblings(found):
-        if len(layers) == 1:
-            ((parent, name, linear),) = layers
-            setattr(parent, name, packed_linear(linear))
-            continue
+    was_packed = False
+    for layers in siblings(packable_layers(model)):
         linears = [linear for *_, linear in layers]
-        product = JointProduct(packed_linear(joined(linears)), [linear.out_features for linear in linears])
+        whole = packed_linear(joined(linears), exact) if len(layers) > 1 else None
+        product = None if whole is None else JointProduct(whole, [linear.out_features for linear in linears])
         for place, (parent, name, linear) in enumerate(layers):
-            setattr(parent, name, JointLinear(product, place, linear))
-    return bool(found)
+            packed = JointLinear(product, place, linear) if product else packed_linear(linear, exact)
+            if packed is not None:
+                setattr(parent, name, packed)
+                was_packed = True
+    return was_packed
 
 
 def siblings(layers: Sequence[Named]) -> list[list[Named]]:
@@ -201,12 +223,6 @@ def packable_layers(model: nn.Module) -> list[Named]:
         for parent, name, child in named
         if type(child) is nn.Linear and child.weight.device.type == "cpu" and can_pack(child.weight.dtype)
     ]
-
-
-@torch.no_grad()
-def is_half(weight: Tensor) -> bool:
-    """Is every number of this tensor a float16 number?"""
-    return torch.equal(weight.half().float(), weight)
 
 
 class Fused:
