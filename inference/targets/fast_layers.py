@@ -1,9 +1,10 @@
 """Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
-On a CPU, for the weights of linear layers to be read: float32 weights that are float16 or bfloat16 numbers, as published
-ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own (products.py).
-Without a compiler for it, float16 weights are FBGEMM's (Khudia et al. 2021, arXiv 2101.05615), and bfloat16 states are
-multiplied by weights in oneDNN's blocked layout. None of this changes a weight, so the text stays.
+On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as published
+ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own (products.py),
+or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. bfloat16 weights are
+put into oneDNN's blocked layout once, where torch's own layer does it again in every call. None of this changes a
+weight, so the text stays.
 
 On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
-from headstart.inference.targets.products import WEIGHTS, Product, exact_weight, library
+from headstart.inference.targets.products import Product, exact_weight, library
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -50,19 +51,18 @@ class PackedLinear(nn.Module):
 
 
 class OwnLinear(PackedLinear):
-    """Its weights have 16 bits, and our own kernel reads them."""
+    """Its inputs, sums, bias and outputs are float32, its weights have 16 bits."""
 
     def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
         super().__init__(linear)
-        bias = None if linear.bias is None else linear.bias.detach()
-        self.own = Product(linear.weight.dtype, weight, bias)
+        self.own = Product(weight, None if linear.bias is None else linear.bias.detach())
 
     def product(self, inputs: Tensor) -> Tensor:
         return self.own(inputs)
 
 
 class HalfLinear(PackedLinear):
-    """Its weights are float16, its inputs, sums, bias and outputs float32."""
+    """The same with float16 weights, by FBGEMM."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear)
@@ -142,24 +142,21 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
 @torch.no_grad()
 def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
     """The layer with packed weights; None if that, `exact`, would change one of them."""
-    weight, dtype = exact_weight(linear.weight), linear.weight.dtype
-    if weight is None:
-        if exact:
-            return None
-        weight = linear.weight.half()
-    if library() is not None:
-        return OwnLinear(linear, weight.detach())
-    if dtype == torch.bfloat16:
+    if linear.weight.dtype == torch.bfloat16:
         return BlockedLinear(linear)
-    return HalfLinear(linear) if weight.dtype == torch.float16 or not exact else None
+    weight = exact_weight(linear.weight)
+    if weight is None and not exact:
+        weight = linear.weight.half()
+    if weight is not None and library() is not None:
+        return OwnLinear(linear, weight.detach())
+    is_half = weight is not None and weight.dtype == torch.float16
+    return HalfLinear(linear) if is_half or not exact else None
 
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Whether there are kernels for layers of this dtype on this processor, of our own or of this build of torch."""
-    if library() is not None:
-        return dtype in WEIGHTS
     if dtype == torch.float32:
-        return "fbgemm" in torch.backends.quantized.supported_engines
+        return library() is not None or "fbgemm" in torch.backends.quantized.supported_engines
     if dtype == torch.bfloat16:
         return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return False

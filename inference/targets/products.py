@@ -1,7 +1,7 @@
-"""Products with 16-bit weights by a kernel of our own, compiled once for this processor (products.cpp).
+"""Products of float32 states with 16-bit weights, by a kernel of our own that is compiled once for this processor.
 
-A pass over a few tokens reads each weight once, so it takes as long as they come from memory: with one to eight tokens
-0.6 to 0.8 of what FBGEMM and oneDNN take (docs/LOG.md). In float32 the weights may be float16 or bfloat16 numbers.
+A pass over up to a dozen tokens takes about as long as the weights come from memory, 0.6 of the time of FBGEMM's
+products (docs/LOG.md), and its text has the bits of plain decoding's. The kernel is in products.cpp.
 """
 
 import ctypes
@@ -22,8 +22,6 @@ from headstart.common.process import user_cache
 
 SOURCE = Path(__file__).with_name("products.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
-MOST_TOKENS = {torch.float32: 256, torch.bfloat16: 24}  # in a pass; with more, torch's own products are faster
-WEIGHTS = {torch.float32: (torch.float16, torch.bfloat16), torch.bfloat16: (torch.bfloat16,)}  # by dtype of the states
 
 
 def compiler() -> str | None:
@@ -48,7 +46,10 @@ def library() -> ctypes.CDLL | None:
             partial = path.with_suffix(f".{os.getpid()}.partial")
             subprocess.run([*command, str(SOURCE), "-o", str(partial)], check=True, capture_output=True, text=True)
             partial.replace(path)
-        return ctypes.CDLL(str(path))
+        loaded = ctypes.CDLL(str(path))
+        for kernel in (loaded.float16, loaded.bfloat16):
+            kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3, None
+        return loaded
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
         print(f"decoding with torch's products, as {found} does not compile {SOURCE.name}: {said}", file=sys.stderr)
@@ -58,36 +59,29 @@ def library() -> ctypes.CDLL | None:
 
 
 class Product:
-    """The product with one layer's weights, for states of a dtype."""
+    """The product with one layer's weights."""
 
-    def __init__(self, dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out, in] is a 16-bit one of `WEIGHTS`."""
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        """`weight` [out, in] is of float16 or bfloat16, `bias` [out] of float32."""
         loaded = library()
         assert loaded is not None
-        self.weight, self.bias = weight.contiguous(), bias
-        self.wide_bias = None if bias is None else bias.float().contiguous()
-        self.kernel = loaded[f"{dtype}_{weight.dtype}".replace("torch.", "")]
-        self.kernel.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
-        self.kernel.restype = None
-        self.addresses = self.weight.data_ptr(), None if self.wide_bias is None else self.wide_bias.data_ptr()
-        self.most = MOST_TOKENS[dtype]
+        self.outputs, self.size = weight.shape
+        width = loaded.width()
+        panels = functional.pad(weight, (0, 0, 0, -self.outputs % width)).unflatten(0, (-1, width))
+        self.panels, self.bias = panels.transpose(1, 2).contiguous(), bias
+        self.addresses = self.panels.data_ptr(), None if bias is None else bias.data_ptr()
+        self.kernel = loaded.float16 if weight.dtype == torch.float16 else loaded.bfloat16
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """The states times the weights, [..., out]."""
-        outputs, size = self.weight.shape
-        tokens = inputs.numel() // size
-        if tokens > self.most:
-            return functional.linear(inputs, self.weight.to(inputs.dtype), self.bias)
+        """Float32 states [..., in] times the weights: [..., out]."""
         inputs = inputs.contiguous()
-        found = inputs.new_empty((*inputs.shape[:-1], outputs))
-        self.kernel(inputs.data_ptr(), *self.addresses, found.data_ptr(), tokens, size, outputs)
+        found = inputs.new_empty((*inputs.shape[:-1], self.outputs))
+        tokens = inputs.numel() // self.size
+        self.kernel(inputs.data_ptr(), *self.addresses, found.data_ptr(), tokens, self.size, self.outputs)
         return found
 
 
 def exact_weight(weight: Tensor) -> Tensor | None:
-    """The weight in a 16-bit dtype in which none of its numbers changes, that states of its own dtype are timed by."""
-    for dtype in WEIGHTS.get(weight.dtype, ()):
-        found = weight.to(dtype)
-        if torch.equal(found.to(weight.dtype), weight):
-            return found
-    return None
+    """A float32 weight in a 16-bit dtype in which none of its numbers changes, if there is one."""
+    halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
+    return next((found for found in halved if torch.equal(found.float(), weight)), None)
