@@ -12,9 +12,10 @@ import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-# OpenMP's threads wait for each other in a loop. On a core that another process needs, too, a step would take twenty
-# times as long, so after this many turns they sleep. It is read when torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+# OpenMP's threads wait for each other in a loop, and sleep after this many turns: after more than lies between the
+# products of a layer, as to wake one takes as long as a product, and fewer than by default, as another process may need
+# the core. It is read when torch is imported.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:
     from headstart.heads.checkpoint import load_head

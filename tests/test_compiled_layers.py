@@ -29,8 +29,8 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.passes import compiled
 from headstart.inference.passes.compiled import CompiledForward, Compiler, patch_own_thread_alone, use_compiled
+from headstart.inference.passes.products import cpp_compiler
 from headstart.inference.targets.fast_layers import can_pack, pack_weights
 from headstart.inference.targets.model import TargetModel
 
@@ -148,7 +148,7 @@ def test_a_head_drafts_the_same_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not compiled.can_compile(), reason="no C++ compiler")
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
 def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
     """With Inductor, in both dtypes."""
     for dtype in (torch.float32, torch.bfloat16):

@@ -15,12 +15,15 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.passes import products
 from headstart.inference.targets.fast_layers import (
     BlockedLinear,
     Fused,
     HalfLinear,
     JointLinear,
     JointProduct,
+    OwnLinear,
+    PackedLinear,
     can_pack,
     fuse_norms,
     join_linears,
@@ -33,6 +36,7 @@ from headstart.recipes.schema import BlockSection, TargetSection
 
 Dtype = Literal["float32", "bfloat16"]
 
+needs_kernel = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
 needs_fbgemm = pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
 needs_onednn = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor")
 DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", marks=needs_onednn)]
@@ -50,6 +54,51 @@ def linear_layer(bias: bool) -> nn.Linear:
     linear = nn.Linear(48, 80, bias=bias)
     linear.weight.data = linear.weight.data.bfloat16().float()
     return linear
+
+
+def packed(layer: nn.Module) -> PackedLinear:
+    assert isinstance(layer, nn.Linear)
+    found = packed_linear(layer, exact=True)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.inference.targets.fast_layers.library", lambda: None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("size", "outputs"), [(48, 80), (576, 64), (33, 5)])
+@torch.inference_mode()
+def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
+    size: int, outputs: int, dtype: torch.dtype, bias: bool
+) -> None:
+    linear = nn.Linear(size, outputs, bias=bias)
+    linear.weight.data = linear.weight.data.to(dtype).float()
+    if dtype == torch.bfloat16:
+        linear.weight.data[0, 0] = 2.0**-40  # no float16 number
+    own, inputs = packed(linear), torch.randn(40, size)
+    assert type(own) is OwnLinear
+    assert own.own.panels.dtype == dtype
+    alone = torch.cat([own(each) for each in inputs.split(1)])
+    assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
+    for count in (2, 5, 12, 13, 25, 40):
+        assert torch.equal(own(inputs[:count]), alone[:count])
+    assert torch.equal(own(inputs.view(2, 20, size)[:, ::3]), alone.view(2, 20, outputs)[:, ::3])  # not contiguous
+
+
+@needs_kernel
+def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    for compiler, said in (("no-such-compiler", ""), ("false", "does not compile products.cpp")):
+        monkeypatch.setenv("CXX", compiler)
+        assert products.library.__wrapped__() is None
+        assert said in capsys.readouterr().err
 
 
 @needs_fbgemm
@@ -73,14 +122,36 @@ def test_a_blocked_linear_is_the_bfloat16_layer(rows: int, bias: bool) -> None:
     assert_close(BlockedLinear(linear.bfloat16())(inputs), wanted, rtol=1e-2, atol=1e-2)
 
 
-@needs_fbgemm
-def test_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32() -> None:
-    exact, finer, huge = (linear_layer(True) for _ in range(3))
+@needs_kernel
+def test_a_layer_with_a_weight_of_more_than_16_bits_stays_in_float32() -> None:
+    half, huge, finer, both = (linear_layer(True) for _ in range(4))
+    huge.weight.data[0, 0] = 2.0**120  # no float16 number
     finer.weight.data[3, 5] = 1 + 2**-12
-    huge.weight.data[0, 0] = 1e6
-    model = nn.Sequential(exact, finer, huge)
+    both.weight.data[:2, 0] = torch.tensor([2.0**120, 1 + 2**-10])
+    model = nn.Sequential(half, huge, finer, both)
     assert pack_weights(model, exact=True)
-    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear, nn.Linear]
+    assert [type(layer) for layer in model] == [OwnLinear, OwnLinear, nn.Linear, nn.Linear]
+
+
+@needs_fbgemm
+def test_without_a_compiler_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32(no_compiler: None) -> None:
+    exact, huge = (linear_layer(True) for _ in range(2))
+    huge.weight.data[0, 0] = 2.0**120
+    model = nn.Sequential(exact, huge)
+    assert pack_weights(model, exact=True)
+    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear]
+
+
+@needs_kernel
+@torch.inference_mode()
+def test_siblings_of_which_each_has_another_16_bit_format_are_packed_one_by_one() -> None:
+    model, inputs = Projections(torch.float32), torch.randn(1, 48)
+    for name, number in (("q_proj", 2.0**120), ("k_proj", 1 + 2**-10)):
+        model.get_parameter(f"{name}.weight").data[0, 0] = number
+    wanted = [layer(inputs) for layer in model.layers().values()]
+    assert pack_weights(model, exact=True)
+    assert {type(layer) for layer in model.layers().values()} == {OwnLinear}
+    assert_close([layer(inputs) for layer in model.layers().values()], wanted, rtol=1e-4, atol=1e-4)
 
 
 class Projections(nn.Module):
@@ -100,7 +171,7 @@ class Projections(nn.Module):
 def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_gave_alone(dtype: Dtype) -> None:
     model = Projections(getattr(torch, dtype))
     inputs, others = (torch.randn(rows, 3, 48).to(getattr(torch, dtype)) for rows in (2, 1))
-    alone = {name: packed_linear(layer, exact=True) for name, layer in model.layers().items() if isinstance(layer, nn.Linear)}
+    alone = {name: packed(layer) for name, layer in model.layers().items()}
     assert pack_weights(model, exact=True)
     layers = model.layers()
     assert [type(layer) is JointLinear for layer in layers.values()] == [True, True, True, False]

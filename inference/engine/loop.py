@@ -20,6 +20,7 @@ from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.reading import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
+from headstart.inference.engine.threads import Threads
 from headstart.inference.passes.forward import TargetOutput
 from headstart.inference.targets.cuda_graph import LEAST_REACH
 from headstart.inference.targets.model import TargetModel
@@ -148,6 +149,7 @@ class DecodeLoop:
         beside = not prompts_first and not self.batch.is_static and target.packs
         suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
         self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
+        self.threads = Threads() if target.device.type == "cpu" else None
         self.record = record
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
@@ -242,6 +244,8 @@ class DecodeLoop:
         for number in [*self.waiting.numbers, *(row.number for row in self.batch.members)]:
             self.cancel(number)
         self.batch.close()
+        if self.threads is not None:
+            self.threads.restore()
 
     @torch.inference_mode()
     def step(self) -> list[EmittedTokens]:
@@ -250,6 +254,8 @@ class DecodeLoop:
         No block is empty. The first block of a request is its first token. What fails in one row, such as a stop string
         or a constraint, ends that row's text alone, with its error in `generations`; what the rows share raises.
         """
+        if self.threads is not None:
+            self.threads.follow()
         batch, blocks = self.batch, []
         can_read = self._can_read()
         reads = can_read and self.pace.reads_next(bool(batch.rows))

@@ -9,7 +9,6 @@ import atexit
 import ctypes
 import logging
 import os
-import shutil
 import sys
 import threading
 import time
@@ -374,11 +373,6 @@ def use_huge_pages() -> None:
         start, end = -(-start // HUGE) * HUGE, end // HUGE * HUGE
         if access == "rw-p" and file == "0" and name in ([], ["[heap]"]) and start < end:
             advise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
-
-
-def can_compile() -> bool:
-    """Whether this machine has a C++ compiler."""
-    return shutil.which(os.environ.get("CXX", "g++")) is not None
 
 
 def use_compiled(layer: nn.Module, compiler: Compiler, with_cache: bool = True) -> None:

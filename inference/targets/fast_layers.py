@@ -1,10 +1,10 @@
 """Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
-On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as published
-ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own (products.py),
-or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. bfloat16 weights are
-put into oneDNN's blocked layout once, where torch's own layer does it again in every call. None of this changes a
-weight, so the text stays.
+On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as
+published ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own
+(products.py), or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler.
+bfloat16 weights are put into oneDNN's blocked layout once, where torch's own layer does it again in every call. None of
+this changes a weight, so the text stays.
 
 On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
-from headstart.inference.targets.products import Product, exact_weight, library
+from headstart.inference.passes.products import Product, exact_weight, library
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads

@@ -20,8 +20,9 @@ from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
 from headstart.inference.passes.check import choose_way
-from headstart.inference.passes.compiled import Compiler, can_compile, use_compiled
+from headstart.inference.passes.compiled import Compiler, use_compiled
 from headstart.inference.passes.forward import Passes, keep_input, keep_output
+from headstart.inference.passes.products import cpp_compiler
 from headstart.inference.targets.architecture import (
     attention_code,
     attention_windows,
@@ -124,7 +125,7 @@ class TargetModel(Passes):
             target = cls(load().to(device), taps, None, section.attention, folder)
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
-                if section.compile is None and target.is_packed and can_compile():
+                if section.compile is None and target.is_packed and cpp_compiler():
                     target.compile_layers()
         target.compiles = bool(section.compile)
         if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:

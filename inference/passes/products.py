@@ -24,15 +24,15 @@ SOURCE = Path(__file__).with_name("products.cpp")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 
 
-def compiler() -> str | None:
-    """The C++ compiler of this machine."""
+def cpp_compiler() -> str | None:
+    """This machine's C++ compiler, which Inductor takes, too."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None without a compiler, and where it fails, which is said once."""
-    found = compiler()
+    found = cpp_compiler()
     if found is None or sys.platform != "linux":
         return None
     includes = str(Path(torch.__file__).parent / "include")

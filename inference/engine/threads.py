@@ -1,0 +1,53 @@
+"""How many threads decode on a CPU: no more than the cores that other processes leave.
+
+The threads of a product wait for each other. One whose core works for another process holds up all, in every one of a
+pass's products, so that fewer threads are faster.
+"""
+
+import os
+import time
+
+import psutil
+import torch
+
+SECONDS = 0.5  # between looks; the system counts in hundredths of a second
+
+
+class Threads:
+    """The number of the calling thread's torch threads, by what other processes do."""
+
+    def __init__(self) -> None:
+        self.most = self.count = torch.get_num_threads()
+        self.before = look() if self.most > 1 else (0.0, 0.0, 0.0)
+
+    def follow(self) -> None:
+        """Set the number, if it is time to look again."""
+        if torch.get_num_threads() != self.count:  # as somebody wishes
+            self.most = self.count = torch.get_num_threads()
+        if self.most == 1 or time.monotonic() < self.before[0] + SECONDS:
+            return
+        now = look()
+        seconds, busy, own = (after - before for after, before in zip(now, self.before, strict=True))
+        self.before = now
+        left = round(len(cores()) - (busy - own) / seconds)
+        self.set(max(1, min(self.most, left)))
+
+    def restore(self) -> None:
+        self.set(self.most)
+
+    def set(self, count: int) -> None:
+        if count != self.count:
+            torch.set_num_threads(count)
+            self.count = count
+
+
+def cores() -> list[int]:
+    """The numbers of the cores that this process may use."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(psutil.cpu_count() or 1)]
+
+
+def look() -> tuple[float, float, float]:
+    """The time, and the seconds in which these cores have worked, for anyone and for this process."""
+    each = psutil.cpu_times(percpu=True)
+    busy = sum(each[core].user + each[core].system + getattr(each[core], "nice", 0.0) for core in cores())
+    return time.monotonic(), busy, time.process_time()
