@@ -36,7 +36,7 @@ from headstart.recipes.schema import TargetSection
 
 CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
 KINDS = ("own code", "compiled", "products alone")
-NEW_TOKENS = 32
+NEW_TOKENS = 96
 BUSY = "while True: pass"
 
 
@@ -133,7 +133,7 @@ PARTS: dict[str, Callable[[TargetModel], dict[str, float]]] = {"passes": passes,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", required=True, help="folder of a float32 model whose weights float16 can hold")
+    parser.add_argument("--target", required=True, help="folder of a model whose weights 16 bits can hold")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
@@ -147,7 +147,7 @@ def main() -> None:
         table.add_row(kind, *(f"{found[f'{kind}, {count}']:.1f}" for count in SIZES))
     console.print(table)
     table = Table("tokens/s", "alone", "one core busy")
-    for name, changed in (("threads that sleep", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
+    for name, changed in (("headstart's waiting", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
         rates = [measured(options.target, "rate", busy, **changed)["tokens/s"] for busy in (0, 1)]
         table.add_row(name, *(f"{each:.1f}" for each in rates))
     console.print(table)

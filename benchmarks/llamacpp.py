@@ -166,7 +166,7 @@ def wait_for(http: httpx.Client, server: "subprocess.Popen[bytes]", log: Path) -
             pass
         time.sleep(0.2)
     if server.poll() == -signal.SIGILL:
-        raise ForbiddenInstructionError(f"{server.args!r} used an instruction that this machine does not allow")
+        raise ForbiddenInstructionError(f"it ended with an instruction that this machine does not allow; {log}")
     raise ValueError(f"llama.cpp's server did not start; {log} says why")
 
 

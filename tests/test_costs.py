@@ -69,6 +69,18 @@ def growths(target: TargetModel, head: Eagle3Head) -> Iterator[CostAware | CostA
         yield found
 
 
+def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "is_packed", True)
+    head, keys = make_head(), []
+    for kernel, turns in (("torch", "3000"), ("own", "3000"), ("own", "20000")):
+        monkeypatch.setattr(cost_measurement, "kernel_name", lambda kernel=kernel: kernel)
+        monkeypatch.setenv("GOMP_SPINCOUNT", turns)
+        keys.append(cost_measurement.cost_key(target, head, 2, 4, 1))
+    assert keys[0] != keys[1] != keys[2]
+
+
 def test_no_request_measures_and_every_request_is_observed(
     folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:

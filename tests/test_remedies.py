@@ -27,6 +27,7 @@ OTHER_PROGRAMS = {
     "data_pipelines/features/engine_states.py": "prints a command of vLLM",
     "heads/formats/commands.py": "serves exports in other engines",
     "heads/formats/export.py": "runs llama.cpp's converter",
+    "inference/passes/products.py": "runs the C++ compiler",
     "inference/report/tables.py": "CSS variables look like options",
     "trainers/tracking.py": "asks git for the revision",
     "Makefile": "runs pip and pytest too",
@@ -50,10 +51,9 @@ class Passage:
 
 def strings_of(file: Path) -> Iterator[Passage]:
     """Every string literal, docstrings included; an f-string is one string with VALUE for each value."""
-    tree = ast.parse(file.read_text())
+    tree, name = ast.parse(file.read_text()), file.relative_to(ROOT).as_posix()
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     for node in ast.walk(tree):
-        name = file.relative_to(ROOT).as_posix()
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else VALUE for part in node.values]
             yield Passage(name, node.lineno, "".join(parts))

@@ -30,6 +30,7 @@ from headstart.inference.core.verify import VerifiedOnHost, accept
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Observed
 from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.passes.products import kernel_name
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
@@ -106,7 +107,8 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
-        "packed_weights": target.is_packed,
+        "packed_weights": target.is_packed and kernel_name(),
+        "waiting": os.environ.get("GOMP_SPINCOUNT"),
         "compiled": target.compiles or target.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
         "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),

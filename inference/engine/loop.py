@@ -145,11 +145,12 @@ class DecodeLoop:
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
         self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
-        prompts_first = prompts_first or target.ranks.count > 1
+        alone = target.ranks.count == 1
+        prompts_first = prompts_first or not alone
         beside = not prompts_first and not self.batch.is_static and target.packs
         suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
         self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
-        self.threads = Threads() if target.device.type == "cpu" else None
+        self.threads = Threads() if alone and target.device.type == "cpu" else None
         self.record = record
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()

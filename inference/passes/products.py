@@ -35,16 +35,18 @@ def library() -> ctypes.CDLL | None:
     found = cpp_compiler()
     if found is None or sys.platform != "linux":
         return None
-    includes = str(Path(torch.__file__).parent / "include")
-    command = [found, *FLAGS, f"-DCPU_CAPABILITY_{torch.backends.cpu.get_cpu_capability()}", "-I", includes]
-    processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
-    made_of = shlex.join(command), SOURCE.read_text(), torch.__version__, processor
-    path = user_cache("products") / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.so"
+    home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability().replace(" ", "_")
+    openmp = [*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*")]  # torch's own, to share its threads
+    command = [found, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), str(SOURCE)]
+    command += ["-Wl,--as-needed", *map(str, openmp[:1])]
     try:
+        processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
+        made_of = shlex.join(command), SOURCE.read_text(), torch.__version__, processor
+        path = user_cache("products") / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.so"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.partial")
-            subprocess.run([*command, str(SOURCE), "-o", str(partial)], check=True, capture_output=True, text=True)
+            subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
             partial.replace(path)
         loaded = ctypes.CDLL(str(path))
         for kernel in (loaded.float16, loaded.bfloat16):
@@ -53,9 +55,15 @@ def library() -> ctypes.CDLL | None:
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
         print(f"decoding with torch's products, as {found} does not compile {SOURCE.name}: {said}", file=sys.stderr)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # no home folder is a RuntimeError
         print(f"decoding with torch's products, as those of headstart cannot be used: {error}", file=sys.stderr)
     return None
+
+
+def kernel_name() -> str:
+    """What multiplies by 16-bit weights here, as the time of a step depends on it."""
+    loaded = library()
+    return "torch" if loaded is None else Path(loaded._name).stem
 
 
 class Product:
