@@ -47,7 +47,10 @@ def cores() -> list[int]:
 
 
 def look() -> tuple[float, float, float]:
-    """The time, and the seconds in which these cores have worked, for anyone and for this process."""
+    """The time, and the seconds in which these cores have worked, for anyone and for this process.
+
+    What runs for processes that give way to all others (`nice`) is not counted.
+    """
     each = psutil.cpu_times(percpu=True)
-    busy = sum(each[core].user + each[core].system + getattr(each[core], "nice", 0.0) for core in cores())
+    busy = sum(each[core].user + each[core].system for core in cores() if core < len(each))
     return time.monotonic(), busy, time.process_time()

@@ -1,7 +1,7 @@
 """Products of float32 states with 16-bit weights, by a kernel of our own that is compiled once for this processor.
 
-A pass over up to a dozen tokens takes about as long as the weights come from memory, 0.6 of the time of FBGEMM's
-products (docs/LOG.md), and its text has the bits of plain decoding's. The kernel is in products.cpp.
+For up to a dozen tokens they take little longer than the weights take to come from memory, 0.6 of the time of FBGEMM's
+(docs/LOG.md), and a token's have the same bits in every pass. The kernel is in products.cpp.
 """
 
 import ctypes
