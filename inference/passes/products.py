@@ -61,7 +61,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def kernel_name() -> str:
-    """What multiplies by 16-bit weights here, as the time of a step depends on it."""
+    """The kernel that is used here; another one has other costs."""
     loaded = library()
     return "torch" if loaded is None else Path(loaded._name).stem
 

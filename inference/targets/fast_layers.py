@@ -165,13 +165,14 @@ def can_pack(dtype: torch.dtype) -> bool:
 @torch.inference_mode()
 def seconds_of_products(dtype: torch.dtype) -> float:
     """What packed layers of 64 MB of weights take for one token and for eight, the least of a few runs each."""
-    layers = [packed_linear(nn.Linear(1024, 4096, bias=False, dtype=dtype), exact=False) for _ in range(8)]
+    linears = [nn.Linear(1024, 4096, bias=False, dtype=dtype) for _ in range(8)]
+    layers = [packed for linear in linears if (packed := packed_linear(linear, exact=False))]
     total = 0.0
     for tokens in (1, 8):
         inputs, times = torch.zeros(tokens, 1024, dtype=dtype), []
         for _ in range(5):
             started = time.perf_counter()
-            for layer in filter(None, layers):
+            for layer in layers:
                 layer(inputs)
             times.append(time.perf_counter() - started)
         total += min(times)
@@ -180,7 +181,7 @@ def seconds_of_products(dtype: torch.dtype) -> float:
 
 def gains_by_packing(model: nn.Module) -> bool:
     """Whether reading the weights of this model's linear layers is what a step waits for."""
-    return sum(linear.weight.numel() * 4 for *_, linear in packable_layers(model)) >= SMALL_BYTES
+    return sum(linear.weight.numel() * 4 for *_, linear in linear_layers(model)) >= SMALL_BYTES
 
 
 def pack_weights(model: nn.Module, exact: bool) -> bool:
@@ -189,7 +190,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     With `exact`, a float32 layer stays as it is if one of its weights has no 16-bit number.
     """
     was_packed = False
-    for layers in siblings(packable_layers(model)):
+    for layers in siblings([each for each in linear_layers(model) if can_pack(each[-1].weight.dtype)]):
         linears = [linear for *_, linear in layers]
         whole = packed_linear(joined(linears), exact) if len(layers) > 1 else None
         product = None if whole is None else JointProduct(whole, [linear.out_features for linear in linears])
@@ -212,13 +213,13 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     return list(groups.values())
 
 
-def packable_layers(model: nn.Module) -> list[Named]:
-    """The model's linear layers on a CPU whose dtype has kernels, each with its parent and its name there."""
+def linear_layers(model: nn.Module) -> list[Named]:
+    """The model's linear layers on a CPU, each with its parent and its name there."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     return [
         (parent, name, child)
         for parent, name, child in named
-        if type(child) is nn.Linear and child.weight.device.type == "cpu" and can_pack(child.weight.dtype)
+        if type(child) is nn.Linear and child.weight.device.type == "cpu"
     ]
 
 
