@@ -114,7 +114,8 @@ def test_a_reader_such_as_head_that_has_enough_ends_a_command_quietly() -> None:
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == ""
+    with process.stderr as said:
+        assert said.read() == ""
 
 
 @pytest.mark.parametrize("program", ["print('short')", "print('long' * 100_000)"])

@@ -104,6 +104,15 @@ def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept
     assert len(handler.seen) == 16 - 6
 
 
+def test_no_connection_to_a_server_outlives_its_client(stack: ExitStack) -> None:
+    """Python warned of sockets that nobody had closed, in whatever ran when it collected them."""
+    url, _ = stack.enter_context(serving())
+    client = CompletionClient([url])
+    connections = client.client
+    del client
+    assert connections.is_closed
+
+
 def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
     right, wrong = (stack.enter_context(serving(model=model))[0] for model in ("tiny", "other"))
     with pytest.raises(ValueError, match=rf"{right} serves tiny, but {wrong} serves other; servers of one model"):

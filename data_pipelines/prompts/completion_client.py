@@ -2,6 +2,7 @@
 
 import fcntl
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -87,6 +88,7 @@ class CompletionClient:
         self._lock = Lock()  # of the servers' counts and failures
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
+        weakref.finalize(self, self.client.close)
         self.model = self._served_by_all()
 
     @property

@@ -44,8 +44,7 @@ LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 
 def main(argv: Sequence[str] | None = None) -> None:
     options = serve_options(None, argv)
-    with errors_as_messages(NOT_BEGUN):
-        listening = listen(options.host, options.port)
+    with errors_as_messages(NOT_BEGUN), listen(options.host, options.port) as listening:
         thread = ThreadPoolExecutor(1, "engine")
         try:
             served = thread.submit(load, options, thread).result()
