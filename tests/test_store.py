@@ -280,19 +280,19 @@ def test_stores_of_a_target_that_moved_are_merged(harvested: Path, tmp_path: Pat
 
 
 def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:
-    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[1]", "data.dtype=bfloat16")
-    with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[2, 3, 4\]"):
+    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[0]", "data.dtype=bfloat16")
+    with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[1, 2, 3\]"):
         merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
     assert not (tmp_path / "merged").exists()
 
 
 def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:
     store = harvested / "run" / "features"
-    with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[2, 3, 4\]"):
-        harvest(tiny_recipe(harvested, f"data.store={store}", "head.taps=[1]"))
-    block = "head={kind: block, block_size: 3, taps: [1, 2, 4]}"
+    with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[1, 2, 3\]"):
+        harvest(tiny_recipe(harvested, f"data.store={store}", "head.taps=[0]"))
+    block = "head={kind: block, block_size: 3, taps: [0, 1, 3]}"
     with pytest.raises(
-        ValueError, match=r"it lacks \[1\]; a new harvest of this text takes about .*B on disk and one pass"
+        ValueError, match=r"it lacks \[0\]; a new harvest of this text takes about .*B on disk and one pass"
     ):
         harvest(tiny_recipe(harvested, f"data.store={store}", block))
     build_run(tmp_path)

@@ -47,7 +47,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 7) -> Path:
+def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 4) -> Path:
     """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
     config = LlamaConfig(
         vocab_size=vocab_size,
