@@ -6,6 +6,7 @@ Each subcommand runs the `main` of a module, which is imported only when its com
 
 import ast
 import difflib
+import gc
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,7 +168,11 @@ def run(arguments: list[str]) -> None:
         run_command(TRAIN_HELP, train, CONTINUES, recipe_and_devices)
         return
     command.read_arguments(docstring(command.module))
-    import_module(command.module).main()
+    gc.disable()  # half a million objects that stay are not looked through again and again
+    module = import_module(command.module)
+    gc.freeze()
+    gc.enable()
+    module.main()
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:

@@ -131,6 +131,7 @@ def test_a_run_in_a_bucket_is_the_local_one_and_goes_on_on_another_machine(
     assert not list(recipe.features_dir.glob("*.safetensors"))  # read only by those who train
 
 
+@pytest.mark.slow
 def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path, tmp_path: Path) -> None:
     data = tiny_recipe(local, f"data.folder={store}/data", f"run_dir={tmp_path}/data")
     harvest(data)
@@ -143,6 +144,7 @@ def test_data_and_features_of_other_runs_are_read_by_url(store: str, local: Path
     assert weights[0] == weights[1]
 
 
+@pytest.mark.slow
 def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +155,7 @@ def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
     assert_same_data(recipe, local)
 
 
+@pytest.mark.slow
 def test_a_harvest_goes_on_on_another_machine_after_a_kill(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +178,7 @@ def test_a_harvest_goes_on_on_another_machine_after_a_kill(
     assert_same_data(recipe, local)
 
 
+@pytest.mark.slow
 def test_more_prompts_continue_from_features_in_a_bucket(store: str, local: Path, tmp_path: Path) -> None:
     harvest(tiny_recipe(local, f"run_dir={tmp_path}/fewer", "data.num_prompts=7"))
     fill(store, tmp_path / "fewer")
@@ -183,6 +187,7 @@ def test_more_prompts_continue_from_features_in_a_bucket(store: str, local: Path
     assert_same_data(recipe, local)
 
 
+@pytest.mark.slow
 def test_a_cache_smaller_than_the_features_changes_nothing(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

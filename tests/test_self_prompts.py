@@ -129,6 +129,7 @@ def test_a_killed_run_goes_on_after_its_last_candidate(
     assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
 
 
+@pytest.mark.slow
 def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: Path) -> None:
     """rank 0: 0 2 4 ...   rank 1: 1 3 5 ...   then one rank: nothing to write"""
     recipe = own_recipe(folder, tmp_path)
@@ -194,6 +195,7 @@ def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: P
 # System prompts
 
 
+@pytest.mark.slow
 def test_system_prompts_steer_the_words(folder: Path, tmp_path: Path) -> None:
     recipe = own_recipe(folder, tmp_path, "data.self_system_prompts=[maths, null]")
     make_prompts_alone(recipe)
