@@ -101,6 +101,29 @@ def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
         assert said in capsys.readouterr().err
 
 
+@needs_kernel
+@pytest.mark.skipif(not products.has_tiles(), reason="this processor has no tiles")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("size", "outputs"), [(64, 80), (576, 64), (32, 5)])
+@torch.inference_mode()
+def test_a_product_by_tiles_is_the_bfloat16_layer_and_a_token_s_bits_are_the_same_in_every_pass(
+    size: int, outputs: int, bias: bool
+) -> None:
+    linear = nn.Linear(size, outputs, bias=bias).bfloat16()
+    own, inputs = packed(linear), torch.randn(70, size).bfloat16()
+    assert type(own) is OwnLinear
+    alone = torch.cat([own(each) for each in inputs.split(1)])
+    assert_close(alone, linear.float()(inputs.float()).bfloat16(), rtol=1e-2, atol=1e-2)
+    for count in (2, 15, 16, 17, 31, 32, 33, 49, 70):
+        assert torch.equal(own(inputs[:count]), alone[:count])
+    assert torch.equal(own(inputs.view(2, 35, size)[:, ::3]), alone.view(2, 35, outputs)[:, ::3])  # not contiguous
+
+
+@needs_onednn
+def test_a_layer_whose_inputs_are_no_whole_tiles_has_onednn_s_product() -> None:
+    assert type(packed(nn.Linear(48, 32).bfloat16())) is BlockedLinear
+
+
 @needs_fbgemm
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("rows", [1, 2, 7, 33])

@@ -1,10 +1,15 @@
-// Products of float32 states with 16-bit weights, for any processor that torch has vectors for. See products.py.
+// Products of float32 states with 16-bit weights, for any processor that torch has vectors for, and of bfloat16 states
+// with bfloat16 weights, for processors with tiles (AMX). See products.py.
 //
 // A step waits for its weights to come from memory, so they lie in the order in which they are read, and are asked for
 // ahead of time. A sum has one order whatever the number of tokens, so drafts change no bit of it.
 
 #include <ATen/cpu/vec/vec.h>
 #include <omp.h>
+
+#ifdef __AMX_BF16__
+#include <immintrin.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -92,9 +97,95 @@ struct Product {
   }
 };
 
+#ifdef __AMX_BF16__
+
+constexpr int64_t TILE = 16;  // rows of a tile; each has 64 bytes
+constexpr int64_t BLOCK = 32;  // inputs, and outputs, of a block of weights
+
+// Products of bfloat16 states and weights by the processor's tiles (AMX), up to two of states at once.
+struct Tiles {
+  const BFloat16* inputs;   // [tokens, size]
+  const BFloat16* weights;  // [panels, size / 2, BLOCK, 2]
+  const float* bias;        // [outputs], or none
+  BFloat16* found;          // [tokens, outputs]
+  int64_t tokens, size, outputs;
+
+  // Tiles 0 to 3 hold sums, 4 and 5 the states of `first` and `second` tokens, 6 and 7 weights.
+  static void configure(int64_t first, int64_t second) {
+    struct alignas(64) {
+      uint8_t palette = 1, start = 0, unused[14] = {};
+      uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+      uint8_t rows[16] = {};
+    } tiles;
+    const int64_t rows[] = {first, first, second, second, first, second, TILE, TILE};
+    for (int i = 0; i < 8; i++) tiles.rows[i] = std::max<int64_t>(rows[i], 1);
+    _tile_loadconfig(&tiles);
+  }
+
+  // The outputs of a panel for `first + second` tokens.
+  void block(int64_t token, int64_t first, int64_t second, int64_t panel) const {
+    const BFloat16* x = inputs + token * size;
+    const BFloat16* w = weights + panel * size * BLOCK;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t k = 0; k < size; k += BLOCK, w += BLOCK * BLOCK) {
+      for (int64_t line = 0; line < BLOCK * BLOCK; line += 32) __builtin_prefetch(w + AHEAD + line);
+      _tile_loadd(6, w, 128);
+      _tile_loadd(7, w + 32, 128);
+      _tile_loadd(4, x + k, 2 * size);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      if (second == 0) continue;
+      _tile_loadd(5, x + TILE * size + k, 2 * size);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    alignas(64) float sums[2 * TILE][BLOCK];
+    _tile_stored(0, sums[0], 4 * BLOCK);
+    _tile_stored(1, sums[0] + 16, 4 * BLOCK);
+    if (second > 0) {
+      _tile_stored(2, sums[TILE], 4 * BLOCK);
+      _tile_stored(3, sums[TILE] + 16, 4 * BLOCK);
+    }
+    int64_t column = panel * BLOCK, count = std::min(BLOCK, outputs - column);
+    for (int64_t t = 0; t < first + second; t++) {
+      BFloat16* to = found + (token + t) * outputs + column;
+      for (int64_t n = 0; n < count; n++) to[n] = bias ? sums[t][n] + bias[column + n] : sums[t][n];
+    }
+  }
+
+  // What one of several threads does.
+  void part(int64_t number, int64_t count) const {
+    int64_t panels = (outputs + BLOCK - 1) / BLOCK;
+    int64_t from = panels * number / count, end = panels * (number + 1) / count;
+    for (int64_t token = 0; token < tokens; token += 2 * TILE) {
+      int64_t first = std::min(TILE, tokens - token), second = std::min(TILE, tokens - token - first);
+      configure(first, second);
+      for (int64_t panel = from; panel < end; panel++) block(token, first, second, panel);
+    }
+    _tile_release();
+  }
+
+  void run() const {
+#pragma omp parallel
+    part(omp_get_thread_num(), omp_get_num_threads());
+  }
+};
+
+#endif
+
 }  // namespace
 
 extern "C" {
+
+#ifdef __AMX_BF16__
+void tiles(const BFloat16* inputs, const BFloat16* weights, const float* bias, BFloat16* found, int64_t tokens,
+           int64_t size, int64_t outputs) {
+  Tiles{inputs, weights, bias, found, tokens, size, outputs}.run();
+}
+#endif
 
 int64_t width() { return WIDTH; }
 

@@ -1,7 +1,7 @@
-"""Products of float32 states with 16-bit weights, by a kernel of our own that is compiled once for this processor.
+"""Products of states with 16-bit weights, by kernels of our own that are compiled once for this processor.
 
 For up to a dozen tokens they take little longer than the weights take to come from memory, 0.6 of the time of FBGEMM's
-(docs/LOG.md), and a token's have the same bits in every pass. The kernel is in products.cpp.
+and oneDNN's (docs/LOG.md), and a token's have the same bits in every pass. The kernels are in products.cpp.
 """
 
 import ctypes
@@ -21,6 +21,8 @@ from torch.nn import functional
 from headstart.common.process import user_cache
 
 SOURCE = Path(__file__).with_name("products.cpp")
+TILED = 32  # inputs, and outputs, of a block of bfloat16 weights
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # how a program asks Linux for the registers of tiles
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 
 
@@ -49,7 +51,7 @@ def library() -> ctypes.CDLL | None:
             subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
             partial.replace(path)
         loaded = ctypes.CDLL(str(path))
-        for kernel in (loaded.float16, loaded.bfloat16):
+        for kernel in (loaded.float16, loaded.bfloat16, *([loaded.tiles] if hasattr(loaded, "tiles") else [])):
             kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3, None
         return loaded
     except subprocess.CalledProcessError as error:
@@ -58,6 +60,13 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError) as error:  # no home folder is a RuntimeError
         print(f"decoding with torch's products, as those of headstart cannot be used: {error}", file=sys.stderr)
     return None
+
+
+@cache
+def has_tiles() -> bool:
+    """Whether products of bfloat16 states with bfloat16 weights can be computed here."""
+    loaded = library()
+    return hasattr(loaded, "tiles") and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
 
 
 def kernel_name() -> str:
@@ -69,19 +78,26 @@ def kernel_name() -> str:
 class Product:
     """The product with one layer's weights."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` [out, in] is of float16 or bfloat16, `bias` [out] of float32."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, tiled: bool = False) -> None:
+        """`weight` [out, in] is of float16 or bfloat16, `bias` [out] of float32.
+
+        States are float32; with `tiled` they are bfloat16, as the weight is, and `in` is a multiple of `TILED`.
+        """
         loaded = library()
         assert loaded is not None
         self.outputs, self.size = weight.shape
-        width = loaded.width()
+        width, together = (TILED, 2) if tiled else (loaded.width(), 1)
         panels = functional.pad(weight, (0, 0, 0, -self.outputs % width)).unflatten(0, (-1, width))
-        self.panels, self.bias = panels.transpose(1, 2).contiguous(), bias
+        self.panels = panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
+        self.bias = bias
         self.addresses = self.panels.data_ptr(), None if bias is None else bias.data_ptr()
-        self.kernel = loaded.float16 if weight.dtype == torch.float16 else loaded.bfloat16
+        if tiled:
+            self.kernel = loaded.tiles
+        else:
+            self.kernel = loaded.float16 if weight.dtype == torch.float16 else loaded.bfloat16
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Float32 states [..., in] times the weights: [..., out]."""
+        """States [..., in] times the weights: [..., out], in their dtype."""
         inputs = inputs.contiguous()
         found = inputs.new_empty((*inputs.shape[:-1], self.outputs))
         tokens = inputs.numel() // self.size

@@ -2,9 +2,9 @@
 
 On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as
 published ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own
-(products.py), or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler.
-bfloat16 weights are put into oneDNN's blocked layout once, where torch's own layer does it again in every call. None of
-this changes a weight, so the text stays.
+(products.py), or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. So is
+that of bfloat16 on a processor with tiles (AMX); elsewhere the weights are put into oneDNN's blocked layout once, where
+torch's own layer does it again in every call. None of this changes a weight, so the text stays.
 
 On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
-from headstart.inference.passes.products import Product, exact_weight, library
+from headstart.inference.passes.products import TILED, Product, exact_weight, has_tiles, library
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -51,11 +51,12 @@ class PackedLinear(nn.Module):
 
 
 class OwnLinear(PackedLinear):
-    """Its inputs, sums, bias and outputs are float32, its weights have 16 bits."""
+    """Its sums are float32, its weights have 16 bits; inputs and outputs are those of the layer."""
 
     def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
         super().__init__(linear)
-        self.own = Product(weight, None if linear.bias is None else linear.bias.detach())
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.own = Product(weight, bias, tiled=linear.weight.dtype == torch.bfloat16)
 
     def product(self, inputs: Tensor) -> Tensor:
         return self.own(inputs)
@@ -143,7 +144,8 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
 def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
     """The layer with packed weights; None if that, `exact`, would change one of them."""
     if linear.weight.dtype == torch.bfloat16:
-        return BlockedLinear(linear)
+        is_tiled = has_tiles() and linear.in_features % TILED == 0
+        return OwnLinear(linear, linear.weight.detach()) if is_tiled else BlockedLinear(linear)
     weight = exact_weight(linear.weight)
     if weight is None and not exact:
         weight = linear.weight.half()
