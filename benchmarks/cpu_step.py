@@ -3,8 +3,9 @@
     headstart smollm2
     python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct
 
-The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, and
-the products with packed weights alone. They take turns, and the figures are medians. The second has tokens/s of plain
+The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
+products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's in
+bfloat16). They take turns, and the figures are medians. The second has tokens/s of plain
 decoding by compiled layers, alone and while another process takes a core: with headstart's setting for threads that
 wait, and with OpenMP's own.
 """
@@ -19,6 +20,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from rich.console import Console
@@ -29,13 +31,13 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes.compiled import CompiledForward
-from headstart.inference.targets.fast_layers import JointLinear, PackedLinear
+from headstart.inference.targets.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
 CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
-KINDS = ("own code", "compiled", "products alone")
+KINDS = ("own code", "compiled", "products alone", "torch's products")
 NEW_TOKENS = 96
 BUSY = "while True: pass"
 
@@ -58,8 +60,15 @@ def products(target: TargetModel) -> list[PackedLinear]:
     return [each for each in [*modules, *joint.values()] if isinstance(each, PackedLinear)]
 
 
-def load(path: str) -> TargetModel:
-    target = TargetModel.load(TargetSection(path=path, dtype="float32", device="cpu"), ())
+def torchs(own: list[PackedLinear], dtype: torch.dtype) -> list[PackedLinear]:
+    """torch's products of the same sizes."""
+    kind = HalfLinear if dtype == torch.float32 else BlockedLinear
+    return [kind(nn.Linear(each.in_features, each.out_features, bias=False, dtype=dtype)) for each in own]
+
+
+def load(path: str, dtype: str) -> TargetModel:
+    section = {"path": path, "dtype": dtype, "device": "cpu"}
+    target = TargetModel.load(TargetSection.model_validate(section), ())
     if target.compiler is None:
         sys.exit("nothing is compiled here: the weights are not packed, or there is no C++ compiler")
     target.compiler.worth = 1
@@ -69,7 +78,9 @@ def load(path: str) -> TargetModel:
 @torch.inference_mode()
 def passes(target: TargetModel) -> dict[str, float]:
     """Median milliseconds of each kind and number of tokens."""
-    cache, layers, packed = target.new_cache(CONTEXT + 64), target.layers, products(target)
+    cache, layers = target.new_cache(CONTEXT + 64), target.layers
+    own = products(target)
+    others = torchs(own, target.dtype)
     cache.target.set_lengths([CONTEXT])
     times: dict[str, list[float]] = defaultdict(list)
 
@@ -77,9 +88,9 @@ def passes(target: TargetModel) -> dict[str, float]:
         tree = Tree(torch.arange(count)[None] + 300, torch.arange(count)[None] - 1)
         target.forward_tree(tree, cache)
 
-    def multiply(count: int) -> None:
+    def multiply(packed: list[PackedLinear], count: int) -> None:
         for product in packed:
-            product(torch.zeros(1, count, product.in_features))
+            product(torch.zeros(1, count, product.in_features, dtype=target.dtype))
 
     def timed(kind: str, count: int, work: Callable[[int], None]) -> None:
         started = time.perf_counter()
@@ -97,7 +108,8 @@ def passes(target: TargetModel) -> dict[str, float]:
             with own_code(layers):
                 timed(KINDS[0], count, run)
             timed(KINDS[1], count, run)
-            timed(KINDS[2], count, multiply)
+            timed(KINDS[2], count, partial(multiply, own))
+            timed(KINDS[3], count, partial(multiply, others))
     return {key: statistics.median(found) for key, found in times.items()}
 
 
@@ -114,12 +126,12 @@ def rate(target: TargetModel) -> dict[str, float]:
     return {"tokens/s": max(rates)}
 
 
-def measured(path: str, part: str, busy: int = 0, **changed: str) -> dict[str, float]:
+def measured(options: argparse.Namespace, part: str, busy: int = 0, **changed: str) -> dict[str, float]:
     """A part in a process of its own, beside busy ones. This one has imported headstart, which says how threads wait
     before torch is imported."""
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
     try:
-        command = [sys.executable, __file__, "--target", path, "--part", part]
+        command = [sys.executable, __file__, "--target", options.target, "--dtype", options.dtype, "--part", part]
         done = subprocess.run(command, env={**os.environ, **changed}, capture_output=True, text=True, check=True)
     finally:
         for other in others:
@@ -134,21 +146,24 @@ PARTS: dict[str, Callable[[TargetModel], dict[str, float]]] = {"passes": passes,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of a model whose weights 16 bits can hold")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(PARTS[options.part](load(options.target))))
+        print(json.dumps(PARTS[options.part](load(options.target, options.dtype))))
         return
     console, threads = Console(width=120), torch.get_num_threads()
-    console.print(f"{processor_name(torch.device('cpu'))}, {threads} threads, torch {torch.__version__}")
-    found = measured(options.target, "passes")
+    console.print(
+        f"{processor_name(torch.device('cpu'))}, {threads} threads, torch {torch.__version__}, {options.dtype}"
+    )
+    found = measured(options, "passes")
     table = Table("milliseconds", *(f"{count} tokens" for count in SIZES))
     for kind in KINDS:
         table.add_row(kind, *(f"{found[f'{kind}, {count}']:.1f}" for count in SIZES))
     console.print(table)
     table = Table("tokens/s", "alone", "one core busy")
     for name, changed in (("headstart's waiting", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
-        rates = [measured(options.target, "rate", busy, **changed)["tokens/s"] for busy in (0, 1)]
+        rates = [measured(options, "rate", busy, **changed)["tokens/s"] for busy in (0, 1)]
         table.add_row(name, *(f"{each:.1f}" for each in rates))
     console.print(table)
 

@@ -60,7 +60,7 @@ BEST_OF = "llama.cpp bf16"  # rows of the lossless engine to beat
 
 
 class ForbiddenInstructionError(ValueError):
-    """llama.cpp ended with an illegal instruction: some virtual machines show AMX and forbid it."""
+    """llama.cpp ended with an illegal instruction, as with int8 weights laid out for AMX on a virtual machine."""
 
 
 @dataclass(frozen=True)

@@ -285,6 +285,14 @@ def test_measured_costs_are_those_of_the_machine() -> None:
     assert (first, first + 2 * further) == pytest.approx((draft(1, 700), draft(3, 700)))
 
 
+def test_a_size_that_was_timed_in_a_slow_moment_does_not_make_larger_ones_dear() -> None:
+    """Trees stayed small on a machine where a pass of six nodes had once taken seven times as long as usual."""
+    times = {("target", size): 30.0 + size for size in (1, 2, 6, 16, 64)} | {("target", 6): 197.0}
+    times |= {("first", 128): 5.0, ("levels", 128): 9.0}
+    surface = surface_from(times, 128, 2048, 64, 1, 3)
+    assert surface.target == (31.0, 32.0, 46.0, 46.0, 94.0)
+
+
 def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(cost_measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))

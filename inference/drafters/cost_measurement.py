@@ -35,7 +35,7 @@ from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
-LAYOUT = 2  # version of the files; those of another version are measured anew
+LAYOUT = 3  # version of the files; those of another version are measured anew
 REMEMBERED = 2  # observed steps of each group that a file keeps: few, so that new ones outweigh them at once
 SHORT, LONG = 128, 2048  # positions of context, fewer where the target has fewer
 LEVELS = 3  # levels drafted to find the time of one
@@ -289,7 +289,9 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
         if part == "batch":
             points[batch * size] = times[part, size] - batch * attention[size]
     tokens = sorted(points)
-    seconds = numpy.maximum.accumulate([max(points[size], times["target", 1] / 10) for size in tokens])
+    # Whatever disturbs a measurement makes it longer, so a pass takes no longer than a larger one did.
+    least = [max(points[size], times["target", 1] / 10) for size in tokens]
+    seconds = numpy.minimum.accumulate(least[::-1])[::-1]
     first = slope(times["first", short], times.get(("first", long)), long - short)
     level = further_level(times, short, levels)
     far_level = further_level(times, long, levels) if ("levels", long) in times else None
