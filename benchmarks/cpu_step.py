@@ -4,10 +4,10 @@
     python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct
 
 The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
-products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's in
-bfloat16). They take turns, and the figures are medians. The second has tokens/s of plain
-decoding by compiled layers, alone and while another process takes a core: with headstart's setting for threads that
-wait, and with OpenMP's own.
+products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's
+in bfloat16). They take turns, and the figures are medians. The second has tokens/s of plain decoding by compiled
+layers, alone and while another process takes a core: with headstart's setting for threads that wait, and with OpenMP's
+own.
 """
 
 import argparse

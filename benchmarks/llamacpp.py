@@ -8,11 +8,12 @@ Every method continues the first turn of each question greedily, in the target's
 ids, until the answer ends or decode.max_new_tokens are written. Methods take turns, prompt by prompt, after each has
 decoded the longest prompt once. The time until the first token, which reads the prompt, is left out on both sides.
 
-Ours are float32 and, where the processor computes in it, bfloat16, each plain and with the head and repeats. Those of
-llama.cpp decode GGUF files that its own converter writes from the same safetensors: bf16, plain, with ngram-simple, and
-with the head if llama.cpp can draft with it (EAGLE-3.0); and q8_0, with weights rounded to 8 bits. *x best* is the rate
-over that of llama.cpp's fastest mode in bf16, *x own plain* over plain decoding from the same weights in the same
-engine; *same text* counts the texts that equal those of that plain decoding.
+Ours are float32 and, where the processor computes in it, bfloat16, each plain and with the head and repeats, and so is
+the q8_0 file unpacked to 16 bits. Those of llama.cpp decode GGUF files that its own converter writes from the same
+safetensors: bf16, plain, with ngram-simple, and with the head if llama.cpp can draft with it (EAGLE-3.0); and q8_0,
+with weights rounded to 8 bits. *x best* is the rate over that of llama.cpp's fastest mode in bf16, *x own plain* over
+plain decoding from the same weights in the same engine; *same text* counts the texts that equal those of that plain
+decoding.
 """
 
 import argparse
@@ -91,9 +92,9 @@ class Row:
         return self.tokens / sum(text.seconds for text in self.texts)
 
 
-def our_rows(recipe: Recipe, dtype: str) -> Iterator[Row]:
-    """Plain decoding, and the head with repeats, in one number format."""
-    changed = recipe.target.model_copy(update={"dtype": dtype})
+def our_rows(recipe: Recipe, path: str | Path, dtype: str, name: str) -> Iterator[Row]:
+    """Plain decoding, and the head with repeats, of a model in one number format."""
+    changed = recipe.target.model_copy(update={"path": str(path), "dtype": dtype})
     baselines = recipe.report.model_copy(update={"baselines": ("plain", "repeats")})
     recipe = recipe.model_copy(update={"target": changed, "report": baselines})
     target = TargetModel.load_to_answer(recipe.target, taps_to_read(recipe))
@@ -109,8 +110,8 @@ def our_rows(recipe: Recipe, dtype: str) -> Iterator[Row]:
         return decode
 
     for method in build_methods(recipe, target, heads):
-        name = "plain" if method.drafter is None else "head and repeats"
-        yield Row(f"headstart {dtype}, {name}", f"headstart {dtype}, plain", decoding(method))
+        drafts = "plain" if method.drafter is None else "head and repeats"
+        yield Row(f"headstart {name}, {drafts}", f"headstart {name}, plain", decoding(method))
 
 
 class LlamaCpp:
@@ -242,8 +243,9 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
     torch.set_num_threads(threads)
     folder, target = recipe.run_dir / "llamacpp", folder_of(recipe.target)
     dtypes = ("bfloat16", "float32") if has_bfloat16(torch.device("cpu")) else ("float32",)
-    rows = [row for dtype in dtypes for row in our_rows(recipe, dtype)]
     files = {outtype: llama.converted(target, outtype, folder) for outtype in ("bf16", "q8_0")}
+    ours = [*((target, dtype, dtype) for dtype in dtypes), (files["q8_0"], dtypes[0], "q8_0")]
+    rows = [row for each in ours for row in our_rows(recipe, *each)]
     with ExitStack() as servers:
 
         def add(outtype: str, name: str, *options: str) -> None:
