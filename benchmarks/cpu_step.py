@@ -1,13 +1,13 @@
 """What a plain decoding step costs on a CPU, on a quiet machine and beside a busy process.
 
     headstart smollm2
-    python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct
+    python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct --head assets/smollm2_head
 
 The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
 products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's
-in bfloat16). They take turns, and the figures are medians. The second has tokens/s of plain decoding by compiled
-layers, alone and while another process takes a core: with headstart's setting for threads that wait, and with OpenMP's
-own.
+in bfloat16). They take turns, and the figures are medians. The line below it compares drafting a tree to a plain step.
+The second table has tokens/s of plain decoding by compiled layers, alone and while another process takes a core: with
+headstart's setting for threads that wait, and with OpenMP's own.
 """
 
 import argparse
@@ -27,8 +27,12 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from headstart import SpeculativeModel
+from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.cost_measurement import GREEDY, Bench
+from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes.compiled import CompiledForward
 from headstart.inference.targets.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
@@ -39,6 +43,8 @@ from headstart.recipes.schema import TargetSection
 CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
 KINDS = ("own code", "compiled", "products alone", "torch's products")
 NEW_TOKENS = 96
+WIDTH, LEVELS = 4, 4  # of the tree that is drafted
+WARM = 5
 BUSY = "while True: pass"
 
 
@@ -66,9 +72,12 @@ def torchs(own: list[PackedLinear], dtype: torch.dtype) -> list[PackedLinear]:
     return [kind(nn.Linear(each.in_features, each.out_features, bias=False, dtype=dtype)) for each in own]
 
 
-def load(path: str, dtype: str) -> TargetModel:
-    section = {"path": path, "dtype": dtype, "device": "cpu"}
-    target = TargetModel.load(TargetSection.model_validate(section), ())
+def load(options: argparse.Namespace) -> TargetModel:
+    section = {"path": options.target, "dtype": options.dtype, "device": "cpu"}
+    return compiling(TargetModel.load(TargetSection.model_validate(section), ()))
+
+
+def compiling(target: TargetModel) -> TargetModel:
     if target.compiler is None:
         sys.exit("nothing is compiled here: the weights are not packed, or there is no C++ compiler")
     target.compiler.worth = 1
@@ -76,8 +85,9 @@ def load(path: str, dtype: str) -> TargetModel:
 
 
 @torch.inference_mode()
-def passes(target: TargetModel) -> dict[str, float]:
+def passes(options: argparse.Namespace) -> dict[str, float]:
     """Median milliseconds of each kind and number of tokens."""
+    target = load(options)
     cache, layers = target.new_cache(CONTEXT + 64), target.layers
     own = products(target)
     others = torchs(own, target.dtype)
@@ -113,8 +123,31 @@ def passes(target: TargetModel) -> dict[str, float]:
     return {key: statistics.median(found) for key, found in times.items()}
 
 
-def rate(target: TargetModel) -> dict[str, float]:
+@torch.inference_mode()
+def drafting(options: argparse.Namespace) -> dict[str, float]:
+    """Median milliseconds of drafting a tree, and of a plain step."""
+    model = SpeculativeModel.from_folders(options.target, options.head, dtype=options.dtype, device="cpu")
+    target, drafter = compiling(model.target), model.drafter
+    assert isinstance(drafter, TreeDrafter)
+    assert isinstance(drafter.head, DraftHead)
+    bench = Bench(target, drafter.head, WIDTH, CONTEXT, 1, 64)
+    works: dict[str, Callable[[], object]] = {"drafting": bench.drafting(LEVELS), "plain step": partial(bench.verify, 1, GREEDY)}
+    times: dict[str, list[float]] = defaultdict(list)
+    for turn in range(TURNS):
+        for name, work in works.items():
+            started = time.perf_counter()
+            work()
+            times[name].append(1000 * (time.perf_counter() - started))
+        if turn < WARM:
+            assert target.compiler is not None
+            target.compiler.finish()
+            times.clear()
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def rate(options: argparse.Namespace) -> dict[str, float]:
     """Plain decoding: the better of two texts."""
+    target = load(options)
     assert target.compiler is not None
     request, rates = Request([*range(300, 400)], NEW_TOKENS), []
     for turn in range(3):
@@ -132,6 +165,7 @@ def measured(options: argparse.Namespace, part: str, busy: int = 0, **changed: s
     others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
     try:
         command = [sys.executable, __file__, "--target", options.target, "--dtype", options.dtype, "--part", part]
+        command += ["--head", options.head] if options.head else []
         done = subprocess.run(command, env={**os.environ, **changed}, capture_output=True, text=True, check=True)
     finally:
         for other in others:
@@ -140,17 +174,22 @@ def measured(options: argparse.Namespace, part: str, busy: int = 0, **changed: s
     return found
 
 
-PARTS: dict[str, Callable[[TargetModel], dict[str, float]]] = {"passes": passes, "rate": rate}
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "passes": passes,
+    "drafting": drafting,
+    "rate": rate,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="folder of a model whose weights 16 bits can hold")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--head", help="folder of a head for it, of which the drafting of a tree is timed")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(PARTS[options.part](load(options.target, options.dtype))))
+        print(json.dumps(PARTS[options.part](options)))
         return
     console, threads = Console(width=120), torch.get_num_threads()
     console.print(
@@ -161,6 +200,12 @@ def main() -> None:
     for kind in KINDS:
         table.add_row(kind, *(f"{found[f'{kind}, {count}']:.1f}" for count in SIZES))
     console.print(table)
+    if options.head:
+        found = measured(options, "drafting")
+        share, nodes = found["drafting"] / found["plain step"], WIDTH * LEVELS
+        console.print(
+            f"drafting {nodes} nodes on {LEVELS} levels: {found['drafting']:.1f} ms, {share:.2f} of a plain step"
+        )
     table = Table("tokens/s", "alone", "one core busy")
     for name, changed in (("headstart's waiting", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
         rates = [measured(options, "rate", busy, **changed)["tokens/s"] for busy in (0, 1)]

@@ -14,6 +14,7 @@ from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 from headstart.common.errors import CONTINUES, NOT_BEGUN, errors_as_messages
 from headstart.inference.serve.options import serve_options
@@ -168,11 +169,19 @@ def run(arguments: list[str]) -> None:
         run_command(TRAIN_HELP, train, CONTINUES, recipe_and_devices)
         return
     command.read_arguments(docstring(command.module))
-    gc.disable()  # half a million objects that stay are not looked through again and again
-    module = import_module(command.module)
-    gc.freeze()
-    gc.enable()
-    module.main()
+    imported(command.module).main()
+
+
+def imported(name: str) -> ModuleType:
+    """The module. Imports make half a million objects that stay, and no cycle is looked for among them meanwhile."""
+    if name in sys.modules:
+        return sys.modules[name]
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:

@@ -99,7 +99,7 @@ struct Product {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t TILE = 16;  // rows of a tile; each has 64 bytes
+constexpr int64_t TILE = 16;   // rows of a tile; each has 64 bytes
 constexpr int64_t BLOCK = 32;  // inputs, and outputs, of a block of weights
 
 // Products of bfloat16 states and weights by the processor's tiles (AMX), up to two of states at once.
@@ -156,15 +156,16 @@ struct Tiles {
     }
   }
 
-  // What one of several threads does.
+  // What one of several threads does. A panel stays in the processor's cache for all tokens.
   void part(int64_t number, int64_t count) const {
-    int64_t panels = (outputs + BLOCK - 1) / BLOCK;
-    int64_t from = panels * number / count, end = panels * (number + 1) / count;
-    for (int64_t token = 0; token < tokens; token += 2 * TILE) {
-      int64_t first = std::min(TILE, tokens - token), second = std::min(TILE, tokens - token - first);
-      configure(first, second);
-      for (int64_t panel = from; panel < end; panel++) block(token, first, second, panel);
-    }
+    int64_t panels = (outputs + BLOCK - 1) / BLOCK, configured = 0;
+    for (int64_t panel = panels * number / count; panel < panels * (number + 1) / count; panel++)
+      for (int64_t token = 0; token < tokens; token += 2 * TILE) {
+        int64_t first = std::min(TILE, tokens - token), second = std::min(TILE, tokens - token - first);
+        if (configured != first + second) configure(first, second);
+        configured = first + second;
+        block(token, first, second, panel);
+      }
     _tile_release();
   }
 
