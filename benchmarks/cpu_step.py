@@ -131,7 +131,10 @@ def drafting(options: argparse.Namespace) -> dict[str, float]:
     assert isinstance(drafter, TreeDrafter)
     assert isinstance(drafter.head, DraftHead)
     bench = Bench(target, drafter.head, WIDTH, CONTEXT, 1, 64)
-    works: dict[str, Callable[[], object]] = {"drafting": bench.drafting(LEVELS), "plain step": partial(bench.verify, 1, GREEDY)}
+    works: dict[str, Callable[[], object]] = {
+        "drafting": bench.drafting(LEVELS),
+        "plain step": partial(bench.verify, 1, GREEDY),
+    }
     times: dict[str, list[float]] = defaultdict(list)
     for turn in range(TURNS):
         for name, work in works.items():
