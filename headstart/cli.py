@@ -174,14 +174,15 @@ def run(arguments: list[str]) -> None:
 
 def imported(name: str) -> ModuleType:
     """The module. Imports make half a million objects that stay, and no cycle is looked for among them meanwhile."""
-    if name in sys.modules:
-        return sys.modules[name]
-    gc.disable()
+    is_new = name not in sys.modules
+    if is_new:
+        gc.disable()
     try:
         return import_module(name)
     finally:
-        gc.freeze()
-        gc.enable()
+        if is_new:
+            gc.freeze()
+            gc.enable()
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
