@@ -43,7 +43,7 @@ from headstart.recipes.schema import TargetSection
 CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
 KINDS = ("own code", "compiled", "products alone", "torch's products")
 NEW_TOKENS = 96
-WIDTH, LEVELS = 4, 4  # of the tree that is drafted
+WIDTH, LEVELS = 4, 4  # of the drafted tree
 WARM = 5
 BUSY = "while True: pass"
 

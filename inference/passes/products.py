@@ -51,8 +51,9 @@ def library() -> ctypes.CDLL | None:
             subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
             partial.replace(path)
         loaded = ctypes.CDLL(str(path))
-        for kernel in (loaded.float16, loaded.bfloat16, *([loaded.tiles] if hasattr(loaded, "tiles") else [])):
-            kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3, None
+        for name in ("float16", "bfloat16", "tiles"):
+            if (kernel := getattr(loaded, name, None)) is not None:
+                kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3, None
         return loaded
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
@@ -91,10 +92,7 @@ class Product:
         self.panels = panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
         self.bias = bias
         self.addresses = self.panels.data_ptr(), None if bias is None else bias.data_ptr()
-        if tiled:
-            self.kernel = loaded.tiles
-        else:
-            self.kernel = loaded.float16 if weight.dtype == torch.float16 else loaded.bfloat16
+        self.kernel = getattr(loaded, "tiles" if tiled else str(weight.dtype).removeprefix("torch."))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """States [..., in] times the weights: [..., out], in their dtype."""
