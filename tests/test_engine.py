@@ -21,7 +21,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
 from headstart.inference.engine.reading import Pace
 from headstart.inference.targets.model import TargetModel
 
@@ -334,25 +334,50 @@ def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
     for _ in range(12):
         tokens = pace.tokens(has_rows=True)
         pace.has_read(tokens, 0.5 + 0.1 * tokens)
-        assert not pace.reads_next(has_rows=True)
+        assert not pace.reads_next(running=1)
         pace.stepped(1.0, drafts=False)
-        assert pace.reads_next(has_rows=True)
+        assert pace.reads_next(running=1)
     assert 9 <= pace.tokens(has_rows=True) <= 11
     pace.has_read(512, 51.7)  # nobody waited for this one
     assert pace.tokens(has_rows=True) <= 20
+
+
+def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) -> None:
+    """A text ends with nearly every step there: a pass for each new prompt would take as long as the steps."""
+    lengths = [1 + 5 * number % 61 for number in range(96)]
+    requests = [Request([5 + number % 40, 7, 9], length) for number, length in enumerate(lengths)]
+    loop, passes = loop_of(target, requests, max_batch=48), 0
+    while not loop.idle:
+        loop.step()
+        passes += loop.pace.read_last
+    loop.close()
+    alone = [generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
+    assert [loop.generations[number].tokens for number in range(96)] == alone
+    assert passes <= 24  # 36 as long as each place was filled at once
+
+
+def test_places_that_became_free_are_filled_together_and_in_the_end() -> None:
+    pace = Pace(512, prompts_first=True)
+    pace.stepped(1.0, drafts=False)
+    assert not pace.reads_next(running=480, free=29, waiting=100)
+    assert pace.reads_next(running=480, free=30, waiting=100)
+    assert pace.reads_next(running=480, free=3, waiting=3)  # no more will come
+    assert pace.reads_next(running=15, free=1, waiting=100)
+    pace.has_read(512, 1.0)
+    assert pace.reads_next(running=510, free=2, waiting=60)  # until all places are taken
 
 
 def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> None:
     """Where a step takes 1 s and each prompt token 0.05 s more, but the first ten nothing: 24 tokens are 1.7 s."""
     pace = Pace(512, prompts_first=False, beside=True)
     pace.stepped(3.0, drafts=True)
-    assert pace.reads_next(has_rows=True)
+    assert pace.reads_next(running=1)
     pace.stepped(1.3, drafts=False, beside=16)
-    assert not pace.reads_next(has_rows=True)  # nobody knows yet what a step takes without a piece
+    assert not pace.reads_next(running=1)  # nobody knows yet what a step takes without a piece
     pace.stepped(1.0, drafts=False)
     alone = 0
     for _ in range(60):
-        if pace.reads_next(has_rows=True):
+        if pace.reads_next(running=1):
             tokens = pace.tokens(has_rows=True)
             pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
         else:
@@ -362,7 +387,7 @@ def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> No
     assert 2 <= alone <= 5  # it measures again now and then
     for _ in range(20):  # the rows draft between prompts: no piece is compared to such a step
         pace.stepped(3.0, drafts=True)
-    assert pace.reads_next(has_rows=True)
+    assert pace.reads_next(running=1)
     for _ in range(3):
         tokens = pace.tokens(has_rows=True)
         pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)

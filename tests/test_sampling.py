@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from headstart.inference.core import sampling as module
-from headstart.inference.core.gumbel import gumbel_noise
+from headstart.inference.core.gumbel import as_one_kernel, gumbel_noise
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling, Sampling, check_bias
 from headstart.inference.core.tree import ancestor_mask
@@ -82,6 +82,23 @@ def test_gumbel_noise_does_not_depend_on_the_batch() -> None:
     ]
     assert torch.equal(torch.cat(one_by_one).flatten(), whole[0, :5, :5].flatten())
     assert torch.equal(gumbel_noise(seeds, positions.int(), tokens.int()), whole)
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "other numbers"])
+def test_noise_that_cannot_be_compiled_is_computed_step_by_step(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def compiled(function: Callable[..., Tensor], dynamic: bool) -> Callable[..., Tensor]:
+        def run(*inputs: Tensor) -> Tensor:
+            if fault == "no compiler":
+                raise RuntimeError("Failed to find C compiler")
+            return function(*inputs) * (1 + 1e-7)
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    with pytest.warns(UserWarning, match="could not be compiled .*(Failed to find C compiler|other numbers)"):
+        found = as_one_kernel.__wrapped__(torch.device("cpu"))
+    inputs = torch.arange(3), torch.arange(12).view(3, 4), torch.arange(50)
+    assert torch.equal(found(*inputs), gumbel_noise(*inputs))
 
 
 def test_uniform_numbers_are_uniform() -> None:

@@ -1,8 +1,7 @@
 """A request from prompt to finished text: what it asks for, where its text ends, and what was generated so far."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count, zip_longest
 from typing import Literal
@@ -286,14 +285,6 @@ class Sequence:
     def fail(self, error: Exception) -> None:
         """End the text where it stands, with an error of its own."""
         self.generation.finish, self.generation.error, self.ended = "error", error, True
-
-    @contextmanager
-    def failing_alone(self) -> Iterator[None]:
-        """Whatever is raised inside ends this text, and no other row's."""
-        try:
-            yield
-        except Exception as error:
-            self.fail(error)
 
     def record_step(
         self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True

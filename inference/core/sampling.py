@@ -18,6 +18,7 @@ import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -102,6 +103,24 @@ class Sampling:
         """Do penalties make the choice depend on the earlier tokens themselves, and not on the logits alone?"""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
+    @cached_property  # a batch of hundreds is rebuilt whenever one of its texts ends
+    def form(self) -> "Form":
+        return Form.of(self)
+
+    @cached_property
+    def settings(self) -> tuple[float, ...]:
+        """The columns of a batch's settings, each off where it has no effect."""
+        cuts = self.temperature > 0  # what is cut off is never the likeliest token
+        return (
+            self.temperature,
+            float(self.top_k) if cuts and self.top_k else NO_LIMIT,
+            1 - self.top_p if cuts and self.top_p < 1 else -1.0,
+            math.log(self.min_p) if cuts and self.min_p > 0 else -math.inf,
+            self.repetition_penalty,
+            self.frequency_penalty,
+            self.presence_penalty,
+        )
+
 
 def sampling_from_recipe(recipe: Recipe, temperature: float) -> Sampling:
     """How evaluations of a recipe sample, at one of their temperatures."""
@@ -132,20 +151,6 @@ class Form:
 
 
 TEMPERATURE, TOP_K, TAIL, LEAST, REPETITION, FREQUENCY, PRESENCE = range(7)  # the columns of a batch's settings
-
-
-def settings_of(sampling: Sampling) -> tuple[float, ...]:
-    """The settings of a row in the order of these columns, each off where it has no effect."""
-    cuts = sampling.temperature > 0  # what is cut off is never the likeliest token
-    return (
-        sampling.temperature,
-        float(sampling.top_k) if cuts and sampling.top_k else NO_LIMIT,
-        1 - sampling.top_p if cuts and sampling.top_p < 1 else -1.0,
-        math.log(sampling.min_p) if cuts and sampling.min_p > 0 else -math.inf,
-        sampling.repetition_penalty,
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-    )
 
 
 @dataclass(frozen=True)
@@ -240,10 +245,10 @@ class BatchSampling:
             )
         self.rule = rules[0]
         self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
-        self.settings = torch.tensor([settings_of(sampling) for sampling in samplings], device=device)
+        self.settings = torch.tensor([sampling.settings for sampling in samplings], device=device)
         members: dict[Form, list[int]] = {}
         for row, sampling in enumerate(samplings):
-            members.setdefault(captured or Form.of(sampling), []).append(row)
+            members.setdefault(captured or sampling.form, []).append(row)
         self.forms = tuple(members)
         self.needs_history = any(form.penalised for form in members)
         self.all_greedy = not any(form.sampled for form in members)

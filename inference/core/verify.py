@@ -70,6 +70,9 @@ def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
     # One transfer for everything: the only time that a decode step must wait for the device.
     accepted = []
     for tokens, parents, chosen in torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist():
+        if len(tokens) == 1:  # the root alone: hundreds of rows may decode plainly together
+            accepted.append(Accepted([0], chosen, 0, chosen, tokens, parents))
+            continue
         child = {(parent, token): node for node, (parent, token) in enumerate(zip(parents, tokens, strict=True))}
         path = [0]
         while (node := child.get((path[-1], chosen[path[-1]]))) is not None:

@@ -259,7 +259,8 @@ class DecodeLoop:
             self.threads.follow()
         batch, blocks = self.batch, []
         can_read = self._can_read()
-        reads = can_read and self.pace.reads_next(bool(batch.rows))
+        running = len(batch.rows)
+        reads = can_read and self.pace.reads_next(running, self.max_batch - running, len(self.waiting))
         if batch.rows and (self.pace.beside or not reads):
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
             self.decode_step.prepare(may_draft=not (can_read and self.pace.beside))

@@ -180,9 +180,12 @@ class PromptReader:
         choices = sampling.choose(masked_roots(states, logits) if states else logits, positions, history)
         blocks = []
         for number, row in enumerate(rows):
-            with row.failing_alone():
+            try:
                 scores = token_scores(row.request, logits[number], choices[number])
                 added = row.add_tokens(choices[number].tolist(), scores)
+            except Exception as error:  # it ends this text, and no other row's
+                row.fail(error)
+            else:
                 blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
         self.batch.join(rows)
         return [block for block in blocks if block.tokens]
@@ -250,6 +253,7 @@ SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
 BESIDE = 0.7  # how much longer a step may take for a chunk in the same pass: a row then waits for 1.7 plain steps
 GROWTH = 1.5  # how much larger the next chunk may be at most
 RECENT = 5  # steps of which the fastest counts: a machine that falters does not make rows wait longer
+TOGETHER = 16  # the share of the rows that may be missing before their prompts are read, with `prompts_first`
 REFRESH = 16  # steps with a chunk after which one without measures a step's time again
 
 
@@ -272,10 +276,16 @@ class Pace:
         self.steps_beside = 0
         self.is_old = False  # whether rows have drafted since `steps` were measured
 
-    def reads_next(self, has_rows: bool) -> bool:
-        """Whether prompts are read next, if there are any. A pass of their own takes turns with the running rows."""
-        if not has_rows or self.prompts_first:
+    def reads_next(self, running: int, free: int = 1, waiting: int = 1) -> bool:
+        """Whether prompts are read next, if there are any. A pass of their own takes turns with the running rows.
+
+        Where nobody waits for single tokens, places that become free wait for some others: in a batch of hundreds a
+        text ends with nearly every step, and a pass over its successor's prompt takes as long as the step.
+        """
+        if not running:
             return True
+        if self.prompts_first:
+            return self.read_last or free >= min(running // TOGETHER, waiting)
         if self.beside:
             return self.steps_beside < (REFRESH if self.steps else 1)
         return not self.read_last

@@ -200,26 +200,30 @@ class DecodeStep:
         paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
         paths = paths.to(device, non_blocking=True)
         given = take(output.taps, paths)  # [batch, longest, all taps of the target]
-        path_taps = drafter_taps(given, batch.tap_columns)  # [batch, longest, tapped]
+        path_taps = drafter_taps(given, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []
         for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
-            count = len(found.path)
+            count, own_taps = len(found.path), path_taps[index]
+            if count < longest:
+                own_taps = own_taps[:count]
             if self.history is not None:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
             if batch.prefixes is not None:
-                row.kept.append(path_taps[index, :count])
+                row.kept.append(own_taps)
             if row.trace is not None:
                 row.trace.add(given[index, :count])
             # A drafter without slots reads only the newest positions, and a row that opted out needs none.
             skips = batch.cache.head is None or not row.request.speculative
             # A step with drafts has let the drafter read all positions before these.
             is_read = skips or (self.drafts and not row.unread.is_behind)
-            with row.failing_alone():
+            try:
                 scores = None
                 if row.request.logprobs:
                     chosen = torch.tensor(found.tokens, device=device)
                     scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
-                blocks.append(row.record_step(found, path_taps[index, :count], scores, is_read))
+                blocks.append(row.record_step(found, own_taps, scores, is_read))
+            except Exception as error:  # it ends this text, and no other row's
+                row.fail(error)
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
         return [block for block in blocks if block.tokens]
 
