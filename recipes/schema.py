@@ -126,7 +126,9 @@ class DataSection(Section):
     generate_batch: int = Field(
         default=32, gt=0, description="Responses that decode together, or as many as fit in memory."
     )
-    harvest_batch: int = Field(default=8, gt=0, description="Samples in one target forward of the harvest.")
+    harvest_batch: int = Field(
+        default=8, gt=0, description="Samples in one target forward of the harvest; on a GPU more of short ones."
+    )
     heldout_samples: int = Field(default=64, gt=0, description="Held-out samples for metrics, never trained on.")
     shard_samples: int = Field(default=256, gt=0, description="Samples per feature shard.")
     dtype: Literal["float32", "bfloat16", "float16", "float8", "int8"] = Field(

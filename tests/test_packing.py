@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, pack
+from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, length_buckets, pack
 from headstart.heads.attention_kernels import Documents
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
@@ -116,6 +116,20 @@ def test_positions_restart_at_each_sample() -> None:
     assert documents.places.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 0, 0]]
     assert documents.lengths == ((3, 2), (1, 2, 1, 1))  # the last one is padding
     assert documents.starts.tolist() == [0, 3, 5, 6, 8, 9, 10]
+
+
+@pytest.mark.parametrize("tokens", [0, 100, 300])
+def test_texts_of_a_pass_are_of_similar_length_and_short_ones_are_more(tokens: int) -> None:
+    lengths = torch.randint(1, 65, (40,), generator=torch.Generator().manual_seed(3)).tolist()
+    groups = length_buckets(lengths, 4, tokens)
+    assert sorted(number for group in groups for number in group) == [*range(40)]
+    assert [lengths[number] for group in groups for number in group] == sorted(lengths)
+    sizes = [(len(group), max(lengths[number] for number in group)) for group in groups]
+    assert all(count <= 4 or count * longest <= tokens for count, longest in sizes)
+    following = [min(lengths[number] for number in group) for group in groups[1:]]
+    for (count, _), next_length in zip(sizes, following, strict=False):  # no group could have taken one more
+        assert count >= 4
+        assert (count + 1) * next_length > tokens
 
 
 def test_packing_puts_each_sample_undivided_into_one_row_of_limited_length() -> None:

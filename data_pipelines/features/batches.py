@@ -138,10 +138,18 @@ class Batch:
         return replace(self, **changed)
 
 
-def length_buckets(lengths: list[int], size: int) -> list[list[int]]:
-    """Sample numbers in groups of at most `size` and similar length, shortest first, to keep padding small."""
-    order = sorted(range(len(lengths)), key=lambda number: lengths[number])  # the sort is stable
-    return [order[start : start + size] for start in range(0, len(order), size)]
+def length_buckets(lengths: list[int], size: int, tokens: int = 0) -> list[list[int]]:
+    """Sample numbers in groups of similar length, shortest first, to keep padding small.
+
+    A group has at most `size` samples, or more where these hold at most `tokens` tokens, padding included.
+    """
+    groups: list[list[int]] = []
+    for number in sorted(range(len(lengths)), key=lambda number: lengths[number]):  # the sort is stable
+        grown = len(groups[-1]) + 1 if groups else 0
+        if not grown or (grown > size and grown * lengths[number] > tokens):
+            groups.append([])
+        groups[-1].append(number)
+    return groups
 
 
 def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:

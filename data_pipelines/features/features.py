@@ -30,6 +30,7 @@ from headstart.recipes import Recipe
 
 # A GPU's batches are padded to a multiple of this many tokens: attention kernels may be planned for each new length.
 GPU_LENGTHS = 64
+GPU_PASS = 2**13  # tokens, padding included, up to which a pass takes more texts than data.harvest_batch
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def write_features(
             lengths = [len(text.tokens) for text in texts]
             file = ShardFile(path, lengths, made_from[path.name])
             unfinished.enter_context(removed_on_failure(file.partial))
-            for numbers in length_buckets(lengths, recipe.data.harvest_batch):
+            for numbers in length_buckets(lengths, recipe.data.harvest_batch, GPU_PASS if on_gpu else 0):
                 batch = [texts[number] for number in numbers]
                 states = tap_texts([text.tokens for text in batch])
                 writer.add(partial(write_batch, recipe, file, numbers, batch, states, taps))

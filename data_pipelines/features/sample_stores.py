@@ -23,7 +23,7 @@ from headstart.data_pipelines.features.batches import (
     length_buckets,
     median_tap_sizes,
 )
-from headstart.data_pipelines.features.features import States, TapTexts, on_host, refuse_non_finite, tap
+from headstart.data_pipelines.features.features import GPU_PASS, States, TapTexts, on_host, refuse_non_finite, tap
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.prompts.responses import read_texts
 from headstart.data_pipelines.stages.stage import Stage
@@ -55,7 +55,8 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
                 process = TargetProcess(recipe.target, taps, devices[Ranks().rank % len(devices)])
                 tap_texts = stack.enter_context(closing(process)).tap
             batch, dtype = recipe.data.harvest_batch, recipe.target.dtype
-            train, heldout = (OnlineStore(harvested, split, tap_texts, batch, dtype) for split in splits)
+            most = GPU_PASS if torch.cuda.is_available() else 0
+            train, heldout = (OnlineStore(harvested, split, tap_texts, batch, dtype, most) for split in splits)
         if devices != IN_THIS_PROCESS:  # reading ahead in this process would slow training down
             train = stack.enter_context(closing(ReadAhead(train)))
         yield train, heldout
@@ -64,9 +65,11 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
 class OnlineStore(SampleStore):
     """The samples that a harvest would store, computed on demand, those that `expect` announces together."""
 
-    def __init__(self, responses: Stage, split: str, tap_texts: TapTexts, batch: int, dtype: str) -> None:
-        """`batch` is the number of texts in one forward of the target, whose number format is `dtype`."""
-        self.tap_texts, self.batch, self.dtype = tap_texts, batch, dtype
+    def __init__(
+        self, responses: Stage, split: str, tap_texts: TapTexts, batch: int, dtype: str, tokens: int = 0
+    ) -> None:
+        """One forward of the target, whose number format is `dtype`, has the texts of a group of `length_buckets`."""
+        self.tap_texts, self.batch, self.dtype, self.tokens = tap_texts, batch, dtype, tokens
         names = [name for name in sorted(responses.facts()["files"]) if name.startswith(f"{split}-")]
         shards = [read_texts(responses.folder / name) for name in names]
         self.texts = [text for shard in shards for text in shard]
@@ -103,7 +106,7 @@ class OnlineStore(SampleStore):
 
     def _make(self, numbers: Sequence[int]) -> Iterator[tuple[int, Sample]]:
         all_lengths = [len(self.texts[number].tokens) for number in numbers]
-        for places in length_buckets(all_lengths, self.batch):
+        for places in length_buckets(all_lengths, self.batch, self.tokens):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
