@@ -39,6 +39,7 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
 }
 LONGEST_SOURCE = 300  # characters
 END = 1 << 20  # bytes at each end of a file of weights
+UNPACKED_AS = b"2"  # changes when a GGUF file is unpacked into something else
 
 
 def locate_target(
@@ -102,7 +103,7 @@ def unpacked_folder(file: Path, field: str) -> Path:
 
 def identity(file: Path) -> str:
     """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
-    digest = hashlib.sha256(str(file.stat().st_size).encode() + both_ends(file))
+    digest = hashlib.sha256(UNPACKED_AS + str(file.stat().st_size).encode() + both_ends(file))
     return f"{file.stem}-{digest.hexdigest()[:16]}"
 
 

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 from shared_fixtures import ModelFactory
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from headstart.heads.block import BlockHead
@@ -16,6 +16,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes import products
+from headstart.inference.passes.products import EightBits
 from headstart.inference.targets.fast_layers import (
     BlockedLinear,
     Fused,
@@ -56,6 +57,15 @@ def linear_layer(bias: bool) -> nn.Linear:
     return linear
 
 
+def in_eight_bits(weight: Tensor, most: int = 127) -> EightBits:
+    """The weight rounded as llama.cpp rounds it to Q8_0; with `most` 8 to the numbers of Q4_0."""
+    blocks = weight.unflatten(1, (-1, 32))
+    factors = (blocks.abs().amax(-1) / most).half()
+    numbers = (blocks / factors.float().unsqueeze(-1)).round().clamp(-most, most).to(torch.int8)
+    numbers[..., 0] = most  # the largest of each block
+    return EightBits(numbers.flatten(1), factors)
+
+
 def packed(layer: nn.Module) -> PackedLinear:
     assert isinstance(layer, nn.Linear)
     found = packed_linear(layer, exact=True)
@@ -70,14 +80,19 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("size", "outputs"), [(48, 80), (576, 64), (33, 5)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize(("size", "outputs"), [(96, 80), (576, 64), (33, 5)])
 @torch.inference_mode()
 def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
     size: int, outputs: int, dtype: torch.dtype, bias: bool
 ) -> None:
     linear = nn.Linear(size, outputs, bias=bias)
-    linear.weight.data = linear.weight.data.to(dtype).float()
+    if dtype == torch.int8:
+        size -= size % 32
+        linear = nn.Linear(size, outputs, bias=bias)
+        linear.weight.data = in_eight_bits(linear.weight.data).weight()
+    else:
+        linear.weight.data = linear.weight.data.to(dtype).float()
     if dtype == torch.bfloat16:
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
@@ -88,6 +103,22 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
     for count in (2, 5, 12, 13, 25, 40):
         assert torch.equal(own(inputs[:count]), alone[:count])
     assert torch.equal(own(inputs.view(2, 20, size)[:, ::3]), alone.view(2, 20, outputs)[:, ::3])  # not contiguous
+
+
+@pytest.mark.parametrize("most", [127, 8])
+def test_a_weight_in_eight_bits_is_recognised_by_its_numbers(most: int) -> None:
+    exact = in_eight_bits(torch.randn(6, 96), most)
+    exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
+    found = EightBits.of(exact.weight())
+    assert found is not None
+    assert torch.equal(found.numbers, exact.numbers)
+    assert torch.equal(found.factors, exact.factors)
+    for row in (0, 5):
+        other = exact.weight()
+        other[row, 32] *= 1 + 2.0**-20
+        assert EightBits.of(other) is None
+    assert EightBits.of(torch.randn(6, 96)) is None
+    assert EightBits.of(exact.weight()[:, :80]) is None  # no whole blocks
 
 
 @needs_kernel

@@ -16,7 +16,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headstart import smollm2
 from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
+from headstart.inference.engine.loop import generate
+from headstart.inference.passes.products import library
+from headstart.inference.targets.fast_layers import OwnLinear
 from headstart.inference.targets.gguf import OLDEST, unpack
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
 
 needs_reader = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
@@ -42,8 +47,9 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
 
 
-def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama") -> Path:
-    """Write a Llama and the tests' tokenizer as a GGUF file in float32."""
+def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama", kind: str = "F32") -> Path:
+    """Write a Llama and the tests' tokenizer as a GGUF file; `kind` is the number format of its matrices."""
+    stored = gguf.GGMLQuantizationType[kind]
     config, tokenizer = model.config, build_tokenizer()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -73,7 +79,11 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama")
             its = f"blk.{number}.{LAYER[part]}"
             kind = part.rpartition(".")[2]
             tensor = interleaved(tensor, heads[kind]) if kind in heads else tensor
-        writer.add_tensor(f"{its}.weight", tensor.float().numpy())
+        numbers = tensor.float().numpy()
+        if tensor.ndim == 2:
+            writer.add_tensor(f"{its}.weight", gguf.quants.quantize(numbers, stored), raw_dtype=stored)
+        else:
+            writer.add_tensor(f"{its}.weight", numbers)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -109,6 +119,33 @@ def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausal
     assert tokenizer("def head(features)")["input_ids"] == build_tokenizer()("def head(features)")["input_ids"]
     assert tokenizer.chat_template == build_tokenizer().chat_template
     assert not hasattr(found.config, "quantization_config")
+
+
+@needs_reader
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_weights_of_few_bits_are_read_as_the_file_holds_them(
+    model: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 the target has their exact numbers, and on a CPU its layers keep them in 8 bits."""
+    monkeypatch.setattr("headstart.inference.targets.fast_layers.SMALL_BYTES", 0)
+    file = write_gguf(model, tmp_path / "tiny.gguf", kind=kind)
+    dense = transformers.GgufConfig(dequantize=True)
+    wanted: Any = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=dense
+    )
+    section = TargetSection.model_validate({"path": str(file), "dtype": "float32", "compile": False})
+    target = TargetModel.load(section, (), packed=False)
+    for name, weight in wanted.named_parameters():
+        assert target.model.get_parameter(name).equal(weight), name
+    packed = TargetModel.load(section, ())
+    layers = [layer for layer in packed.model.modules() if isinstance(layer, OwnLinear)]
+    kernels = library()
+    if kernels is not None:
+        assert all(layer.own.kernel is kernels.int8 for layer in layers)
+    prompt = [61, 62, 63, 64]
+    with torch.no_grad():
+        greedy = wanted.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    assert generate(packed, prompt, 20).tokens == greedy
 
 
 @needs_reader
@@ -191,6 +228,6 @@ def test_a_gguf_file_without_the_library_is_refused_with_the_extra_to_install(
 def test_a_transformers_that_mistakes_the_end_token_is_refused(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr("headstart.inference.targets.gguf.transformers.__version__", "5.17.0")
     with pytest.raises(ValueError, match=r"tiny\.gguf: transformers 5\.17\.0 .* 5\.18 or newer is needed: run pip"):
         unpack(file, tmp_path / "folder")

@@ -207,7 +207,7 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(
     capabilities: dict[str, bool], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(loading, "float32_is_as_fast", lambda: False)
+    monkeypatch.setattr(loading, "float32_is_as_fast", lambda eight_bits: False)
     assert fast_dtype(torch.device("cpu")) == dtype
     assert fast_dtype(torch.device("meta")) == "float32"
     hint = slow_format("target.dtype", "bfloat16", torch.device("cpu"))
@@ -223,8 +223,12 @@ def test_a_cpu_decodes_in_the_format_whose_products_are_faster(
     """`half` are the seconds of float32 with weights kept in half precision, over those of bfloat16."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
     monkeypatch.setattr(loading, "can_pack", lambda dtype: True)
-    monkeypatch.setattr(loading, "seconds_of_products", {torch.float32: half, torch.bfloat16: 1.0}.__getitem__)
+    seconds = {torch.float32: half, torch.bfloat16: 1.0}
+    monkeypatch.setattr(
+        loading, "seconds_of_products", lambda dtype, eight_bits=False: seconds[dtype] - 0.5 * eight_bits
+    )
     loading.float32_is_as_fast.cache_clear()
     assert fast_dtype(torch.device("cpu")) == dtype
+    assert fast_dtype(torch.device("cpu"), eight_bits=True) == "float32"
     loading.float32_is_as_fast.cache_clear()
     assert slow_format("target.dtype", "bfloat16", torch.device("cpu")) is None

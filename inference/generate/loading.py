@@ -10,6 +10,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.gguf import EIGHT_BITS
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
@@ -67,8 +68,12 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.recipe is not None:
         refuse_original_target(options.recipe)
         return options.recipe.target
-    dtype = fast_dtype(pick_device("auto")) if options.dtype == "auto" else options.dtype
-    return TargetSection.model_validate({"path": options.target, "dtype": dtype})
+    is_open, given = options.dtype == "auto", {"path": options.target}
+    section = TargetSection.model_validate(given if is_open else {**given, "dtype": options.dtype})
+    if not is_open:
+        return section
+    eight_bits = section.path.endswith(".gguf") and (folder_of(section) / EIGHT_BITS).is_file()
+    return section.model_copy(update={"dtype": fast_dtype(pick_device("auto"), eight_bits)})
 
 
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix

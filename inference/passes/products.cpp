@@ -22,6 +22,7 @@ using at::Half;
 using Floats = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = 2 * Floats::size();  // outputs of a panel
 constexpr int64_t AHEAD = 4096;                // weights
+constexpr int64_t SCALED = 32;                 // inputs whose 8-bit weights share a factor
 #ifdef CPU_CAPABILITY_AVX2
 constexpr int TOKENS = 6;  // as many at once as there are registers for their sums
 #else
@@ -36,10 +37,30 @@ std::tuple<Floats, Floats> widened(const BFloat16* from) {
   return at::vec::convert_bfloat16_float(at::vec::Vectorized<BFloat16>::loadu(from));
 }
 
+std::tuple<Floats, Floats> widened(const int8_t* from) {
+#if defined(CPU_CAPABILITY_AVX512)
+  auto half = [](const int8_t* it) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(it))));
+  };
+#elif defined(CPU_CAPABILITY_AVX2)
+  auto half = [](const int8_t* it) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(it))));
+  };
+#else
+  auto half = [](const int8_t* it) {
+    float wide[Floats::size()];
+    std::copy(it, it + Floats::size(), wide);
+    return Floats::loadu(wide);
+  };
+#endif
+  return {Floats(half(from)), Floats(half(from + Floats::size()))};
+}
+
 template <typename Weight>
 struct Product {
   const float* inputs;    // [tokens, size]
   const Weight* weights;  // [panels, size, WIDTH]
+  const Half* scales;     // [panels, size / SCALED, WIDTH] of 8-bit weights
   const float* bias;      // [outputs], or none
   float* found;           // [tokens, outputs]
   int64_t tokens, size, outputs;
@@ -52,11 +73,20 @@ struct Product {
   void block(int64_t token, int64_t panel, const Weight* later, int64_t step) const {
     const float* x = inputs + token * size;
     const Weight* w = weights + panel * size * WIDTH;
-    Floats low[T], high[T];
+    const Half* s = scales + panel * (size / SCALED) * WIDTH;
+    Floats low[T], high[T], scale_low, scale_high;
     for (int t = 0; t < T; t++) low[t] = high[t] = Floats(0.f);
     for (int64_t k = 0; k < size; k++, w += WIDTH, later += step) {
       __builtin_prefetch(later);
       auto [a, b] = widened(w);
+      if constexpr (sizeof(Weight) == 1) {
+        if (k % SCALED == 0) {
+          std::tie(scale_low, scale_high) = widened(s);
+          s += WIDTH;
+        }
+        a = a * scale_low;
+        b = b * scale_high;
+      }
       for (int t = 0; t < T; t++) {
         Floats state(x[t * size + k]);
         low[t] = at::vec::fmadd(a, state, low[t]);
@@ -192,11 +222,18 @@ int64_t width() { return WIDTH; }
 
 void float16(const float* inputs, const Half* weights, const float* bias, float* found, int64_t tokens, int64_t size,
              int64_t outputs) {
-  Product<Half>{inputs, weights, bias, found, tokens, size, outputs}.run();
+  Product<Half>{inputs, weights, nullptr, bias, found, tokens, size, outputs}.run();
 }
 
 void bfloat16(const float* inputs, const BFloat16* weights, const float* bias, float* found, int64_t tokens,
               int64_t size, int64_t outputs) {
-  Product<BFloat16>{inputs, weights, bias, found, tokens, size, outputs}.run();
+  Product<BFloat16>{inputs, weights, nullptr, bias, found, tokens, size, outputs}.run();
+}
+
+// The factors follow the weights.
+void int8(const float* inputs, const int8_t* weights, const float* bias, float* found, int64_t tokens, int64_t size,
+          int64_t outputs) {
+  auto scales = reinterpret_cast<const Half*>(weights + (outputs + WIDTH - 1) / WIDTH * WIDTH * size);
+  Product<int8_t>{inputs, weights, scales, bias, found, tokens, size, outputs}.run();
 }
 }

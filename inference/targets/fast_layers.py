@@ -1,7 +1,8 @@
 """Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
 On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as
-published ones are, are kept as such, half the bytes; the products and sums stay in float32. The kernel is our own
+published ones are, are kept as such, half the bytes, and those of a GGUF file in 8 bits as they are there, a quarter;
+the products and sums stay in float32. The kernel is our own
 (products.py), or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. So is
 that of bfloat16 on a processor with tiles (AMX); elsewhere the weights are put into oneDNN's blocked layout once, where
 torch's own layer does it again in every call. None of this changes a weight, so the text stays.
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
-from headstart.inference.passes.products import TILED, Product, exact_weight, has_tiles, library
+from headstart.inference.passes.products import TILED, EightBits, Product, exact_weight, has_tiles, library
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -51,9 +52,9 @@ class PackedLinear(nn.Module):
 
 
 class OwnLinear(PackedLinear):
-    """Its sums are float32, its weights have 16 bits; inputs and outputs are those of the layer."""
+    """Its sums are float32, its weights have 16 or 8 bits; inputs and outputs are those of the layer."""
 
-    def __init__(self, linear: nn.Linear, weight: Tensor) -> None:
+    def __init__(self, linear: nn.Linear, weight: Tensor | EightBits) -> None:
         super().__init__(linear)
         bias = None if linear.bias is None else linear.bias.detach().float()
         self.own = Product(weight, bias, tiled=linear.weight.dtype == torch.bfloat16)
@@ -146,12 +147,12 @@ def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
     if linear.weight.dtype == torch.bfloat16:
         is_tiled = has_tiles() and linear.in_features % TILED == 0
         return OwnLinear(linear, linear.weight.detach()) if is_tiled else BlockedLinear(linear)
-    weight = exact_weight(linear.weight)
+    weight = exact_weight(linear.weight.detach())
     if weight is None and not exact:
-        weight = linear.weight.half()
+        weight = linear.weight.detach().half()
     if weight is not None and library() is not None:
-        return OwnLinear(linear, weight.detach())
-    is_half = weight is not None and weight.dtype == torch.float16
+        return OwnLinear(linear, weight)
+    is_half = isinstance(weight, Tensor) and weight.dtype == torch.float16
     return HalfLinear(linear) if is_half or not exact else None
 
 
@@ -165,9 +166,14 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def seconds_of_products(dtype: torch.dtype) -> float:
-    """What packed layers of 64 MB of weights take for one token and for eight, the least of a few runs each."""
+def seconds_of_products(dtype: torch.dtype, eight_bits: bool = False) -> float:
+    """What packed layers of 32 million weights take for one token and for eight, the least of a few runs each.
+
+    With `eight_bits`, float32 weights are such that they are kept in 8 bits.
+    """
     linears = [nn.Linear(1024, 4096, bias=False, dtype=dtype) for _ in range(8)]
+    for linear in linears if eight_bits else ():
+        linear.weight.fill_(127.0)
     layers = [packed for linear in linears if (packed := packed_linear(linear, exact=False))]
     total = 0.0
     for tokens in (1, 8):

@@ -1,24 +1,35 @@
 """A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
 
+They are bfloat16 numbers, to which those of the file are rounded. Weights that the file holds in 8 or 4 bits are kept
+beside them as they are (`EIGHT_BITS`), for targets in float32, whose layers read them in that form on a CPU.
+
 `locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
 
 import argparse
 import struct
 from pathlib import Path
+from typing import Any
 
+import psutil
 import torch
 import transformers
+from safetensors.torch import save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
+from headstart.heads.frozen import open_safetensors
+from headstart.inference.passes.products import EightBits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
 MAGIC = b"GGUF"
 OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
+EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
+FACTORS = ".factors"
 
 
 def main() -> None:
@@ -42,8 +53,9 @@ def unpack(file: Path, folder: Path) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         try:
             dense = transformers.GgufConfig(dequantize=True)
-            model = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=dense
+            dtype = torch.float32 if is_of_few_bits(file) else torch.bfloat16
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                file.parent, gguf_file=file.name, dtype=dtype, quantization_config=dense
             )
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
@@ -52,11 +64,45 @@ def unpack(file: Path, folder: Path) -> None:
                 "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
                 "give the model as a folder of safetensors"
             ) from error
-        model.save_pretrained(partial)
+        if found := eight_bits_of(model):
+            (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
+            save_file(found, partial / EIGHT_BITS)
+        model.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for weights in partial.glob("*.safetensors"):
+        for weights in partial.rglob("*.safetensors"):
             give_umask_mode(weights)
         partial.replace(folder)
+
+
+def is_of_few_bits(file: Path) -> bool:
+    """Whether a GGUF file holds weights in blocks of 8 or 4 bits, and this machine has memory for them in float32."""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    tensors = GGUFReader(file).tensors
+    kinds = {GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0}
+    needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 1 + 2)  # and in 8 bits, and in bfloat16
+    return any(tensor.tensor_type in kinds for tensor in tensors) and needed <= psutil.virtual_memory().available
+
+
+def eight_bits_of(model: nn.Module) -> dict[str, Tensor]:
+    """The weights in float32 that have an exact form in 8 bits, by name, and their factors."""
+    found: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        if weight.dtype == torch.float32 and weight.ndim == 2 and (exact := EightBits.of(weight.detach())) is not None:
+            found |= {name: exact.numbers, name + FACTORS: exact.factors}
+    return found
+
+
+@torch.no_grad()
+def restore_eight_bits(model: nn.Module, folder: Path) -> None:
+    """Give a model's float32 weights the numbers that they have in the GGUF file of an unpacked folder."""
+    if not (folder / EIGHT_BITS).is_file():
+        return
+    with open_safetensors(folder / EIGHT_BITS) as file:
+        for name, weight in model.named_parameters():
+            if weight.dtype == torch.float32 and weight.device.type != "meta" and name in file.keys():  # noqa: SIM118
+                exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS))
+                weight.copy_(exact.weight())
 
 
 def refuse_other_file(file: Path) -> None:

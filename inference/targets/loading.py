@@ -64,15 +64,15 @@ def processor_name(device: torch.device) -> str:
     return named[0] if named else platform.processor() or platform.machine()
 
 
-def fast_dtype(device: torch.device) -> Literal["bfloat16", "float32"]:
+def fast_dtype(device: torch.device, eight_bits: bool = False) -> Literal["bfloat16", "float32"]:
     """The number format in which the device decodes fastest; float32 where both are as fast.
 
     On a CPU a few products are measured: with packed weights float32 may be the faster one, and its texts do not depend
-    on drafts.
+    on drafts. With `eight_bits` the target has weights in 8 bits, which are read as such in float32.
     """
     if not has_bfloat16(device):
         return "float32"
-    return "float32" if device.type == "cpu" and float32_is_as_fast() else "bfloat16"
+    return "float32" if device.type == "cpu" and float32_is_as_fast(eight_bits) else "bfloat16"
 
 
 def has_bfloat16(device: torch.device) -> bool:
@@ -83,11 +83,11 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 @cache
-def float32_is_as_fast() -> bool:
+def float32_is_as_fast(eight_bits: bool) -> bool:
     """Whether this CPU's packed products with a few tokens take no longer in float32 than in bfloat16."""
     if not (can_pack(torch.float32) and can_pack(torch.bfloat16)):
         return False
-    return seconds_of_products(torch.float32) <= AS_FAST * seconds_of_products(torch.bfloat16)
+    return seconds_of_products(torch.float32, eight_bits) <= AS_FAST * seconds_of_products(torch.bfloat16)
 
 
 def slow_format(field: str, given: str, device: torch.device) -> str | None:

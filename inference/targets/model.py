@@ -37,6 +37,7 @@ from headstart.inference.targets.fast_layers import (
     own_layers_of,
     pack_weights,
 )
+from headstart.inference.targets.gguf import restore_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
     load_config,
@@ -119,10 +120,14 @@ class TargetModel(Passes):
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
-            target = cls(load(device_map="auto"), taps, None, section.attention, folder)
+            model = load(device_map="auto")
+            restore_eight_bits(model, folder)
+            target = cls(model, taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            target = cls(load().to(device), taps, None, section.attention, folder)
+            model = load()
+            restore_eight_bits(model, folder)
+            target = cls(model.to(device), taps, None, section.attention, folder)
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
                 if section.compile is None and target.is_packed and cpp_compiler():
