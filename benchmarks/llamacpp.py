@@ -9,7 +9,7 @@ ids, until the answer ends or decode.max_new_tokens are written. Methods take tu
 decoded the longest prompt once. The time until the first token, which reads the prompt, is left out on both sides.
 
 Ours are float32 and, where the processor computes in it, bfloat16, each plain and with the head and repeats, and so is
-the q8_0 file unpacked to 16 bits. Those of llama.cpp decode GGUF files that its own converter writes from the same
+the q8_0 file, kept in 8 bits. Those of llama.cpp decode GGUF files that its own converter writes from the same
 safetensors: bf16, plain, with ngram-simple, and with the head if llama.cpp can draft with it (EAGLE-3.0); and q8_0,
 with weights rounded to 8 bits. *x best* is the rate over that of llama.cpp's fastest mode in bf16, *x own plain* over
 plain decoding from the same weights in the same engine; *same text* counts the texts that equal those of that plain
@@ -244,7 +244,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
     folder, target = recipe.run_dir / "llamacpp", folder_of(recipe.target)
     dtypes = ("bfloat16", "float32") if has_bfloat16(torch.device("cpu")) else ("float32",)
     files = {outtype: llama.converted(target, outtype, folder) for outtype in ("bf16", "q8_0")}
-    ours = [*((target, dtype, dtype) for dtype in dtypes), (files["q8_0"], dtypes[0], "q8_0")]
+    ours = [*((target, dtype, dtype) for dtype in dtypes), (files["q8_0"], "float32", "q8_0")]
     rows = [row for each in ours for row in our_rows(recipe, *each)]
     with ExitStack() as servers:
 

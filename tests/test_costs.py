@@ -74,11 +74,13 @@ def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
 ) -> None:
     monkeypatch.setattr(TargetModel, "is_packed", True)
     head, keys = make_head(), []
-    for kernel, turns in (("torch", "3000"), ("own", "3000"), ("own", "20000")):
+    found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
+    for kernel, bits, turns in found:
         monkeypatch.setattr(cost_measurement, "kernel_name", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(cost_measurement, "forms_of", lambda model, bits=bits: [bits])
         monkeypatch.setenv("GOMP_SPINCOUNT", turns)
         keys.append(cost_measurement.cost_key(target, head, 2, 4, 1))
-    assert keys[0] != keys[1] != keys[2]
+    assert keys[0] != keys[1] != keys[2] != keys[3]
 
 
 def test_no_request_measures_and_every_request_is_observed(

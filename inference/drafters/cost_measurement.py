@@ -32,6 +32,7 @@ from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Ob
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.passes.products import kernel_name
 from headstart.inference.targets.cuda_graph import StaticStep
+from headstart.inference.targets.fast_layers import forms_of
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
@@ -107,7 +108,7 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
-        "packed_weights": target.is_packed and kernel_name(),
+        "packed_weights": target.is_packed and [kernel_name(), *forms_of(target.model)],
         "waiting": os.environ.get("GOMP_SPINCOUNT"),
         "compiled": target.compiles or target.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",

@@ -210,6 +210,13 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     return was_packed
 
 
+def forms_of(model: nn.Module) -> list[str]:
+    """The forms in which a model's linear layers keep their weights packed."""
+    packed = [each.product.product if isinstance(each, JointLinear) else each for each in model.modules()]
+    own = {str(each.own.panels.dtype) for each in packed if isinstance(each, OwnLinear)}
+    return sorted(own | {type(each).__name__ for each in packed if isinstance(each, HalfLinear | BlockedLinear)})
+
+
 def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     """The layers in groups that read the same input; most are alone."""
     groups: dict[tuple[object, ...], list[Named]] = {}
