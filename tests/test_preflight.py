@@ -253,6 +253,18 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_raises(lambda: refuse_large_trees(step, cpu, rows=2, nodes=100_001, length=500), said)
 
 
+def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_lower_decode_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`decode.nodes: 0 given, up to 0 is allowed here`: two of six harvests beside each other on one GPU ended so."""
+    step = StepMemory(cached=23_040, vocab_size=49_152, element=2)
+    monkeypatch.setattr(budget, "free_memory", lambda device: 7 * GIGABYTE)
+    fits = 7 * GIGABYTE // step.needed(1, 1, 768)
+    said = Says("512 texts of up to 768 tokens", "7.0 GB is free on cpu", f"enough for {fits}", "decode fewer texts")
+    assert_raises(lambda: refuse_large_trees(step, torch.device("cpu"), rows=512, nodes=1, length=768), said)
+    refuse_large_trees(step, torch.device("cpu"), rows=fits, nodes=1, length=768)
+
+
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
     monkeypatch.setattr(budget, "MEMINFO", tmp_path / "meminfo")

@@ -229,8 +229,9 @@ def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], st
     if not selection.missing:
         return [], ""
     share = max(sum(selection.recent) / len(selection.recent), 1 / WINDOW) if selection.next else FIRST_SHARE
-    most = max(WINDOW, selection.next)  # by then the selection may have given up
-    size = min(max(math.ceil(selection.missing / share * MORE), recipe.data.generate_batch), most)
+    size = max(math.ceil(selection.missing / share * MORE), recipe.data.generate_batch)
+    if not selection.next:  # after so many the selection may give up; later rounds would only add ends of batches
+        size = min(size, WINDOW)
     unknown = (number for number in count(selection.next) if number not in known)
     return list(islice(unknown, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"
 

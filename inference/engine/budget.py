@@ -191,6 +191,13 @@ def refuse_large_trees(
     needed = step.needed(rows, nodes, length)
     if needed < SMALL or needed <= (free := free_memory(device)):
         return
+    if nodes == 1 and rows > 1:  # plain decoding; another program may have taken memory since the rows were counted
+        fits = max(free // (needed // rows), 1)
+        raise ValueError(
+            f"{rows} texts of up to {length} tokens together would need {decimal(needed)} or more, and {decimal(free)} "
+            f"is free on {device}, enough for {fits}; decode fewer texts together (data.generate_batch, "
+            "decode.max_batch, --max-batch), or free some"
+        )
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
