@@ -17,11 +17,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from headstart import smollm2
 from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
 from headstart.inference.engine.loop import generate
+from headstart.inference.generate import loading
+from headstart.inference.generate.options import ModelOptions
 from headstart.inference.passes.products import library
 from headstart.inference.targets.fast_layers import forms_of
 from headstart.inference.targets.gguf import OLDEST, unpack
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema import DecodeSection, TargetSection
 
 needs_reader = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
@@ -140,6 +142,11 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     packed = TargetModel.load(section, ())
     if library() is not None:
         assert forms_of(packed.model) == ["torch.int8"]
+    monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
+    found = {}
+    for path in (file, unpacked_folder(file, "target.path"), tmp_path):
+        found[path] = loading.target_section(ModelOptions(str(path), None, DecodeSection(), None, "auto")).dtype
+    assert [*found.values()] == ["float32", "float32", "bfloat16"]
     prompt = [61, 62, 63, 64]
     with torch.no_grad():
         greedy = wanted.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()

@@ -25,7 +25,7 @@ from torch.testing import assert_close
 from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest_stages
 from headstart.data_pipelines.features.batches import Sample
-from headstart.data_pipelines.features.features import States, write_features
+from headstart.data_pipelines.features.features import GPU_PASS, States, write_features
 from headstart.data_pipelines.features.sample_stores import ReadAhead
 from headstart.data_pipelines.features.shard_files import (
     ShardFile,
@@ -421,11 +421,14 @@ def tensor_bytes() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
 
 
-def test_a_harvest_holds_a_few_batches_and_no_shard(harvested: Path, tmp_path: Path) -> None:
+def test_a_harvest_holds_a_few_batches_and_no_shard(
+    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most 8 GB at the sizes of the 8B recipe, where it held up to three shards of 17 GB.
 
     Here texts are a 64th as long and a 32nd as wide, in two shards of 32 batches, with the threads of a GPU.
     """
+    monkeypatch.setattr("headstart.data_pipelines.features.features.GPU_PASS", GPU_PASS // 64)
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}/run", "data.harvest_batch=8", "data.dtype=bfloat16")
     recipe.responses_dir.mkdir(parents=True)
     rows = [{"id": number, "prompt": [5] * 16, "response": [6] * 16} for number in range(256)]

@@ -68,12 +68,12 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.recipe is not None:
         refuse_original_target(options.recipe)
         return options.recipe.target
-    is_open, given = options.dtype == "auto", {"path": options.target}
-    section = TargetSection.model_validate(given if is_open else {**given, "dtype": options.dtype})
-    if not is_open:
-        return section
-    eight_bits = section.path.endswith(".gguf") and (folder_of(section) / EIGHT_BITS).is_file()
-    return section.model_copy(update={"dtype": fast_dtype(pick_device("auto"), eight_bits)})
+    if options.dtype != "auto":
+        return TargetSection.model_validate({"path": options.target, "dtype": options.dtype})
+    section = TargetSection.model_validate({"path": options.target, "dtype": "float32"})
+    folder = folder_of(section) if section.path.endswith(".gguf") else Path(section.path)
+    dtype = fast_dtype(pick_device("auto"), eight_bits=(folder / EIGHT_BITS).is_file())
+    return section.model_copy(update={"dtype": dtype})
 
 
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
