@@ -78,9 +78,8 @@ SOME = ("head, wide tree", "half right head, fixed tree", "half right head, adap
 ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, adaptive")
 
 
-@pytest.mark.filterwarnings(
-    "error", "ignore::ResourceWarning"
-)  # for example about a row in which no token has any probability left
+# A warning may be about a row in which no token has any probability left.
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
 @pytest.mark.parametrize("drafter_name", slow_unless(SOME, BATCH_DRAFTERS))
 def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts: Texts, drafter_name: str) -> None:
     """Token for token and step for step, for any number of rows, with dynamic and with static shapes.

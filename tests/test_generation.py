@@ -209,7 +209,7 @@ def test_a_padded_batch_without_a_mask_warns_if_padding_looks_like_text(model: S
         model.generate(BATCH["input_ids"], **fields)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.simplefilter("ignore", ResourceWarning)  # of what an earlier test left
+        warnings.simplefilter("ignore", ResourceWarning)  # a socket of an earlier test
         model.generate(**BATCH, **fields)
         model.generate(ALONE["input_ids"], **fields)  # a single prompt needs no padding
         model.generate(BATCH["input_ids"], max_new_tokens=1, pad_token_id=PAD)

@@ -230,7 +230,7 @@ def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], st
         return [], ""
     share = max(sum(selection.recent) / len(selection.recent), 1 / WINDOW) if selection.next else FIRST_SHARE
     size = max(math.ceil(selection.missing / share * MORE), recipe.data.generate_batch)
-    if not selection.next:  # after so many the selection may give up; later rounds would only add ends of batches
+    if not selection.next:  # the selection may give up after these; at the end of each round a batch runs empty
         size = min(size, WINDOW)
     unknown = (number for number in count(selection.next) if number not in known)
     return list(islice(unknown, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"

@@ -105,7 +105,13 @@ class Sampling:
 
     @cached_property  # a batch of hundreds is rebuilt whenever one of its texts ends
     def form(self) -> "Form":
-        return Form.of(self)
+        """The parts of choosing a token that are computed for this request."""
+        biased = max((token + 1 for token, _ in self.logit_bias), default=0)
+        if self.temperature == 0:
+            return Form(True, False, penalised=self.needs_history, biased=biased)
+        sorts, min_p = self.top_p < 1, self.min_p > 0
+        top_k = None if sorts else self.top_k
+        return Form(False, True, self.temperature != 1, top_k, sorts, min_p, self.needs_history, biased)
 
     @cached_property
     def settings(self) -> tuple[float, ...]:
@@ -139,15 +145,6 @@ class Form:
     min_p: bool = False
     penalised: bool = False
     biased: int = 0  # token ids that a bias covers
-
-    @classmethod
-    def of(cls, sampling: Sampling) -> "Form":
-        biased = max((token + 1 for token, _ in sampling.logit_bias), default=0)
-        if sampling.temperature == 0:
-            return cls(True, False, penalised=sampling.needs_history, biased=biased)
-        sorts, min_p = sampling.top_p < 1, sampling.min_p > 0
-        top_k = None if sorts else sampling.top_k
-        return cls(False, True, sampling.temperature != 1, top_k, sorts, min_p, sampling.needs_history, biased)
 
 
 TEMPERATURE, TOP_K, TAIL, LEAST, REPETITION, FREQUENCY, PRESENCE = range(7)  # the columns of a batch's settings

@@ -192,7 +192,7 @@ def refuse_large_trees(
     if needed < SMALL or needed <= (free := free_memory(device)):
         return
     if nodes == 1 and rows > 1:  # plain decoding; another program may have taken memory since the rows were counted
-        fits = max(free // (needed // rows), 1)
+        fits = free // step.needed(1, nodes, length)
         raise ValueError(
             f"{rows} texts of up to {length} tokens together would need {decimal(needed)} or more, and {decimal(free)} "
             f"is free on {device}, enough for {fits}; decode fewer texts together (data.generate_batch, "

@@ -1,5 +1,5 @@
-// Products of float32 states with 16-bit weights, for any processor that torch has vectors for, and of bfloat16 states
-// with bfloat16 weights, for processors with tiles (AMX). See products.py.
+// Products of float32 states with 16-bit and 8-bit weights, for any processor that torch has vectors for, and of
+// bfloat16 states with bfloat16 weights, for processors with tiles (AMX). See products.py.
 //
 // A step waits for its weights to come from memory, so they lie in the order in which they are read, and are asked for
 // ahead of time. A sum has one order whatever the number of tokens, so drafts change no bit of it.

@@ -25,7 +25,7 @@ from headstart.common.process import user_cache
 SOURCE = Path(__file__).with_name("products.cpp")
 TILED = 32  # inputs, and outputs, of a block of bfloat16 weights
 SCALED = 32  # inputs whose 8-bit weights share a factor
-SMALLEST = 2.0**-24  # positive number of float16
+SMALLEST = 2.0**-24  # the smallest positive number of float16
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # how a program asks Linux for the registers of tiles
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 

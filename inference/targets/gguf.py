@@ -16,7 +16,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
@@ -94,15 +94,16 @@ def eight_bits_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore_eight_bits(model: nn.Module, folder: Path) -> None:
-    """Give a model's float32 weights the numbers that they have in the GGUF file of an unpacked folder."""
+def with_eight_bits(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """The model of a folder; if that is an unpacked GGUF file, its float32 weights get the numbers of the file."""
     if not (folder / EIGHT_BITS).is_file():
-        return
+        return model
     with open_safetensors(folder / EIGHT_BITS) as file:
         for name, weight in model.named_parameters():
             if weight.dtype == torch.float32 and weight.device.type != "meta" and name in file.keys():  # noqa: SIM118
                 exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS))
                 weight.copy_(exact.weight())
+    return model
 
 
 def refuse_other_file(file: Path) -> None:

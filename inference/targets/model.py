@@ -37,7 +37,7 @@ from headstart.inference.targets.fast_layers import (
     own_layers_of,
     pack_weights,
 )
-from headstart.inference.targets.gguf import restore_eight_bits
+from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
     load_config,
@@ -120,14 +120,10 @@ class TargetModel(Passes):
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
-            model = load(device_map="auto")
-            restore_eight_bits(model, folder)
-            target = cls(model, taps, None, section.attention, folder)
+            target = cls(with_eight_bits(load(device_map="auto"), folder), taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            model = load()
-            restore_eight_bits(model, folder)
-            target = cls(model.to(device), taps, None, section.attention, folder)
+            target = cls(with_eight_bits(load(), folder).to(device), taps, None, section.attention, folder)
             if packed and not section.compile:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
                 if section.compile is None and target.is_packed and cpp_compiler():
