@@ -8,8 +8,10 @@ import torch
 from bad_inputs import Says, assert_raises, assert_refused, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
+from headstart.inference.core import cache_memory
+from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.engine import budget
-from headstart.inference.engine.budget import StepMemory, free_memory, refuse_large_trees
+from headstart.inference.engine.budget import StepMemory, refuse_large_trees
 from headstart.trainers import run
 from headstart.trainers.tracking import refuse_unusable_wandb, wandb_mode
 
@@ -267,8 +269,8 @@ def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_
 
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
-    monkeypatch.setattr(budget, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(budget, "CGROUP", tmp_path)
+    monkeypatch.setattr(cache_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(cache_memory, "CGROUP", tmp_path)
     assert free_memory(torch.device("cpu")) == 8000 * 1024
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory(torch.device("cpu")) == 8000 * 1024

@@ -23,8 +23,8 @@ from headstart.data_pipelines.prompts.completion_client import Answer, Completio
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
+from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.engine.budget import free_memory
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe

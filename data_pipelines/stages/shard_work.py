@@ -24,7 +24,8 @@ from headstart.common.progress import Progress
 from headstart.common.remote import pull, url_of
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
-from headstart.inference.engine.budget import SMALL, StepMemory, free_memory
+from headstart.inference.core.cache_memory import free_memory
+from headstart.inference.engine.budget import SMALL, StepMemory
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 

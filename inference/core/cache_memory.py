@@ -1,15 +1,17 @@
-"""The memory of a KV cache: which tensors its layers need, and one allocation for them on each device."""
+"""The memory of a KV cache: which tensors its layers need, one allocation for them on each device, and what is free."""
 
 import mmap
 import sys
 from collections.abc import Sequence
 from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # Linux only
 MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
 # What a layer keeps of a token: (heads, size) of its keys, its values, and of what an indexer keeps. None of it: ().
 LayerShape = tuple[tuple[int, int], ...]
@@ -87,3 +89,21 @@ def untouched_zeros(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
     mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a write to one slot takes up two megabytes
     return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on a device, as far as the system reports them."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else 2**63
+    limit = CGROUP / "memory.max"  # set for a container
+    if limit.is_file() and (most := limit.read_text().strip()) != "max":
+        held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]
+        free = min(free, int(most) - held)
+    return free
+
+
+def figures(path: Path) -> dict[str, int]:
+    """The numbers of a file with lines of a name and a number."""
+    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}

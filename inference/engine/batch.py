@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from headstart.inference.core.cache import PAGE, KVCache, SlotContents
-from headstart.inference.core.cache_memory import takes_memory_lazily
+from headstart.inference.core.cache_memory import free_memory, takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
 from headstart.inference.core.states import WINDOW, Snapshot
 from headstart.inference.core.tree import size_bucket
-from headstart.inference.engine.budget import CacheBudget, free_memory
+from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel

@@ -5,13 +5,12 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from rich.filesize import decimal
 
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.inference.core.cache_memory import Shape, layer_shapes
+from headstart.inference.core.cache_memory import Shape, free_memory, layer_shapes
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import check_bias
 from headstart.inference.targets.loading import pick_device
@@ -21,7 +20,6 @@ from headstart.recipes.schema import DecodeSection
 
 SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
 Devices = Collection[torch.device]  # those that the layers of a target lie on
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # Linux only
 
 
 def check_request(target: TargetModel, request: Request) -> None:
@@ -212,21 +210,3 @@ def tree_nodes(section: DecodeSection) -> int:
     if section.growth in ("chain", "adaptive"):
         return section.depth + 1
     return max(section.nodes, section.width * section.depth) + 1
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that can still be allocated on a device, as far as the system reports them."""
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
-    free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else 2**63
-    limit = CGROUP / "memory.max"  # set for a container
-    if limit.is_file() and (most := limit.read_text().strip()) != "max":
-        held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]
-        free = min(free, int(most) - held)
-    return free
-
-
-def figures(path: Path) -> dict[str, int]:
-    """The numbers of a file with lines of a name and a number."""
-    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}

@@ -11,7 +11,6 @@ import struct
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -22,6 +21,7 @@ from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
+from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.passes.products import EightBits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
@@ -81,7 +81,7 @@ def is_of_few_bits(file: Path) -> bool:
     tensors = GGUFReader(file).tensors
     kinds = {GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0}
     needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 1 + 2)  # and in 8 bits, and in bfloat16
-    return any(tensor.tensor_type in kinds for tensor in tensors) and needed <= psutil.virtual_memory().available
+    return any(tensor.tensor_type in kinds for tensor in tensors) and needed <= free_memory(torch.device("cpu"))
 
 
 def eight_bits_of(model: nn.Module) -> dict[str, Tensor]:

@@ -17,7 +17,8 @@ from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.inference.engine.budget import StepMemory, free_memory, tree_nodes
+from headstart.inference.core.cache_memory import free_memory
+from headstart.inference.engine.budget import StepMemory, tree_nodes
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights, num_devices
 from headstart.recipes import Recipe
