@@ -9,7 +9,8 @@ such as one with --always-draft and `transformers serve`, whose model has the na
     python benchmarks/serve.py "by load=http://127.0.0.1:8000" "always=http://127.0.0.1:8001" \
         "transformers=http://127.0.0.1:8002#models/SmolLM2-135M-Instruct"
 
-The first one also answers without drafts. With --rounds 3 they take turns three times, so that a machine whose speed
+The first one also answers without drafts. Every server first meets each number of clients once and then rests: what it
+compiles in the background, it compiles then. With --rounds 3 they take turns three times, so that a machine whose speed
 varies slows all of them down alike; *over the first* is the ratio of their tokens/s to the first server's, with the
 lowest and the highest of the rounds. Times per token come from `usage`, since a chunk of a speculative server holds
 several tokens.
@@ -190,7 +191,10 @@ async def measure(arguments: argparse.Namespace) -> None:
     async with AsyncExitStack() as stack:
         measured = await servers(arguments, stack)
         for each in measured:
-            await load(each.http, bodies(arguments, each.model, each.fields), 2, 4)  # warm-up
+            for clients in arguments.clients:
+                print(f"{each.name} warms up with {clients} clients", file=sys.stderr)
+                await load(each.http, bodies(arguments, each.model, each.fields), clients, 2 * clients)
+                await asyncio.sleep(arguments.rest)
         for clients in arguments.clients:
             requests = max(arguments.requests, 2 * clients)
             rounds: list[list[Round]] = [[] for _ in measured]
@@ -215,6 +219,7 @@ def main() -> None:
         "--requests", type=int, default=16, help="requests for each number of clients and round, or two per client"
     )
     parser.add_argument("--rounds", type=int, default=1, help="how often the servers take turns")
+    parser.add_argument("--rest", type=float, default=20.0, help="seconds for a server after each part of its warm-up")
     parser.add_argument("--max-tokens", type=int, default=128, help="longest answer")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prompts", type=Path, help="JSONL file with rows of `prompt`; default: eight questions")

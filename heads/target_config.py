@@ -94,10 +94,11 @@ def unpacked_folder(file: Path, field: str) -> Path:
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "headstart.inference.targets.gguf", str(file.absolute()), str(folder)]
-            ended = subprocess.run(command, stderr=subprocess.PIPE, text=True)
+            ended = subprocess.run(command, capture_output=True, text=True)
             if ended.returncode:
                 said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
                 raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
+            sys.stderr.write(ended.stdout)
     return folder
 
 

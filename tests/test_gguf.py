@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from headstart import smollm2
 from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
+from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.passes.products import library
 from headstart.inference.targets.fast_layers import forms_of
-from headstart.inference.targets.gguf import OLDEST, unpack
+from headstart.inference.targets.gguf import EIGHT_BITS, OLDEST, unpack
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -151,6 +152,25 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     with torch.no_grad():
         greedy = wanted.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
     assert generate(packed, prompt, 20).tokens == greedy
+
+
+@needs_reader
+def test_a_file_was_unpacked_in_more_memory_than_its_container_has(
+    model: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_gguf(model, tmp_path / "tiny.gguf", kind="Q8_0")
+    monkeypatch.setattr(cache_memory, "CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("2000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    unpack(file, tmp_path / "small")
+    assert not (tmp_path / "small" / EIGHT_BITS).exists()
+    assert "tiny.gguf: its weights are rounded to bfloat16" in (said := capsys.readouterr().out)
+    assert "1.0 kB is free" in said
+    (tmp_path / "memory.max").write_text("max\n")
+    unpack(file, tmp_path / "large")
+    assert (tmp_path / "large" / EIGHT_BITS).exists()
+    assert not capsys.readouterr().out
 
 
 @needs_reader

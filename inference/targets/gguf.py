@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from rich.filesize import decimal
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -53,7 +54,7 @@ def unpack(file: Path, folder: Path) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         try:
             dense = transformers.GgufConfig(dequantize=True)
-            dtype = torch.float32 if is_of_few_bits(file) else torch.bfloat16
+            dtype = torch.float32 if keeps_few_bits(file) else torch.bfloat16
             model: Any = AutoModelForCausalLM.from_pretrained(
                 file.parent, gguf_file=file.name, dtype=dtype, quantization_config=dense
             )
@@ -74,14 +75,24 @@ def unpack(file: Path, folder: Path) -> None:
         partial.replace(folder)
 
 
-def is_of_few_bits(file: Path) -> bool:
-    """Whether a GGUF file holds weights in blocks of 8 or 4 bits, and this machine has memory for them in float32."""
+def keeps_few_bits(file: Path) -> bool:
+    """Whether a GGUF file holds weights in blocks of 8 or 4 bits, and this machine has memory for them in float32.
+
+    Without the memory that is said, as the only output.
+    """
     from gguf import GGMLQuantizationType, GGUFReader
 
     tensors = GGUFReader(file).tensors
     kinds = {GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0}
+    if not any(tensor.tensor_type in kinds for tensor in tensors):
+        return False
     needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 1 + 2)  # and in 8 bits, and in bfloat16
-    return any(tensor.tensor_type in kinds for tensor in tensors) and needed <= free_memory(torch.device("cpu"))
+    if needed > (free := free_memory(torch.device("cpu"))):
+        print(
+            f"{file}: its weights are rounded to bfloat16; to keep them as they are takes {decimal(needed)} of memory "
+            f"once, and {decimal(free)} is free"
+        )
+    return needed <= free
 
 
 def eight_bits_of(model: nn.Module) -> dict[str, Tensor]:
