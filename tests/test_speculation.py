@@ -252,9 +252,24 @@ def test_drafts_that_still_do_not_pay_are_tried_again_ever_less_often() -> None:
     rests = [len(rest) for rest in text.split("x") if rest]
     assert rests[:4] == [REST[0], 2 * REST[0], 4 * REST[0], REST[1]]
     assert max(rests) == REST[1]
-    # The texts become easier: the next trial stays, and after it a rest is short again.
+    # The texts become easier: the next trial stays. Once it has lasted longer than the rest before it, rests are short
+    # again.
     assert all(states(REST[1] + 200, tokens=3)[-150:])
+    states(REST[1], tokens=3)
     assert by_load.rest == REST[0]
+
+
+def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
+    at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
+    text, lucky = "", 0
+    for _ in range(4000):
+        text += "x" if by_load.pays(at) else " "
+        if text[-1] == "x":
+            lucky = 0 if text[-2:] == " x" else lucky + 1
+            by_load.observe(accepted(5 if lucky == 2 else 1), TREE.shape[1], levels=3)
+    rests = [len(rest) for rest in text.split("x") if rest]
+    assert rests[:4] == [REST[0], 2 * REST[0], 4 * REST[0], REST[1]]
+    assert rests.count(REST[0]) == 1
 
 
 def test_a_hard_passage_in_an_easy_text_does_not_end_drafts() -> None:

@@ -292,7 +292,8 @@ class SpeculationByLoad:
         self.is_on = True
         self.steps = 0.0  # weighted number of observed steps with drafts
         self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
-        self.patience, self.plain_steps, self.rest = PATIENCE, 0, REST[0]
+        self.patience, self.rest = PATIENCE, REST[0]
+        self.lasted = 0  # steps since it was switched on or off
 
     def gain(self, at: Situation) -> float | None:
         """The speed with drafts, relative to plain decoding; None before anything was observed."""
@@ -310,23 +311,19 @@ class SpeculationByLoad:
         gain = self.gain(at)
         if gain is None:
             return self.is_on
+        self.lasted += 1
         if self.is_on:
             self.patience = PATIENCE if gain >= STOP else self.patience - 1
-            self.is_on = self.patience > 0
-            if gain >= STOP:
+            if self.lasted > self.rest:  # a few lucky steps are none: each trial begins with what the head has missed
                 self.rest = REST[0]
-        else:
-            self.plain_steps += 1
-            if gain > RESUME:
-                self._resume()
-            elif self.plain_steps == self.rest:
+            if not self.patience:
+                self.is_on, self.lasted = False, 0
+        elif gain > RESUME or self.lasted == self.rest:
+            if gain <= RESUME:
                 self.rest = min(2 * self.rest, REST[1])
                 self._forget()
-                self._resume()
+            self.is_on, self.lasted, self.patience = True, 0, PATIENCE
         return self.is_on
-
-    def _resume(self) -> None:
-        self.is_on, self.patience, self.plain_steps = True, PATIENCE, 0
 
     def _forget(self) -> None:
         """Let the next steps weigh as much as all before them."""
