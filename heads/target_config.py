@@ -39,7 +39,7 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
 }
 LONGEST_SOURCE = 300  # characters
 END = 1 << 20  # bytes at each end of a file of weights
-UNPACKED_AS = b"2"  # changes when a GGUF file is unpacked into something else
+UNPACKED_AS = b"3"  # changes when a GGUF file is unpacked into something else
 
 
 def locate_target(

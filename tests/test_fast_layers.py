@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 from shared_fixtures import ModelFactory
-from torch import Tensor, nn
+from torch import nn
 from torch.testing import assert_close
 
 from headstart.heads.block import BlockHead
@@ -16,7 +16,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.passes import products
-from headstart.inference.passes.products import EightBits
+from headstart.inference.passes.products import FEWEST, EightBits, exact_weight, remember_eight_bits
 from headstart.inference.targets.fast_layers import (
     BlockedLinear,
     Fused,
@@ -28,6 +28,7 @@ from headstart.inference.targets.fast_layers import (
     can_pack,
     fuse_norms,
     join_linears,
+    joined,
     own_layers_of,
     pack_weights,
     packed_linear,
@@ -57,13 +58,28 @@ def linear_layer(bias: bool) -> nn.Linear:
     return linear
 
 
-def in_eight_bits(weight: Tensor, most: int = 127) -> EightBits:
-    """The weight rounded as llama.cpp rounds it to Q8_0; with `most` 8 to the numbers of Q4_0."""
-    blocks = weight.unflatten(1, (-1, 32))
-    factors = (blocks.abs().amax(-1) / most).half()
-    numbers = (blocks / factors.float().unsqueeze(-1)).round().clamp(-most, most).to(torch.int8)
-    numbers[..., 0] = most  # the largest of each block
-    return EightBits(numbers.flatten(1), factors)
+# What llama.cpp's formats come to, by the form that names them.
+FORMS = {
+    "torch.int8, torch.float16 factors of 32": (torch.float16, False, 32),  # Q8_0, Q4_0
+    "torch.int8, torch.float16 factors and offsets of 32": (torch.float16, True, 32),  # Q4_1
+    "torch.int8, torch.float32 factors and offsets of 32": (torch.float32, True, 32),  # Q4_K, Q5_K
+    "torch.int8, torch.float32 factors of 16": (torch.float32, False, 16),  # Q6_K
+}
+
+
+def in_eight_bits(outputs: int, size: int, form: str) -> EightBits:
+    """A random weight in one of these forms."""
+    dtype, with_offsets, shared = FORMS[form]
+    numbers = torch.randint(-32, 32, (outputs, size), dtype=torch.int8)
+    factors, offsets = (torch.rand(outputs, size // shared).mul(0.01).add(0.001).to(dtype) for _ in range(2))
+    return EightBits(numbers, factors, offsets if with_offsets else None)
+
+
+def layer_of(form: EightBits, bias: bool) -> nn.Linear:
+    linear = nn.Linear(form.numbers.shape[1], form.numbers.shape[0], bias=bias)
+    linear.weight.data = form.weight()
+    remember_eight_bits(linear.weight, form)
+    return linear
 
 
 def packed(layer: nn.Module) -> PackedLinear:
@@ -80,24 +96,23 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("form", ["torch.float16", "torch.bfloat16", *FORMS])
 @pytest.mark.parametrize(("size", "outputs"), [(48, 80), (576, 64), (33, 5)])
 @torch.inference_mode()
 def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
-    size: int, outputs: int, dtype: torch.dtype, bias: bool
+    size: int, outputs: int, form: str, bias: bool
 ) -> None:
-    linear = nn.Linear(size, outputs, bias=bias)
-    if dtype == torch.int8:
+    if form in FORMS:
         size -= size % 32
-        linear = nn.Linear(size, outputs, bias=bias)
-        linear.weight.data = in_eight_bits(linear.weight.data).weight()
+        linear = layer_of(in_eight_bits(outputs, size, form), bias)
     else:
-        linear.weight.data = linear.weight.data.to(dtype).float()
-    if dtype == torch.bfloat16:
+        linear = nn.Linear(size, outputs, bias=bias)
+        linear.weight.data = linear.weight.data.to(getattr(torch, form.removeprefix("torch."))).float()
+    if form == "torch.bfloat16":
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
     assert type(own) is OwnLinear
-    assert own.own.panels.dtype == dtype
+    assert own.own.form == form
     alone = torch.cat([own(each) for each in inputs.split(1)])
     assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
     for count in (2, 5, 12, 13, 25, 40):
@@ -105,20 +120,45 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
     assert torch.equal(own(inputs.view(2, 20, size)[:, ::3]), alone.view(2, 20, outputs)[:, ::3])  # not contiguous
 
 
-@pytest.mark.parametrize("most", [127, 8])
-def test_a_weight_in_eight_bits_is_recognised_by_its_numbers(most: int) -> None:
-    exact = in_eight_bits(torch.randn(6, 96), most)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_in_eight_bits_only_if_none_of_its_numbers_changes(form: str) -> None:
+    exact = in_eight_bits(6, 96, form)
     exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
-    found = EightBits.of(exact.weight())
+    weight, repeats = exact.weight(), exact.shared // FEWEST
+    none = torch.zeros_like(exact.factors)
+    factors, offsets = (
+        each.float().repeat_interleave(repeats, dim=1)
+        for each in (exact.factors, none if exact.offsets is None else exact.offsets)
+    )
+    found = EightBits.of(weight, factors, offsets)
     assert found is not None
+    assert found.form == form
+    assert torch.equal(found.weight(), weight)
     assert torch.equal(found.numbers, exact.numbers)
-    assert torch.equal(found.factors, exact.factors)
     for row in (0, 5):
-        other = exact.weight()
-        other[row, 32] *= 1 + 2.0**-20
-        assert EightBits.of(other) is None
-    assert EightBits.of(torch.randn(6, 96)) is None
-    assert EightBits.of(exact.weight()[:, :80]) is None  # no whole blocks
+        other = weight.clone()
+        other[row, 32] += 2.0**-20
+        assert EightBits.of(other, factors, offsets) is None
+
+
+@needs_kernel
+def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
+    linear = layer_of(in_eight_bits(64, 96, next(iter(FORMS))), bias=False)
+    assert isinstance(exact_weight(linear), EightBits)
+    linear.weight.data[3, 5] += 1 / 3
+    assert exact_weight(linear) is None
+
+
+@needs_kernel
+@torch.inference_mode()
+def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
+    first, second = ([in_eight_bits(32, 96, form) for _ in range(2)] for form in [*FORMS][:2])
+    whole = joined([layer_of(form, bias=False) for form in second])
+    assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
+    own = packed(whole)
+    assert isinstance(own, OwnLinear)
+    assert own.own.form == [*FORMS][1]
+    assert packed_linear(joined([layer_of(form, bias=False) for form in (first[0], second[0])]), exact=True) is None
 
 
 @needs_kernel

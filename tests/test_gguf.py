@@ -7,22 +7,25 @@ from pathlib import Path
 from typing import Any, cast
 
 import gguf
+import numpy
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from tiny_run import build_target, build_tokenizer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from headstart import smollm2
-from headstart.heads.target_config import TargetConfig, locate_target, unpacked_folder
+from headstart.common.process import user_cache
+from headstart.heads.target_config import TargetConfig, identity, locate_target, unpacked_folder
 from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.passes.products import library
 from headstart.inference.targets.fast_layers import forms_of
-from headstart.inference.targets.gguf import EIGHT_BITS, OLDEST, unpack
+from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, OLDEST, unpack
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -41,6 +44,7 @@ LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # where a block's scales lie
 WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
@@ -48,6 +52,18 @@ def interleaved(weight: Tensor, num_heads: int) -> Tensor:
     """llama.cpp rotates neighbouring pairs of a head, transformers its two halves."""
     rows, columns = weight.shape
     return weight.view(num_heads, 2, rows // num_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
+
+
+def quantised(weight: NDArray[numpy.float32], kind: gguf.GGMLQuantizationType) -> NDArray[Any]:
+    """A matrix in a number format; where gguf only reads that, random blocks of it."""
+    if kind.name not in SCALES:
+        return gguf.quants.quantize(weight, kind)
+    size, bytes_of = gguf.GGML_QUANT_SIZES[kind]
+    blocks = numpy.random.default_rng(weight.size).integers(0, 256, (weight.size // size, bytes_of), dtype=numpy.uint8)
+    for place in SCALES[kind.name]:  # float16 numbers
+        scales = numpy.linspace(1e-3, 4e-3, len(blocks), dtype=numpy.float16)
+        blocks[:, place : place + 2] = scales.view(numpy.uint8).reshape(-1, 2)
+    return blocks.reshape(len(weight), -1)
 
 
 def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama", kind: str = "F32") -> Path:
@@ -84,7 +100,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama",
             tensor = interleaved(tensor, heads[kind]) if kind in heads else tensor
         numbers = tensor.float().numpy()
         if tensor.ndim == 2:
-            writer.add_tensor(f"{its}.weight", gguf.quants.quantize(numbers, stored), raw_dtype=stored)
+            writer.add_tensor(f"{its}.weight", quantised(numbers, stored), raw_dtype=stored)
         else:
             writer.add_tensor(f"{its}.weight", numbers)
     writer.write_header_to_file()
@@ -124,25 +140,35 @@ def test_an_unpacked_file_computes_what_its_model_computes(model: LlamaForCausal
     assert not hasattr(found.config, "quantization_config")
 
 
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+    """A model whose rows have whole blocks of llama.cpp's K formats."""
+    folder = build_target(tmp_path_factory.mktemp("wide") / "target", num_layers=1)
+    config = LlamaConfig.from_pretrained(folder)
+    config.hidden_size, config.intermediate_size, config.head_dim = 256, 256, 64
+    return LlamaForCausalLM(config)
+
+
 @needs_reader
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", FORMATS)
 def test_weights_of_few_bits_are_read_as_the_file_holds_them(
-    model: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 the target has their exact numbers, and on a CPU its layers keep them in 8 bits."""
     monkeypatch.setattr("headstart.inference.targets.fast_layers.SMALL_BYTES", 0)
-    file = write_gguf(model, tmp_path / "tiny.gguf", kind=kind)
+    file = write_gguf(wide, tmp_path / "tiny.gguf", kind=kind)
     dense = transformers.GgufConfig(dequantize=True)
     wanted: Any = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=file.name, dtype=torch.float32, quantization_config=dense
     )
+    unpack(file, user_cache("gguf") / identity(file))
     section = TargetSection.model_validate({"path": str(file), "dtype": "float32", "compile": False})
     target = TargetModel.load(section, (), packed=False)
     for name, weight in wanted.named_parameters():
         assert target.model.get_parameter(name).equal(weight), name
     packed = TargetModel.load(section, ())
     if library() is not None:
-        assert forms_of(packed.model) == ["torch.int8"]
+        assert {form.partition(",")[0] for form in forms_of(packed.model)} == {"torch.int8"}
     monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
     found = {}
     for path in (file, unpacked_folder(file, "target.path"), tmp_path):

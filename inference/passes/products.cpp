@@ -22,7 +22,6 @@ using at::Half;
 using Floats = at::vec::Vectorized<float>;
 constexpr int64_t WIDTH = 2 * Floats::size();  // outputs of a panel
 constexpr int64_t AHEAD = 4096;                // weights
-constexpr int64_t SCALED = 32;                 // inputs whose 8-bit weights share a factor
 #ifdef CPU_CAPABILITY_AVX2
 constexpr int TOKENS = 6;  // as many at once as there are registers for their sums
 #else
@@ -56,14 +55,27 @@ std::tuple<Floats, Floats> widened(const int8_t* from) {
   return {Floats(half(from)), Floats(half(from + Floats::size()))};
 }
 
+// What 8-bit numbers are multiplied with, or what is added to the products: one for `shared` inputs each.
+struct Scales {
+  const void* numbers;  // [panels, size / shared, WIDTH], float16 or, if `wide`, float32
+  bool wide;
+
+  std::tuple<Floats, Floats> at(int64_t place) const {
+    if (!wide) return widened(static_cast<const Half*>(numbers) + place);
+    auto from = static_cast<const float*>(numbers) + place;
+    return {Floats::loadu(from), Floats::loadu(from + Floats::size())};
+  }
+};
+
 template <typename Weight>
 struct Product {
   const float* inputs;    // [tokens, size]
   const Weight* weights;  // [panels, size, WIDTH]
-  const Half* scales;     // [panels, size / SCALED, WIDTH] of 8-bit weights
   const float* bias;      // [outputs], or none
   float* found;           // [tokens, outputs]
   int64_t tokens, size, outputs;
+  int64_t shared = 1;           // of 8-bit weights, a power of two, as are:
+  Scales factors{}, offsets{};  // the latter may be none
   int64_t groups = (tokens + TOKENS - 1) / TOKENS;
 
   int64_t start(int64_t group) const { return tokens * group / groups; }
@@ -73,19 +85,20 @@ struct Product {
   void block(int64_t token, int64_t panel, const Weight* later, int64_t step) const {
     const float* x = inputs + token * size;
     const Weight* w = weights + panel * size * WIDTH;
-    const Half* s = scales + panel * (size / SCALED) * WIDTH;
-    Floats low[T], high[T], scale_low, scale_high;
+    int64_t scale = panel * (size / shared) * WIDTH;
+    Floats low[T], high[T], factor_low, factor_high, offset_low(0.f), offset_high(0.f);
     for (int t = 0; t < T; t++) low[t] = high[t] = Floats(0.f);
     for (int64_t k = 0; k < size; k++, w += WIDTH, later += step) {
       __builtin_prefetch(later);
       auto [a, b] = widened(w);
       if constexpr (sizeof(Weight) == 1) {
-        if (k % SCALED == 0) {
-          std::tie(scale_low, scale_high) = widened(s);
-          s += WIDTH;
+        if ((k & (shared - 1)) == 0) {
+          std::tie(factor_low, factor_high) = factors.at(scale);
+          if (offsets.numbers) std::tie(offset_low, offset_high) = offsets.at(scale);
+          scale += WIDTH;
         }
-        a = a * scale_low;
-        b = b * scale_high;
+        a = at::vec::fmadd(a, factor_low, offset_low);
+        b = at::vec::fmadd(b, factor_high, offset_high);
       }
       for (int t = 0; t < T; t++) {
         Floats state(x[t * size + k]);
@@ -222,18 +235,16 @@ int64_t width() { return WIDTH; }
 
 void float16(const float* inputs, const Half* weights, const float* bias, float* found, int64_t tokens, int64_t size,
              int64_t outputs) {
-  Product<Half>{inputs, weights, nullptr, bias, found, tokens, size, outputs}.run();
+  Product<Half>{inputs, weights, bias, found, tokens, size, outputs}.run();
 }
 
 void bfloat16(const float* inputs, const BFloat16* weights, const float* bias, float* found, int64_t tokens,
               int64_t size, int64_t outputs) {
-  Product<BFloat16>{inputs, weights, nullptr, bias, found, tokens, size, outputs}.run();
+  Product<BFloat16>{inputs, weights, bias, found, tokens, size, outputs}.run();
 }
 
-// The factors follow the weights.
 void int8(const float* inputs, const int8_t* weights, const float* bias, float* found, int64_t tokens, int64_t size,
-          int64_t outputs) {
-  auto scales = reinterpret_cast<const Half*>(weights + (outputs + WIDTH - 1) / WIDTH * WIDTH * size);
-  Product<int8_t>{inputs, weights, scales, bias, found, tokens, size, outputs}.run();
+          int64_t outputs, const void* factors, const void* offsets, int64_t shared, bool wide) {
+  Product<int8_t>{inputs, weights, bias, found, tokens, size, outputs, shared, {factors, wide}, {offsets, wide}}.run();
 }
 }

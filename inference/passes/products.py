@@ -11,21 +11,21 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import torch
-from jaxtyping import Float16, Float32, Int8
-from torch import Tensor
+from jaxtyping import Float, Float32, Int8
+from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.common.process import user_cache
 
 SOURCE = Path(__file__).with_name("products.cpp")
 TILED = 32  # inputs, and outputs, of a block of bfloat16 weights
-SCALED = 32  # inputs whose 8-bit weights share a factor
-SMALLEST = 2.0**-24  # the smallest positive number of float16
+FEWEST = 16  # inputs whose 8-bit weights share a factor; in most number formats twice as many do
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # how a program asks Linux for the registers of tiles
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 
@@ -55,9 +55,11 @@ def library() -> ctypes.CDLL | None:
             subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
             partial.replace(path)
         loaded = ctypes.CDLL(str(path))
-        for name in ("float16", "bfloat16", "int8", "tiles"):
+        arguments = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
+        scales = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_bool]
+        for name, more in {"float16": [], "bfloat16": [], "tiles": [], "int8": scales}.items():
             if (kernel := getattr(loaded, name, None)) is not None:
-                kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3, None
+                kernel.argtypes, kernel.restype = arguments + more, None
         return loaded
     except subprocess.CalledProcessError as error:
         said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
@@ -82,34 +84,56 @@ def kernel_name() -> str:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A weight as whole numbers and a factor for `SCALED` inputs each, as GGUF's Q8_0 holds it; their product is it."""
+    """A weight as whole numbers, and for so many inputs each a factor and, of some, an offset.
+
+    As GGUF's formats of 8 to 4 bits hold them. The weight is numbers * factors + offsets, in float32.
+    """
 
     numbers: Int8[Tensor, "out in"]
-    factors: Float16[Tensor, "out scaled"]
+    factors: Float[Tensor, "out blocks"]  # float16, or float32 where those would round
+    offsets: Float[Tensor, "out blocks"] | None
 
     @classmethod
-    def of(cls, weight: Float32[Tensor, "out in"]) -> "EightBits | None":
-        """The weight in this form, if it is exact with 127 (Q8_0) or 8 (Q4_0) as the largest number of each block."""
-        if weight.shape[1] % SCALED:
-            return None
-        for most in (127, 8):
-            few = cls._with_largest(weight[:1], most)  # most weights have no such form
-            if few is not None and (found := cls._with_largest(weight, most)) is not None:
-                return found
-        return None
-
-    @classmethod
-    def _with_largest(cls, weight: Tensor, most: int) -> "EightBits | None":
-        blocks = weight.unflatten(1, (-1, SCALED))
-        factors = (blocks.abs().amax(-1) / most).half()
-        numbers = (blocks / factors.float().clamp(min=SMALLEST).unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
-        found = cls(numbers.flatten(1), factors)
+    def of(
+        cls, weight: Float32[Tensor, "out in"], factors: Float32[Tensor, "out few"], offsets: Float32[Tensor, "out few"]
+    ) -> "EightBits | None":
+        """The weight in this form, given what each `FEWEST` inputs share; None if it is not exact."""
+        blocks = weight.unflatten(1, (-1, FEWEST)) - offsets.unsqueeze(-1)
+        numbers = (blocks / factors.masked_fill(factors == 0, 1).unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        scales = [factors, offsets]
+        if all(torch.equal(each[:, ::2], each[:, 1::2]) for each in scales):
+            scales = [each[:, ::2] for each in scales]
+        if all(torch.equal(each.half().float(), each) for each in scales):
+            scales = [each.half() for each in scales]
+        factors, offsets = (each.contiguous() for each in scales)
+        found = cls(numbers.flatten(1), factors, offsets if offsets.any() else None)
         return found if torch.equal(found.weight(), weight) else None
 
+    @classmethod
+    def joined(cls, parts: Sequence["EightBits | None"]) -> "EightBits | None":
+        """One weight with the outputs of all these; None unless they have one form."""
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts) or len({part.form for part in found}) > 1:
+            return None
+        offsets = [part.offsets for part in found if part.offsets is not None]
+        numbers, factors = (torch.cat([getattr(part, name) for part in found]) for name in ("numbers", "factors"))
+        return cls(numbers, factors, torch.cat(offsets) if offsets else None)
+
+    @property
+    def form(self) -> str:
+        """The types of the numbers and their scales, and how many inputs share these."""
+        scales = "factors" if self.offsets is None else "factors and offsets"
+        return f"{self.numbers.dtype}, {self.factors.dtype} {scales} of {self.shared}"
+
+    @property
+    def shared(self) -> int:
+        """How many inputs share a factor."""
+        return self.numbers.shape[1] // self.factors.shape[1]
+
     def weight(self) -> Float32[Tensor, "out in"]:
-        """The numbers themselves: a factor has 11 bits, so no product is rounded."""
-        blocks = self.numbers.unflatten(1, (-1, SCALED)).float()
-        return (blocks * self.factors.float().unsqueeze(-1)).flatten(1)
+        """The weight itself."""
+        found = self.numbers.unflatten(1, (-1, self.shared)) * self.factors.float().unsqueeze(-1)
+        return (found if self.offsets is None else found + self.offsets.float().unsqueeze(-1)).flatten(1)
 
 
 class Product:
@@ -122,23 +146,25 @@ class Product:
         """
         loaded = library()
         assert loaded is not None
+        form = weight if isinstance(weight, EightBits) else None
         numbers = weight.numbers if isinstance(weight, EightBits) else weight
         self.outputs, self.size = numbers.shape
+        self.form = str(numbers.dtype) if form is None else form.form
         width, together = (TILED, 2) if tiled else (loaded.width(), 1)
-        self.panels = in_panels(numbers, width, together)
-        if isinstance(weight, EightBits):
-            factors = in_panels(weight.factors, width, together)
-            self.panels = torch.cat([self.panels.flatten(), factors.flatten().view(torch.int8)])
+        parts = [numbers] if form is None else [numbers, form.factors, form.offsets]
+        self.held = [None if part is None else in_panels(part, width, together) for part in parts]
         self.bias = bias
-        self.addresses = self.panels.data_ptr(), None if bias is None else bias.data_ptr()
+        first, *scales, last = (None if part is None else part.data_ptr() for part in [*self.held, bias])
+        self.addresses = first, last
+        self.scales = [] if form is None else [*scales, form.shared, form.factors.dtype == torch.float32]
         self.kernel = getattr(loaded, "tiles" if tiled else str(numbers.dtype).removeprefix("torch."))
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """States [..., in] times the weights: [..., out], in their dtype."""
         inputs = inputs.contiguous()
         found = inputs.new_empty((*inputs.shape[:-1], self.outputs))
-        tokens = inputs.numel() // self.size
-        self.kernel(inputs.data_ptr(), *self.addresses, found.data_ptr(), tokens, self.size, self.outputs)
+        sizes = inputs.numel() // self.size, self.size, self.outputs
+        self.kernel(inputs.data_ptr(), *self.addresses, found.data_ptr(), *sizes, *self.scales)
         return found
 
 
@@ -149,9 +175,20 @@ def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
     return panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
 
 
-def exact_weight(weight: Tensor) -> Tensor | EightBits | None:
-    """A float32 weight in 8 bits, or in a 16-bit dtype, in which none of its numbers changes, if there is one."""
-    if library() is not None and (found := EightBits.of(weight)) is not None:
-        return found
+def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
+    """A float32 layer's weight in 8 bits, or in a 16-bit dtype, if none of its numbers changes in that."""
+    weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
+    if library() is not None and known is not None and torch.equal(known.weight(), weight):
+        return known
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((found for found in halved if torch.equal(found.float(), weight)), None)
+
+
+def eight_bits_of(weight: Tensor) -> EightBits | None:
+    """The form in 8 bits that a weight came from, if `remember_eight_bits` was told one."""
+    found: EightBits | None = getattr(weight, "eight_bits", None)
+    return found
+
+
+def remember_eight_bits(weight: Tensor, form: EightBits | None) -> None:
+    vars(weight)["eight_bits"] = form

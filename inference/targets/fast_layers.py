@@ -23,7 +23,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.inference.passes.apart import HERE, apart
-from headstart.inference.passes.products import TILED, EightBits, Product, exact_weight, has_tiles, library
+from headstart.inference.passes.products import (
+    TILED,
+    EightBits,
+    Product,
+    eight_bits_of,
+    exact_weight,
+    has_tiles,
+    library,
+    remember_eight_bits,
+)
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
@@ -136,6 +145,7 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     weight = torch.cat([layer.weight.detach() for layer in layers])
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=layers[0].bias is not None, device="meta")
     made.weight = nn.Parameter(weight, requires_grad=False)
+    remember_eight_bits(made.weight, EightBits.joined([eight_bits_of(layer.weight) for layer in layers]))
     if layers[0].bias is not None:
         made.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
     return made
@@ -147,7 +157,7 @@ def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
     if linear.weight.dtype == torch.bfloat16:
         is_tiled = has_tiles() and linear.in_features % TILED == 0
         return OwnLinear(linear, linear.weight.detach()) if is_tiled else BlockedLinear(linear)
-    weight = exact_weight(linear.weight.detach())
+    weight = exact_weight(linear)
     if weight is None and not exact:
         weight = linear.weight.detach().half()
     if weight is not None and library() is not None:
@@ -173,7 +183,8 @@ def seconds_of_products(dtype: torch.dtype, eight_bits: bool = False) -> float:
     """
     linears = [nn.Linear(1024, 4096, bias=False, dtype=dtype) for _ in range(8)]
     for linear in linears if eight_bits else ():
-        linear.weight.fill_(127.0)
+        numbers, factors = torch.zeros(4096, 1024, dtype=torch.int8), torch.zeros(4096, 32, dtype=torch.half)
+        remember_eight_bits(linear.weight.zero_(), EightBits(numbers, factors, None))
     layers = [packed for linear in linears if (packed := packed_linear(linear, exact=False))]
     total = 0.0
     for tokens in (1, 8):
@@ -213,7 +224,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
 def forms_of(model: nn.Module) -> list[str]:
     """The forms in which a model's linear layers keep their weights packed."""
     packed = [each.product.product if isinstance(each, JointLinear) else each for each in model.modules()]
-    own = {str(each.own.panels.dtype) for each in packed if isinstance(each, OwnLinear)}
+    own = {each.own.form for each in packed if isinstance(each, OwnLinear)}
     return sorted(own | {type(each).__name__ for each in packed if isinstance(each, HalfLinear | BlockedLinear)})
 
 

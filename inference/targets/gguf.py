@@ -1,36 +1,58 @@
 """A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
 
-They are bfloat16 numbers, to which those of the file are rounded. Weights that the file holds in 8 or 4 bits are kept
+They are bfloat16 numbers, to which those of the file are rounded. Weights that the file holds in 8 to 4 bits are kept
 beside them as they are (`EIGHT_BITS`), for targets in float32, whose layers read them in that form on a CPU.
 
 `locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
 
 import argparse
+import shutil
 import struct
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
 from rich.filesize import decimal
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.passes.products import EightBits
+from headstart.inference.passes.products import FEWEST, EightBits, remember_eight_bits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
 MAGIC = b"GGUF"
 OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
-FACTORS = ".factors"
+FACTORS, OFFSETS = ".factors", ".offsets"  # after a weight's name
+
+
+class BlockFormat(NamedTuple):
+    """Where a block of a GGUF file keeps its numbers: spans of bytes, and what these are for a 0 and for a 1."""
+
+    numbers: tuple[tuple[int, int, int, int], ...]  # first, end, byte of zeros, byte of ones
+    offset: tuple[int, int] = (0, 0)  # bytes of what an offset is a multiple of, if the format has offsets
+
+
+# Those of llama.cpp (ggml-common.h) in which a weight is number * factor + offset.
+FORMATS = {
+    "Q8_0": BlockFormat(((2, 34, 0x00, 0x01),)),
+    "Q4_0": BlockFormat(((2, 18, 0x88, 0x99),)),
+    "Q4_1": BlockFormat(((4, 20, 0x00, 0x11),), (2, 4)),
+    "Q5_0": BlockFormat(((2, 6, 0xFF, 0xFF), (6, 22, 0x00, 0x11))),
+    "Q5_1": BlockFormat(((4, 8, 0x00, 0x00), (8, 24, 0x00, 0x11)), (2, 4)),
+    "Q4_K": BlockFormat(((16, 144, 0x00, 0x11),), (2, 4)),
+    "Q5_K": BlockFormat(((16, 48, 0x00, 0x00), (48, 176, 0x00, 0x11)), (2, 4)),
+    "Q6_K": BlockFormat(((0, 128, 0x00, 0x11), (128, 192, 0xAA, 0xAA))),
+}
 
 
 def main() -> None:
@@ -53,11 +75,10 @@ def unpack(file: Path, folder: Path) -> None:
     with removed_on_failure(partial), no_bars_of_transformers():
         partial.mkdir(parents=True, exist_ok=True)
         try:
-            dense = transformers.GgufConfig(dequantize=True)
-            dtype = torch.float32 if keeps_few_bits(file) else torch.bfloat16
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                file.parent, gguf_file=file.name, dtype=dtype, quantization_config=dense
-            )
+            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+            few = keeps_few_bits(file)
+            scales = scales_of(file, config, partial / "scales.gguf") if few else {}
+            model = load(file, config, torch.float32 if few else torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
             raise ValueError(
@@ -65,7 +86,7 @@ def unpack(file: Path, folder: Path) -> None:
                 "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
                 "give the model as a folder of safetensors"
             ) from error
-        if found := eight_bits_of(model):
+        if found := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
             save_file(found, partial / EIGHT_BITS)
         model.to(torch.bfloat16).save_pretrained(partial)
@@ -75,18 +96,24 @@ def unpack(file: Path, folder: Path) -> None:
         partial.replace(folder)
 
 
+def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+    dense = transformers.GgufConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, config=config, dtype=dtype, quantization_config=dense
+    )
+
+
 def keeps_few_bits(file: Path) -> bool:
-    """Whether a GGUF file holds weights in blocks of 8 or 4 bits, and this machine has memory for them in float32.
+    """Whether a GGUF file holds weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
 
     Without the memory that is said, as the only output.
     """
-    from gguf import GGMLQuantizationType, GGUFReader
+    from gguf import GGUFReader
 
     tensors = GGUFReader(file).tensors
-    kinds = {GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0}
-    if not any(tensor.tensor_type in kinds for tensor in tensors):
+    if not any(tensor.tensor_type.name in FORMATS for tensor in tensors):
         return False
-    needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 1 + 2)  # and in 8 bits, and in bfloat16
+    needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 2 + 2)  # with scales, and in bfloat16
     if needed > (free := free_memory(torch.device("cpu"))):
         print(
             f"{file}: its weights are rounded to bfloat16; to keep them as they are takes {decimal(needed)} of memory "
@@ -95,12 +122,44 @@ def keeps_few_bits(file: Path) -> bool:
     return needed <= free
 
 
-def eight_bits_of(model: nn.Module) -> dict[str, Tensor]:
-    """The weights in float32 that have an exact form in 8 bits, by name, and their factors."""
+def scales_of(file: Path, config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
+    """The factors and offsets of each weight, by its name in the model, for `FEWEST` inputs each. [out, in / FEWEST]
+
+    With 0 for all numbers a file holds its offsets; with 1, and no offsets, its factors. A copy of the file is changed
+    to that, so that these get where transformers puts the weight's numbers, row by row.
+    """
+    from gguf import GGML_QUANT_SIZES, GGUFReader
+
+    def changed_to(ones: bool) -> dict[str, Tensor]:
+        for tensor in reader.tensors:
+            if (form := FORMATS.get(tensor.tensor_type.name)) is not None:
+                blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
+                for first, end, zero, one in form.numbers:
+                    blocks[:, first:end] = one if ones else zero
+                if ones:
+                    blocks[:, slice(*form.offset)] = 0
+        reader.data.flush()
+        weights = ((name, weight.detach()) for name, weight in load(copy, config, torch.float32).named_parameters())
+        return {name: each[:, ::FEWEST].clone() for name, each in weights if has_blocks(each)}
+
+    shutil.copyfile(file, copy)
+    reader = GGUFReader(copy, "r+")
+    offsets, factors = changed_to(ones=False), changed_to(ones=True)
+    copy.unlink()
+    return {name: (factors[name], offsets[name]) for name in factors}
+
+
+def has_blocks(weight: Tensor) -> bool:
+    return weight.dtype == torch.float32 and weight.ndim == 2 and weight.shape[1] % FEWEST == 0
+
+
+def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+    """The weights in float32 that have an exact form in 8 bits, by name, with their factors and offsets."""
     found: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
-        if weight.dtype == torch.float32 and weight.ndim == 2 and (exact := EightBits.of(weight.detach())) is not None:
+        if name in scales and (exact := EightBits.of(weight.detach(), *scales[name])) is not None:
             found |= {name: exact.numbers, name + FACTORS: exact.factors}
+            found |= {} if exact.offsets is None else {name + OFFSETS: exact.offsets}
     return found
 
 
@@ -110,10 +169,13 @@ def with_eight_bits(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     if not (folder / EIGHT_BITS).is_file():
         return model
     with open_safetensors(folder / EIGHT_BITS) as file:
+        names = set(file.keys())
         for name, weight in model.named_parameters():
-            if weight.dtype == torch.float32 and weight.device.type != "meta" and name in file.keys():  # noqa: SIM118
-                exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS))
+            if weight.dtype == torch.float32 and weight.device.type != "meta" and name in names:
+                offsets = file.get_tensor(name + OFFSETS) if name + OFFSETS in names else None
+                exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS), offsets)
                 weight.copy_(exact.weight())
+                remember_eight_bits(weight, exact)
     return model
 
 
