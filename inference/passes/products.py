@@ -99,7 +99,7 @@ class EightBits:
     ) -> "EightBits | None":
         """The weight in this form, given what each `FEWEST` inputs share; None if it is not exact."""
         blocks = weight.unflatten(1, (-1, FEWEST)) - offsets.unsqueeze(-1)
-        numbers = (blocks / factors.masked_fill(factors == 0, 1).unsqueeze(-1)).round().clamp(-127, 127).to(torch.int8)
+        numbers = (blocks / factors.masked_fill(factors == 0, 1).unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
         scales = [factors, offsets]
         if all(torch.equal(each[:, ::2], each[:, 1::2]) for each in scales):
             scales = [each[:, ::2] for each in scales]

@@ -218,6 +218,8 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
             if packed is not None:
                 setattr(parent, name, packed)
                 was_packed = True
+    for weight in model.parameters():
+        remember_eight_bits(weight, None)
     return was_packed
 
 

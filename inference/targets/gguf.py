@@ -175,7 +175,7 @@ def with_eight_bits(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
                 offsets = file.get_tensor(name + OFFSETS) if name + OFFSETS in names else None
                 exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS), offsets)
                 weight.copy_(exact.weight())
-                remember_eight_bits(weight, exact)
+                remember_eight_bits(weight, exact if weight.device.type == "cpu" else None)
     return model
 
 
