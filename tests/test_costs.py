@@ -140,6 +140,19 @@ def test_observed_steps_are_kept_on_disk(
     assert cost_table(fresh(), make_head(), width=2, nodes=6).now(AT).target[2] > 5 * before[2]
 
 
+def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead
+) -> None:
+    for factor, kept in ((0.6, True), (0.3, False)):
+        table = cost_table(fresh(), make_head(), width=2, nodes=6)
+        measured = table.surface.seconds(numpy.array([4.0]), AT)[0]
+        for _ in range(WINDOW):
+            table.observe_target(AT, 4, factor * measured)
+        del table
+        gc.collect()
+        assert len([*folder.iterdir()]) == kept
+
+
 DAMAGES: dict[str, Callable[[str], str]] = {
     "cut": lambda text: text[: len(text) // 2],
     "foreign": lambda text: "[]",

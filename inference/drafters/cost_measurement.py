@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy
@@ -37,6 +39,7 @@ from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
 LAYOUT = 3  # version of the files; those of another version are measured anew
+BUSY = 0.5  # observed over measured costs; below, the measurement is not kept
 REMEMBERED = 2  # observed steps of each group that a file keeps: few, so that new ones outweigh them at once
 SHORT, LONG = 128, 2048  # positions of context, fewer where the target has fewer
 LEVELS = 3  # levels drafted to find the time of one
@@ -142,10 +145,18 @@ def write_costs(digest: str, content: CostFile) -> None:
 
 
 def write_observed(digest: str, stored: CostFile, observed: Observed) -> None:
-    """Add what the steps of this run took to the file."""
+    """Add what the steps of this run took to the file, or remove it if they took far less than was measured.
+
+    Then the machine was busy as it was measured, and how costs grow with a tree there says little of how they do now.
+    """
     if observed.count and stored.surface.complete:
         newest = {name: list(values)[-REMEMBERED:] for name, values in observed.items()}
-        write_costs(digest, CostFile(stored.key, stored.surface, newest))
+        steps = [value for name, values in newest.items() if name.startswith("target, ") for value in values]
+        if steps and median(steps) < math.log(BUSY):
+            with suppress(OSError, RuntimeError):
+                cost_path(digest).unlink(missing_ok=True)
+        else:
+            write_costs(digest, CostFile(stored.key, stored.surface, newest))
 
 
 def cost_path(digest: str) -> Path:
