@@ -27,6 +27,7 @@ from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prom
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.selection import (
     SIMILARITY,
+    WINDOW,
     SeenTexts,
     Selection,
     jaccard,
@@ -392,6 +393,7 @@ def test_what_rules_out_the_targets_own_prompts_is_named(
     recipe = own_recipe(folder, tmp_path, f"target.path={tmp_path / 'target'}", *overrides)
     assert_raises(lambda: make_prompts_alone(recipe), says)
     assert not (recipe.prompts_dir / "train.jsonl").exists()
+    assert len(self_prompts.read_candidates(recipe.prompts_dir)) < 2 * WINDOW  # once 5,000, of which none was looked at
 
 
 def test_prompts_of_its_own_without_rensa_are_refused_before_any_work(

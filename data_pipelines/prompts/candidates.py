@@ -25,7 +25,7 @@ from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.data_pipelines.prompts.selection import WINDOW, Selection
+from headstart.data_pipelines.prompts.selection import FEWEST, WINDOW, Selection
 from headstart.data_pipelines.stages.shard_work import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
@@ -230,7 +230,7 @@ def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], st
         return [], ""
     share = max(sum(selection.recent) / len(selection.recent), 1 / WINDOW) if selection.next else FIRST_SHARE
     size = max(math.ceil(selection.missing / share * MORE), recipe.data.generate_batch)
-    if not selection.next:  # the selection may give up after these; at the end of each round a batch runs empty
+    if not selection.next or share < 2 * FEWEST / WINDOW:  # the selection may give up after these
         size = min(size, WINDOW)
     unknown = (number for number in count(selection.next) if number not in known)
     return list(islice(unknown, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"
