@@ -103,7 +103,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
     size: int, outputs: int, form: str, bias: bool
 ) -> None:
     if form in FORMS:
-        size -= size % 32
+        size -= size % FORMS[form][2]
         linear = layer_of(in_eight_bits(outputs, size, form), bias)
     else:
         linear = nn.Linear(size, outputs, bias=bias)

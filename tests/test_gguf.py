@@ -23,7 +23,7 @@ from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
-from headstart.inference.passes.products import library
+from headstart.inference.passes.products import eight_bits_of, library
 from headstart.inference.targets.fast_layers import forms_of
 from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, OLDEST, unpack
 from headstart.inference.targets.model import TargetModel
@@ -67,8 +67,7 @@ def quantised(weight: NDArray[numpy.float32], kind: gguf.GGMLQuantizationType) -
 
 
 def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama", kind: str = "F32") -> Path:
-    """Write a Llama and the tests' tokenizer as a GGUF file; `kind` is the number format of its matrices."""
-    stored = gguf.GGMLQuantizationType[kind]
+    """Write a Llama and the tests' tokenizer as a GGUF file; `kind` is the number format of its matrices, or Q4_K_M."""
     config, tokenizer = model.config, build_tokenizer()
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
@@ -96,10 +95,12 @@ def write_gguf(model: LlamaForCausalLM, path: Path, architecture: str = "llama",
         else:
             _, _, number, part = stem.split(".", 3)
             its = f"blk.{number}.{LAYER[part]}"
-            kind = part.rpartition(".")[2]
-            tensor = interleaved(tensor, heads[kind]) if kind in heads else tensor
+            layer = part.rpartition(".")[2]
+            tensor = interleaved(tensor, heads[layer]) if layer in heads else tensor
         numbers = tensor.float().numpy()
         if tensor.ndim == 2:
+            is_fine = stem.endswith(("v_proj", "embed_tokens", "lm_head"))
+            stored = gguf.GGMLQuantizationType[("Q6_K" if is_fine else "Q4_K") if kind == "Q4_K_M" else kind]
             writer.add_tensor(f"{its}.weight", quantised(numbers, stored), raw_dtype=stored)
         else:
             writer.add_tensor(f"{its}.weight", numbers)
@@ -150,7 +151,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
 
 
 @needs_reader
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", [*FORMATS, "Q4_K_M"])
 def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +168,8 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     for name, weight in wanted.named_parameters():
         assert target.model.get_parameter(name).equal(weight), name
     packed = TargetModel.load(section, ())
+    for each in (target, packed):  # a form is no longer held than it is needed
+        assert not any(eight_bits_of(weight) for weight in each.model.parameters())
     if library() is not None:
         assert {form.partition(",")[0] for form in forms_of(packed.model)} == {"torch.int8"}
     monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")

@@ -259,6 +259,18 @@ def test_drafts_that_still_do_not_pay_are_tried_again_ever_less_often() -> None:
     assert by_load.rest == REST[0]
 
 
+def test_a_fall_of_the_load_ends_the_long_rests_of_a_busy_time() -> None:
+    by_load = SpeculationByLoad(LoadCosts())
+    rests = []
+    for rows, steps in ((3, 2000), (1, 40)):  # a step costs 1.75 and 1.27 plain ones
+        for step in range(steps):
+            if by_load.pays(Situation(100, rows, True)):
+                by_load.observe(accepted(1 + step % 2), TREE.shape[1], levels=3)
+        rests.append(by_load.rest)
+    assert by_load.is_on
+    assert rests == [REST[1], REST[0]]
+
+
 def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
     at, by_load = Situation(100, 2, True), SpeculationByLoad(LoadCosts())
     text, lucky = "", 0

@@ -7,6 +7,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from jaxtyping import UInt8
 from torch import Tensor
@@ -96,7 +97,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else 2**63
+    free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else psutil.virtual_memory().available
     limit = CGROUP / "memory.max"  # set for a container
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
         held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]

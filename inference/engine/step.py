@@ -319,7 +319,9 @@ class SpeculationByLoad:
             if not self.patience:
                 self.is_on, self.lasted = False, 0
         elif gain > RESUME or self.lasted == self.rest:
-            if gain <= RESUME:
+            if gain > RESUME:  # fewer rows decode
+                self.rest = REST[0]
+            else:
                 self.rest = min(2 * self.rest, REST[1])
                 self._forget()
             self.is_on, self.lasted, self.patience = True, 0, PATIENCE

@@ -10,7 +10,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.gguf import EIGHT_BITS
+from headstart.inference.targets.gguf import is_mostly_in_eight_bits
 from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
@@ -72,7 +72,7 @@ def target_section(options: ModelOptions) -> TargetSection:
         return TargetSection.model_validate({"path": options.target, "dtype": options.dtype})
     section = TargetSection.model_validate({"path": options.target, "dtype": "float32"})
     folder = folder_of(section) if section.path.endswith(".gguf") else Path(section.path)
-    dtype = fast_dtype(pick_device("auto"), eight_bits=(folder / EIGHT_BITS).is_file())
+    dtype = fast_dtype(pick_device("auto"), eight_bits=is_mostly_in_eight_bits(folder))
     return section.model_copy(update={"dtype": dtype})
 
 

@@ -1,11 +1,11 @@
 """Layers of a model as its device runs them fastest. A decoding step waits for little else.
 
 On a CPU, for the weights of linear layers to be read. float32 weights that are float16 or bfloat16 numbers, as
-published ones are, are kept as such, half the bytes, and those of a GGUF file in 8 bits as they are there, a quarter;
-the products and sums stay in float32. The kernel is our own
-(products.py), or FBGEMM's for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. So is
-that of bfloat16 on a processor with tiles (AMX); elsewhere the weights are put into oneDNN's blocked layout once, where
-torch's own layer does it again in every call. None of this changes a weight, so the text stays.
+published ones are, are kept as such, half the bytes, and those that a GGUF file holds in 8 to 4 bits as whole numbers
+of 8 bits and what scales them; the products and sums stay in float32. The kernel is our own (products.py), or FBGEMM's
+for float16 numbers (Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. So is that of bfloat16 on a
+processor with tiles (AMX); elsewhere the weights are put into oneDNN's blocked layout once, where torch's own layer
+does it again in every call. None of this changes a weight, so the text stays.
 
 On a GPU, for kernels to be launched, if rows are few: RMS norms take two where transformers' code launches eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -206,10 +206,12 @@ def gains_by_packing(model: nn.Module) -> bool:
 def pack_weights(model: nn.Module, exact: bool) -> bool:
     """Replace the model's linear layers on a CPU by packed ones; returns whether any was replaced.
 
-    With `exact`, a float32 layer stays as it is if one of its weights has no 16-bit number.
+    With `exact`, a float32 layer stays as it is if one of its weights is no number of 16 bits, or of 8 with scales.
     """
     was_packed = False
-    for layers in siblings([each for each in linear_layers(model) if can_pack(each[-1].weight.dtype)]):
+    groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight.dtype)])
+    while groups:  # a group's own weights are freed as soon as it is packed
+        layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
         whole = packed_linear(joined(linears), exact) if len(layers) > 1 else None
         product = None if whole is None else JointProduct(whole, [linear.out_features for linear in linears])

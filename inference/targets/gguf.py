@@ -32,6 +32,7 @@ from headstart.recipes.command_line import command_name
 MAGIC = b"GGUF"
 OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
+MOSTLY = 0.45  # of the bytes in bfloat16; all weights are 0.53 to 0.63
 FACTORS, OFFSETS = ".factors", ".offsets"  # after a weight's name
 
 
@@ -164,8 +165,11 @@ def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def with_eight_bits(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """The model of a folder; if that is an unpacked GGUF file, its float32 weights get the numbers of the file."""
+def with_eight_bits(model: PreTrainedModel, folder: Path, remember: bool) -> PreTrainedModel:
+    """The model of a folder; if that is an unpacked GGUF file, its float32 weights get the numbers of the file.
+
+    With `remember`, `pack_weights` finds the form that they came from.
+    """
     if not (folder / EIGHT_BITS).is_file():
         return model
     with open_safetensors(folder / EIGHT_BITS) as file:
@@ -175,8 +179,14 @@ def with_eight_bits(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
                 offsets = file.get_tensor(name + OFFSETS) if name + OFFSETS in names else None
                 exact = EightBits(file.get_tensor(name), file.get_tensor(name + FACTORS), offsets)
                 weight.copy_(exact.weight())
-                remember_eight_bits(weight, exact if weight.device.type == "cpu" else None)
+                remember_eight_bits(weight, exact if remember else None)
     return model
+
+
+def is_mostly_in_eight_bits(folder: Path) -> bool:
+    """Whether a model's folder has most of its weights as a GGUF file holds them; experts, say, it has in bfloat16."""
+    kept, whole = folder / EIGHT_BITS, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return kept.is_file() and kept.stat().st_size > MOSTLY * whole
 
 
 def refuse_other_file(file: Path) -> None:

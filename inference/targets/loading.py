@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
+from headstart.inference.passes.products import library
 from headstart.inference.targets.architecture import attention_code
 from headstart.inference.targets.fast_layers import can_pack, seconds_of_products
 from headstart.recipes.schema import TargetSection
@@ -85,7 +86,7 @@ def has_bfloat16(device: torch.device) -> bool:
 @cache
 def float32_is_as_fast(eight_bits: bool) -> bool:
     """Whether this CPU's packed products with a few tokens take no longer in float32 than in bfloat16."""
-    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)):
+    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)) or (eight_bits and library() is None):
         return False
     return seconds_of_products(torch.float32, eight_bits) <= AS_FAST * seconds_of_products(torch.bfloat16)
 

@@ -120,11 +120,15 @@ class TargetModel(Passes):
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
-            target = cls(with_eight_bits(load(device_map="auto"), folder), taps, None, section.attention, folder)
+            target = cls(
+                with_eight_bits(load(device_map="auto"), folder, remember=False), taps, None, section.attention, folder
+            )
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            target = cls(with_eight_bits(load(), folder).to(device), taps, None, section.attention, folder)
-            if packed and not section.compile:
+            packed = packed and not section.compile
+            model = with_eight_bits(load(), folder, remember=packed and device.type == "cpu").to(device)
+            target = cls(model, taps, None, section.attention, folder)
+            if packed:
                 target.pack_weights(partial(cls.load, section, (), packed=False))
                 if section.compile is None and target.is_packed and cpp_compiler():
                     target.compile_layers()
