@@ -7,11 +7,10 @@ beside them as they are (`EIGHT_BITS`), for targets in float32, whose layers rea
 """
 
 import argparse
-import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import transformers
@@ -28,6 +27,9 @@ from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.passes.products import FEWEST, EightBits, remember_eight_bits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader, ReaderTensor
 
 MAGIC = b"GGUF"
 OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
@@ -70,6 +72,8 @@ def unpack(file: Path, folder: Path) -> None:
 
     Raises ValueError for a file that is no GGUF, is damaged, or holds an architecture that transformers does not read.
     """
+    from gguf import GGUFReader
+
     refuse_other_file(file)
     refuse_old_transformers(file)
     partial = folder.with_name(folder.name + ".partial")
@@ -77,8 +81,9 @@ def unpack(file: Path, folder: Path) -> None:
         partial.mkdir(parents=True, exist_ok=True)
         try:
             config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-            few = keeps_few_bits(file)
-            scales = scales_of(file, config, partial / "scales.gguf") if few else {}
+            reader = GGUFReader(file)
+            few = keeps_few_bits(file, reader.tensors)
+            scales = scales_of(reader, config, partial / "scales.gguf") if few else {}
             model = load(file, config, torch.float32 if few else torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
@@ -104,14 +109,11 @@ def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
     )
 
 
-def keeps_few_bits(file: Path) -> bool:
+def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
     """Whether a GGUF file holds weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
 
     Without the memory that is said, as the only output.
     """
-    from gguf import GGUFReader
-
-    tensors = GGUFReader(file).tensors
     if not any(tensor.tensor_type.name in FORMATS for tensor in tensors):
         return False
     needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 2 + 2)  # with scales, and in bfloat16
@@ -123,31 +125,44 @@ def keeps_few_bits(file: Path) -> bool:
     return needed <= free
 
 
-def scales_of(file: Path, config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def scales_of(reader: "GGUFReader", config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """The factors and offsets of each weight, by its name in the model, for `FEWEST` inputs each. [out, in / FEWEST]
 
-    With 0 for all numbers a file holds its offsets; with 1, and no offsets, its factors. A copy of the file is changed
-    to that, so that these get where transformers puts the weight's numbers, row by row.
+    With 0 for all numbers a file holds its offsets; with 1, and no offsets, its factors. Copies of the file that hold
+    these are read as the file is, so that they get where transformers puts the weight's numbers, row by row.
     """
-    from gguf import GGML_QUANT_SIZES, GGUFReader
-
-    def changed_to(ones: bool) -> dict[str, Tensor]:
-        for tensor in reader.tensors:
-            if (form := FORMATS.get(tensor.tensor_type.name)) is not None:
-                blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
-                for first, end, zero, one in form.numbers:
-                    blocks[:, first:end] = one if ones else zero
-                if ones:
-                    blocks[:, slice(*form.offset)] = 0
-        reader.data.flush()
-        weights = ((name, weight.detach()) for name, weight in load(copy, config, torch.float32).named_parameters())
-        return {name: each[:, ::FEWEST].clone() for name, each in weights if has_blocks(each)}
-
-    shutil.copyfile(file, copy)
-    reader = GGUFReader(copy, "r+")
-    offsets, factors = changed_to(ones=False), changed_to(ones=True)
-    copy.unlink()
+    found = []
+    for ones in (True, False):
+        write_scales(reader, copy, ones)
+        weights = load(copy, config, torch.float32).named_parameters()
+        found.append({name: each.detach()[:, ::FEWEST].clone() for name, each in weights if has_blocks(each)})
+        copy.unlink()
+    factors, offsets = found
     return {name: (factors[name], offsets[name]) for name in factors}
+
+
+def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
+    """A copy with 1 or 0 for all numbers, and without the tokenizer, which takes as long to read as all tensors."""
+    from gguf import GGML_QUANT_SIZES, GGUFWriter
+
+    writer = GGUFWriter(copy, reader.fields["general.architecture"].contents())
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "tokenizer.", "general.")):
+            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+    for tensor in reader.tensors:
+        data = tensor.data
+        if (form := FORMATS.get(tensor.tensor_type.name)) is not None:
+            data = data.copy()
+            blocks = data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
+            for first, end, zero, one in form.numbers:
+                blocks[:, first:end] = one if ones else zero
+            if ones:
+                blocks[:, slice(*form.offset)] = 0
+        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def has_blocks(weight: Tensor) -> bool:
