@@ -13,6 +13,7 @@ second line per number of rows has the rows draft.
 
 import time
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from statistics import median, quantiles
 
 import torch
@@ -68,7 +69,7 @@ def run(recipe: Recipe) -> None:
         plain = 0.0
         for name, drafter in drafters:
             loop = DecodeLoop(target, drafter, max_batch=rows + 1)
-            for prompt in prompts[:rows]:
+            for prompt in islice(cycle(prompts), rows):
                 loop.submit(Request(prompt, target.max_positions - len(prompt), end_tokens=()))
             steps = running_steps(loop, rows)
             plain = median(steps) if drafter is None else plain
