@@ -125,6 +125,7 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
+        self.lm_head: nn.Module | None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
         self.shared_lm_head: Tensor | None
         shared = None if shape.own_lm_head else frozen.within(vocab).lm_head
@@ -202,14 +203,18 @@ class BlockHead(DraftHead):
     @property
     def output_layer(self) -> Float[Tensor, "draft_vocab hidden"]:
         """The target's lm_head within the draft vocabulary, or the head's own."""
-        if self.lm_head is not None:
-            return self.lm_head.weight
-        assert self.shared_lm_head is not None
-        return self.shared_lm_head
+        found = self.shared_lm_head if self.lm_head is None else self.lm_head.weight
+        assert isinstance(found, Tensor)
+        return found
 
-    def hold_lm_head(self) -> None:
-        """Make a layer of the shared lm_head, which can be packed for a processor. Only for a head that drafts."""
-        if self.lm_head is None:
+    def hold_lm_head(self, packed: nn.Module | None) -> None:
+        """Make a layer of the shared lm_head, which can be packed for a processor; for a head that drafts.
+
+        `packed` is the target's own layer, if it is packed, which serves a head that drafts the whole vocabulary.
+        """
+        if self.lm_head is None and packed is not None and self.vocab.is_full:
+            self.lm_head, self.shared_lm_head = packed, None
+        elif self.lm_head is None:
             out_features, in_features = self.output_layer.shape
             lm_head = nn.Linear(in_features, out_features, bias=False, device="meta")
             lm_head.weight = nn.Parameter(self.output_layer, requires_grad=False)

@@ -322,14 +322,18 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
     assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
 
 
+@pytest.mark.parametrize("drafted", [24, 97])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
-    folder: Path, dtype: Dtype, tmp_path: Path
+    folder: Path, dtype: Dtype, drafted: int, tmp_path: Path
 ) -> None:
-    """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were."""
+    """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were.
+
+    A head that drafts the whole vocabulary has the target's own layer.
+    """
     target = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), (0, 1))
     section = BlockSection(kind="block", num_layers=1, block_size=4, markov_rank=4, mask_token_id=96, taps=(0, 1))
-    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 24)
+    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), drafted)
     head = new_head(section, target.frozen, vocab, seed=0)
     save_head(head, tmp_path / "head")
     loaded, packed = load_head_for(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
@@ -338,6 +342,7 @@ def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
     assert loaded.lm_head is None
     assert packed.shared_lm_head is None
     assert type(packed.lm_head) is type(packed.fc) is not nn.Linear
+    assert (packed.lm_head is target.model.get_output_embeddings()) == packed.vocab.is_full
     hidden = torch.randn(1, 3, target.config.hidden_size, dtype=target.dtype)
     with torch.inference_mode():
         assert_close(packed.slot_logits(hidden), loaded.slot_logits(hidden), rtol=0.02, atol=0.02)

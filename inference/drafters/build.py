@@ -22,7 +22,7 @@ from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats, TreeLimits
 from headstart.inference.passes.compiled import use_compiled
-from headstart.inference.targets.fast_layers import join_linears, pack_weights
+from headstart.inference.targets.fast_layers import PackedLinear, join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -86,7 +86,8 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     head = load_head_for(folder, target.frozen)
     if target.is_packed:
         if isinstance(head, BlockHead):
-            head.hold_lm_head()
+            own = target.model.get_output_embeddings()
+            head.hold_lm_head(own if isinstance(own, PackedLinear) and target.frozen.lm_head_bias is None else None)
         pack_weights(head, exact=False)
         if target.compiler is not None:
             for layer in head.decoder_layers:
