@@ -14,6 +14,7 @@ from tiny_run import build_tokenizer
 from headstart.inference.core.request import DecodeStats, DraftTree, EmittedTokens
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
+from headstart.inference.report import forcing
 from headstart.inference.report.compare import Comparison, speedup
 from headstart.inference.report.figures import as_svg, draw
 from headstart.inference.report.forcing import Forced, Forcing, gaps
@@ -116,6 +117,17 @@ def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target: 
     assert forcing.judge(prompt, changed) == Forced(1, 0, 1, gap)
     assert Forcing(target, Sampling(), gap).judge(prompt, changed) == Forced(1, 1, 0, gap)
     assert Forced.sum_of([Forced(1, 1, 0, gap), Forced(4, 0, 2, 2 * gap)]) == Forced(5, 1, 2, 2 * gap)
+
+
+def test_a_text_that_rounds_more_than_the_first_prompts_was_outside(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, measured = [5, 6, 7], [*range(2)]
+    changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
+    gap = float(gaps(target, prompt, changed, Sampling())[0])
+    monkeypatch.setattr(forcing, "rounding", lambda target, prompts, most, sampling: measured.pop() and 1.1 * gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 1, 0, gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 0, 1, gap)
 
 
 def test_texts_drawn_with_other_random_numbers_are_not_judged(target: TargetModel) -> None:

@@ -54,8 +54,10 @@ class Forcing:
     def judge(self, prompt: list[int], text: list[int]) -> Forced:
         key = (len(prompt), *prompt, *text)
         if key not in self.read:
-            found = gaps(self.target, prompt, text, self.sampling)
-            outside = int((found > self.rounding).sum())
+            found, limit = gaps(self.target, prompt, text, self.sampling), self.rounding
+            if (found > limit).any():  # the rounding of this text may be larger than that of the first prompts'
+                limit = max(limit, rounding(self.target, [prompt], len(text), self.sampling))
+            outside = int((found > limit).sum())
             near = int((found > 0).sum()) - outside
             self.read[key] = Forced(len(text), near, outside, float(found.max()) if text else 0.0)
         return self.read[key]
