@@ -147,8 +147,9 @@ def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
 
     writer = GGUFWriter(copy, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "tokenizer.", "general.")):
-            writer.add_key_value(name, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
+        is_left_out = name.startswith(("GGUF.", "tokenizer.", "general."))
+        if not is_left_out and (value := field.contents()) != []:  # an empty list, the writer refuses
+            writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[1:] else None)
     for tensor in reader.tensors:
         data = tensor.data
         if (form := FORMATS.get(tensor.tensor_type.name)) is not None:
