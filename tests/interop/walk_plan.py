@@ -82,7 +82,7 @@ BY_HAND = {
     r"^pip install timm$": "what transformers says of some model types, which are not tried",
     r" PYTHON=python3\.12$": "needs another Python; run when a lower bound changes",
     r"benchmarks/soak\.py": "half an hour of load; run when its figures are renewed",
-    r"benchmarks/own_domain\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
+    r"benchmarks/(own_domain|adapt)\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^headstart adapt\b": "needs a server that has answered requests; see tests/test_adapt.py",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/test_server_command.py",
