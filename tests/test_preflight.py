@@ -2,7 +2,9 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from bad_inputs import Says, assert_raises, assert_refused, type_command
@@ -268,8 +270,7 @@ def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_
 
 
 def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:   8000 kB\n")
-    monkeypatch.setattr(cache_memory, "MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8000 * 1024))
     monkeypatch.setattr(cache_memory, "CGROUP", tmp_path)
     assert free_memory(torch.device("cpu")) == 8000 * 1024
     (tmp_path / "memory.max").write_text("max\n")

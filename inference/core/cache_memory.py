@@ -12,7 +12,7 @@ import torch
 from jaxtyping import UInt8
 from torch import Tensor
 
-MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")  # Linux only
+CGROUP = Path("/sys/fs/cgroup")  # Linux only
 MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
 # What a layer keeps of a token: (heads, size) of its keys, its values, and of what an indexer keeps. None of it: ().
 LayerShape = tuple[tuple[int, int], ...]
@@ -97,7 +97,7 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
-    free = figures(MEMINFO)["MemAvailable:"] * 1024 if MEMINFO.is_file() else psutil.virtual_memory().available
+    free = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"  # set for a container
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
         held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]

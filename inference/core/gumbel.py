@@ -16,7 +16,7 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 # Numbers computed together. On a CPU the temporaries of more leave its caches, which takes three times as long; a GPU
 # needs 24 bytes for each.
 AT_ONCE, AT_ONCE_ON_GPU = 2**18, 2**24
-COMPILED = 2**22  # from so many numbers on, a GPU computes them in one kernel; to compile it takes seconds
+COMPILED = 2**22  # a GPU computes this many numbers or more with one kernel, which takes seconds to compile
 
 
 def mix(state: Tensor) -> Tensor:

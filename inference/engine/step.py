@@ -314,7 +314,7 @@ class SpeculationByLoad:
         self.lasted += 1
         if self.is_on:
             self.patience = PATIENCE if gain >= STOP else self.patience - 1
-            if self.lasted > self.rest:  # a few lucky steps are none: each trial begins with what the head has missed
+            if self.lasted > self.rest:  # a few lucky steps do not show that drafts pay again
                 self.rest = REST[0]
             if not self.patience:
                 self.is_on, self.lasted = False, 0

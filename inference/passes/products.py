@@ -84,9 +84,9 @@ def kernel_name() -> str:
 
 @dataclass(frozen=True)
 class EightBits:
-    """A weight as whole numbers, and for so many inputs each a factor and, of some, an offset.
+    """A weight as GGUF's formats of 8 to 4 bits hold it: numbers * factors + offsets, in float32.
 
-    As GGUF's formats of 8 to 4 bits hold them. The weight is numbers * factors + offsets, in float32.
+    A block of inputs shares a factor and, in some formats, an offset.
     """
 
     numbers: Int8[Tensor, "out in"]
@@ -185,7 +185,7 @@ def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
 
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:
-    """The form in 8 bits that a weight came from, if `remember_eight_bits` was told one."""
+    """The 8-bit form that a weight came from, if `remember_eight_bits` noted one."""
     found: EightBits | None = getattr(weight, "eight_bits", None)
     return found
 

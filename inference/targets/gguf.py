@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 MAGIC = b"GGUF"
 OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
-MOSTLY = 0.45  # of the bytes in bfloat16; all weights are 0.53 to 0.63
+MOSTLY = 0.45  # share of the bytes in bfloat16, which is 0.53 to 0.63 if all weights are kept
 FACTORS, OFFSETS = ".factors", ".offsets"  # after a weight's name
 
 
@@ -112,7 +112,7 @@ def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
     """Whether a GGUF file holds weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
 
-    Without the memory that is said, as the only output.
+    Prints a line if the memory is missing, and else nothing.
     """
     if not any(tensor.tensor_type.name in FORMATS for tensor in tensors):
         return False
@@ -148,7 +148,7 @@ def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
     writer = GGUFWriter(copy, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         is_left_out = name.startswith(("GGUF.", "tokenizer.", "general."))
-        if not is_left_out and (value := field.contents()) != []:  # an empty list, the writer refuses
+        if not is_left_out and (value := field.contents()) != []:  # the writer refuses empty lists
             writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[1:] else None)
     for tensor in reader.tensors:
         data = tensor.data

@@ -120,9 +120,8 @@ class TargetModel(Passes):
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
-            target = cls(
-                with_eight_bits(load(device_map="auto"), folder, remember=False), taps, None, section.attention, folder
-            )
+            model = with_eight_bits(load(device_map="auto"), folder, remember=False)
+            target = cls(model, taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
             packed = packed and not section.compile
