@@ -28,10 +28,8 @@ from urllib.request import Request, urlopen
 
 import torch
 from block_quality import target_for
-from lossless import count_texts
-from own_domain import figures, python_questions
+from own_domain import before_and_after, python_questions
 from rich.console import Console
-from rich.table import Table
 
 from headstart.common.files import read_json, read_jsonl
 from headstart.common.progress import Progress
@@ -39,13 +37,8 @@ from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.prompts.responses import read_texts
-from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.report.command import machine
-from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
-from headstart.inference.report.rounds import run_rounds
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe, load_recipe
@@ -146,21 +139,11 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
     target = target_for(heads.values(), recipe)
     python = [chat_tokens(recipe, question) for question in python_questions(recipe.seed)[: given.questions]]
     old = [row["tokens"] for row in read_jsonl(given.old / "prompts" / "heldout.jsonl")][: given.questions]
-    methods = []
-    for name, place in heads.items():
-        head = load_drafting_head(place, target)
-        methods.append(Method(name, head_drafter(head, growth_from_recipe(recipe.decode, target, head))))
-    table = Table("prompts", "temperature", "before", "after", "after over before", "95 % interval")
-    for name, tokens in {"Python questions": python, "old prompts": old}.items():
-        prompts = [Prompt(each, name) for each in tokens]
-        for temperature in recipe.report.temperatures:
-            sampling = sampling_from_recipe(recipe, temperature)
-            with Progress(f"{name}, temperature {temperature:g}", len(prompts) * 2, "texts") as progress:
-                count = partial(count_texts, progress)
-                most = recipe.decode.max_new_tokens
-                rounds = run_rounds(methods, target, prompts, most, sampling, warmup=0, after_run=count)
-            table.add_row(name, f"{temperature:g}", *figures(rounds, recipe.seed))
-    console.print(table)
+    sets = {
+        "Python questions": [Prompt(each, "Python questions") for each in python],
+        "old prompts": [Prompt(each, "old prompts") for each in old],
+    }
+    console.print(before_and_after(heads, sets, target, recipe))
 
 
 def chat_tokens(recipe: Recipe, question: str) -> list[int]:

@@ -17,7 +17,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +39,7 @@ from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Round, run_rounds
+from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
 
@@ -132,6 +133,13 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
         "Python questions": [Prompt(tokens, "python") for tokens in held_out_prompts(python)],
         "old prompts": prompts_of(recipe, target),
     }
+    console.print(before_and_after(heads, sets, target, recipe))
+
+
+def before_and_after(
+    heads: Mapping[str, Path], sets: Mapping[str, list[Prompt]], target: TargetModel, recipe: Recipe
+) -> Table:
+    """Decode the prompts of each set with the heads named "before" and "after" in turn, in the recipe's tree."""
     methods = []
     for name, place in heads.items():
         head = load_drafting_head(place, target)
@@ -145,7 +153,7 @@ def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespa
                 most = recipe.decode.max_new_tokens
                 rounds = run_rounds(methods, target, prompts, most, sampling, warmup=0, after_run=after)
             table.add_row(name, f"{temperature:g}", *figures(rounds, recipe.seed))
-    console.print(table)
+    return table
 
 
 def figures(rounds: list[Round], seed: int) -> Iterator[str]:
