@@ -141,12 +141,9 @@ class BlockCache:
         reach, dtype = self.reaches[layer], value.dtype
         # On a GPU autocast norms queries and keys in float32.
         given = query.to(dtype), self.keys[layer].to(dtype), self.values[layer], key.to(dtype), value
-        out: Tensor
         if flash_attention_takes(given[0]):
-            out = SlotAttention.apply(self.places, reach.within(query.shape[2], query.device), reach.window, *given)
-        else:
-            out = BlockAttention.apply(self.blocks, reach, *given)
-        return out
+            return SlotAttention.apply(self.places, reach.within(query.shape[2], query.device), reach.window, *given)
+        return BlockAttention.apply(self.blocks, reach, *given)
 
     @cached_property
     def places(self) -> "Places":

@@ -97,7 +97,10 @@ class MedusaHead(LastHiddenHead):
         self.shape, self.max_levels = shape, shape.num_heads
         numbers = range(shape.num_heads)
         self.blocks = nn.ModuleList([ResidualBlocks(shape.input_size(head), shape) for head in numbers])
-        self.lm_heads = nn.ModuleList([self.new_lm_head() for _ in numbers])
+        hidden, size, rank = shape.hidden_size, len(vocab.ids), shape.lm_head_rank
+        self.lm_heads = nn.ModuleList(
+            [nn.Linear(hidden, size, bias=False) if rank is None else LowRank(hidden, size, rank) for _ in numbers]
+        )
         self.shared_lm_head: Tensor | None
         lm_head = None if shape.lm_head_rank is None else frozen.within(vocab).lm_head
         self.register_buffer("shared_lm_head", lm_head, persistent=False)  # [draft_vocab, hidden]
@@ -108,10 +111,6 @@ class MedusaHead(LastHiddenHead):
         sizes = frozen.config.hidden_size, section.medusa_heads
         shape = MedusaShape(*sizes, num_layers=1, sequential=section.sequential, lm_head_rank=section.lm_head_rank)
         return cls(shape, frozen, vocab)
-
-    def new_lm_head(self) -> nn.Module:
-        hidden, size, rank = self.shape.hidden_size, len(self.vocab.ids), self.shape.lm_head_rank
-        return nn.Linear(hidden, size, bias=False) if rank is None else LowRank(hidden, size, rank)
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MedusaHead":

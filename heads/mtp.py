@@ -200,8 +200,7 @@ class MtpHead(LastHiddenHead):
     ) -> Hidden:
         turns = rotary.chunk(2, dim=-1)  # cosines and sines, [batch, seq, head_dim] each
         given = {"attention_mask": mask, "position_ids": None, "past_key_values": None, "head_cache": cache}
-        hidden: Tensor = self.layer(embedded, features, position_embeddings=turns, **given)
-        return hidden
+        return self.layer(embedded, features, position_embeddings=turns, **given)
 
 
 def target_folder(frozen: FrozenTarget) -> Path:

@@ -186,8 +186,7 @@ def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) ->
         for end in range(outer + 1, len(path) + 1):  # whichever of them the class asks for the last hidden states
             twin.get_submodule(".".join(path[:end])).forward = lambda *args, **kwargs: Output(hidden * size)
         twin.get_submodule(ends.lm_head).forward = lambda states: states @ weight.T
-        found: Tensor = twin.get_submodule(owner)(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits
-        return found[0, -1]
+        return twin.get_submodule(owner)(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
 
     plain, cap = (hidden @ weight.T)[0, -1], config.final_logit_softcap
     scale = float(f"{float(logits(SMALL).norm() / (SMALL * plain.norm())):.6g}")  # without its rounding

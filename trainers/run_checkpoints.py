@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from headstart.common.errors import remedy
-from headstart.common.files import read_json, remove, whole_folder, write_text
+from headstart.common.files import remove, whole_folder, write_text
 from headstart.common.remote import fetch, url_of
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
@@ -71,10 +71,9 @@ class Checkpoints:
     def newest_inputs(self) -> Json | None:
         """The inputs of the newest checkpoint, None if there is none that can be read."""
         try:
-            inputs: Json = json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
+            return json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
         except (OSError, ValueError, KeyError, TypeError):
             return None  # `load` names what is wrong
-        return inputs
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -127,11 +126,6 @@ class Checkpoints:
             advice = f"choose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             raise ValueError(f"{lines}\n{advice}")
         return snapshot
-
-    def exported(self) -> Json | None:
-        """The record of the last export."""
-        path = self.folder / "exported.json"
-        return read_json(path, "remove it, and the head is written again") if path.is_file() else None
 
     def note_export(self, what: Json) -> None:
         """Record which weights became the run's head, and on what machine they were trained."""

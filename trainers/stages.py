@@ -17,6 +17,7 @@ from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.checkpoint import head_taps, save_head
+from headstart.heads.formats.card import exported
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.inference.targets.loading import processor_name, slow_format
@@ -162,9 +163,8 @@ def refuse_other_script(recipe: Recipe, script: str) -> None:
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:
     """Whether the run is finished, and the weights of its last step are in the head's folder."""
     folders = [recipe.head_dir] if recipe.joint.mode is None else [recipe.head_dir, recipe.tuned_target_dir]
-    steps = recipe.train.steps
-    exported = (checkpoints.exported() or {}).get("step")
-    return all(is_whole(folder) for folder in folders) and checkpoints.newest() == exported == steps
+    is_newest = checkpoints.newest() == exported(recipe).get("step") == recipe.train.steps
+    return is_newest and all(is_whole(folder) for folder in folders)
 
 
 def is_whole(folder: Path) -> bool:

@@ -200,9 +200,8 @@ def completion(prompt: list[int], sampling: Sampling, max_new_tokens: int) -> Js
 def found(server: Server, answer: httpx.Response, key: str) -> Json:
     """The first entry of the list `key` of an answer; raises ValueError if there is none."""
     try:
-        entry: Json = dict(answer.json()[key][0])
+        return dict(answer.json()[key][0])
     except (ValueError, LookupError, TypeError) as error:
         lacking = f"data.server: {server.url} answers without {key} ({answer.text[:200]})"
         needed = "an OpenAI-compatible server is needed, such as vLLM or SGLang: check the URL"
         raise ValueError(f"{lacking}; {needed}") from error
-    return entry

@@ -135,8 +135,7 @@ class Stage:
 
     def facts(self) -> Json:
         """The facts that `finish` recorded."""
-        found: Json = self._recorded()["facts"]
-        return found
+        return self._recorded()["facts"]
 
     def digest(self) -> str:
         """The identity of the complete stage, an input of the next stage."""
@@ -177,19 +176,19 @@ class Stage:
 def prompt_identities(folder: Path) -> Json:
     """Digests of everything in a target's folder that turns text into prompt tokens."""
     settings = read_object(folder / TOKENIZER_CONFIG)
-    in_settings = settings.pop("chat_template", None)
-    for name in HOW_IT_WAS_LOADED:
+    for name in ("chat_template", *HOW_IT_WAS_LOADED):
         settings.pop(name, None)
     paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
     files = {path.name: file_digest(path) for path in paths if path.name != TOKENIZER_CONFIG}
     return {
         "the target's tokenizer": digest_of([settings, files]),
-        "the target's chat template": digest_of(chat_templates(folder, in_settings)),
+        "the target's chat template": digest_of(chat_templates(folder)),
     }
 
 
-def chat_templates(folder: Path, in_settings: object) -> Json:
-    """The chat templates of a folder by name, in whichever file they are; `in_settings` is tokenizer_config's value."""
+def chat_templates(folder: Path) -> Json:
+    """The chat templates of a folder by name, in whichever file they are."""
+    in_settings = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(in_settings, list):  # named templates, as older versions of transformers wrote them
         found = {str(item.get("name")): item.get("template") for item in in_settings if isinstance(item, dict)}
     else:
@@ -203,8 +202,7 @@ def chat_templates(folder: Path, in_settings: object) -> Json:
 
 def writes_date(folder: Path) -> bool:
     """Whether a chat template of a folder writes the day on which it is rendered."""
-    in_settings = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
-    return "strftime_now" in json.dumps(chat_templates(folder, in_settings))
+    return "strftime_now" in json.dumps(chat_templates(folder))
 
 
 def generation_identity(folder: Path) -> str | None:

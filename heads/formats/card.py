@@ -162,8 +162,7 @@ def acceptance_lengths(recipe: Recipe) -> dict[str, float]:
 def exported(recipe: Recipe) -> dict[str, Any]:
     """Training's record about the exported weights; empty if there is none."""
     record = recipe.checkpoints_dir / "exported.json"
-    found: dict[str, Any] = read_json(record) if record.is_file() else {}
-    return found
+    return read_json(record, "remove it, and the head is written again") if record.is_file() else {}
 
 
 def learning_curve(recipe: Recipe) -> Iterator[str]:

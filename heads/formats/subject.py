@@ -84,8 +84,7 @@ class Subject:
     @property
     def own(self) -> dict[str, Any]:
         """The `headstart` section that our own heads carry; empty for published heads."""
-        own: dict[str, Any] = self.files.config.get("headstart", {})
-        return own
+        return self.files.config.get("headstart", {})
 
     @property
     def eagle_config(self) -> dict[str, Any]:

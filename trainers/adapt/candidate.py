@@ -12,7 +12,7 @@ from torch import Tensor
 from headstart.common.files import read_json, whole_folder
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import ShardFile, stored_states, stored_tokens
-from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, shard_name, write_manifest
+from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, shard_name, stored_taps, write_manifest
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.checkpoint import load_head_for, save_head, stored_dtype
@@ -127,8 +127,7 @@ def replayed(recipe: Recipe, head: DraftHead, count: int, dtype: torch.dtype) ->
     assert folder is not None
     if not (folder / MANIFEST).is_file():
         return []
-    taps = tuple(tap for tap in head.taps if tap < head.target.num_layers)
-    store = FeatureStore(folder, "train", taps)
+    store = FeatureStore(folder, "train", stored_taps(head.taps, head.target.num_layers))
     wanted = min(round(count * REPLAYED / (1 - REPLAYED)), len(store))
     drawn = torch.randperm(len(store), generator=torch.Generator().manual_seed(recipe.seed))[:wanted]
     found = [store[number] for number in drawn.tolist()]

@@ -86,8 +86,7 @@ class Versions:
     @property
     def before(self) -> list[str]:
         """The versions that were served before the present one, the last one last."""
-        found: list[str] = self._state()["before"]
-        return found
+        return self._state()["before"]
 
     def names(self) -> list[str]:
         """All versions, ascending."""
@@ -117,8 +116,7 @@ class Versions:
         return self.folder / before[-1]
 
     def _state(self) -> dict[str, Any]:
-        found: dict[str, Any] = read_json(self.path, "write the name of a version as its `served`")
-        return found
+        return read_json(self.path, "write the name of a version as its `served`")
 
     def _write(self, served: str, before: list[str]) -> None:
         write_text(self.path, json.dumps({"served": served, "before": before}) + "\n")

@@ -28,8 +28,7 @@ class Server:
 
     def facts(self) -> dict[str, Any]:
         """The head that it serves, and how much traffic it has."""
-        found: dict[str, Any] = json.loads(self._ask("/adapt"))
-        return found
+        return json.loads(self._ask("/adapt"))
 
     def serve(self, folder: str) -> None:
         """Let it decode with the head in a folder, for all requests that have not begun."""
@@ -62,8 +61,7 @@ class Server:
         body = None if fields is None else json.dumps(fields).encode()
         try:
             with urlopen(Request(self.url + path, body, headers), timeout=PATIENCE) as answer:
-                found: bytes = answer.read()
-                return found
+                return answer.read()
         except HTTPError as error:
             says = error.read().decode(errors="replace")
             if error.code == 404:

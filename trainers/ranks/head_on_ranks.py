@@ -48,8 +48,7 @@ class HeadOnRanks(ABC):
 
     def forward(self, *inputs: object) -> UnrollScores:
         """`UnrolledHead.forward` on this rank's samples."""
-        scores: UnrollScores = self.module(*inputs)
-        return scores
+        return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of this rank's share of the loss."""
