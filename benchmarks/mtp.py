@@ -56,6 +56,7 @@ QWEN |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "mtp_layer_type
 LATENT = {**SIZES, "num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 64, "first_k_dense_replace": 1}
 LATENT |= {"qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32, "n_group": 1, "topk_group": 1}
 LATENT |= {"moe_intermediate_size": 128, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2}
+LATENT |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}  # in published files; vLLM does not load it without
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "hybrid": ("qwen3_5_text", QWEN),
     "dense": ("qwen3_5_text", {**QWEN, "layer_types": ["full_attention"] * SIZES["num_hidden_layers"]}),

@@ -17,7 +17,8 @@ from headstart.heads.target_config import TargetConfig
 from headstart.heads.target_ends import TargetEnds, ends_in
 from headstart.heads.vocab import DraftVocab
 
-SCALE_SUFFIXES = ("_scale", "_scale_inv")  # of a quantised weight, in the formats of compressed-tensors and DeepSeek
+# Of a quantised weight's scales, in the formats of compressed-tensors and DeepSeek, and zero points, which are refused.
+SCALE_SUFFIXES = ("_scale", "_scale_inv", "_zero_point")
 ONE_BYTE = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 COPY_TOLERANCE = 1e-2  # relative to the largest entry: published copies of a target's tensors are in half precision
 
@@ -183,15 +184,55 @@ def dequantised(tensor: Tensor, scales: list[Tensor], name: str) -> Tensor:
     wide = tensor.is_floating_point() and tensor.element_size() > 1
     if wide and not scales:
         return tensor
-    if len(scales) != 1 or tensor.ndim != 2 or tensor.dtype not in ONE_BYTE:
-        advice = "a head needs floating point: give a target whose embedding and lm_head are not quantised"
+    is_known = len(scales) == 1 and scales[0].is_floating_point() and tensor.ndim == 2
+    if not is_known or tensor.dtype not in ONE_BYTE:
+        advice = (
+            "floating point, or int8 and float8 matrices with one tensor of scales, are allowed for embedding, lm_head "
+            "and MTP layer: give a target that is quantised so, or not there"
+        )
         raise ValueError(f"{name} is stored as {tensor.dtype}, which is not understood; {advice}")
-    scale = scales[0].float()
-    scale = scale.reshape(scale.shape if scale.ndim == 2 else (-1, 1))
-    for axis, size in enumerate(tensor.shape):  # one scale for all, for each row, or for each block
-        block = -(-size // scale.shape[axis])
-        scale = scale.repeat_interleave(block, axis).narrow(axis, 0, size)
-    return tensor.float() * scale
+    return tensor.float() * in_each_block(scales[0], tensor.shape)
+
+
+def requantised(
+    dense: Float[Tensor, "rows columns"], stored: Tensor, scale: Tensor
+) -> tuple[Float[Tensor, "rows columns"] | Int[Tensor, "rows columns"], Tensor]:
+    """A matrix in the number format of `stored`, and new scales in the shape and format of its own, for new values.
+
+    The largest entry of each block becomes the format's largest number. Scales that are powers of two stay such.
+    """
+    limits = torch.finfo(stored.dtype) if stored.is_floating_point() else torch.iinfo(stored.dtype)
+    blocks = [block_size(size, count) for size, count in zip(dense.shape, two_axes(scale).shape, strict=True)]
+    dense = dense.float().cpu()
+    new = functional.max_pool2d(dense.abs()[None], blocks, blocks, ceil_mode=True)[0] / limits.max
+    new[new == 0] = 1  # of a block of zeros
+    if (torch.frexp(scale.float())[0] == 0.5).all():
+        new = new.log2().ceil().exp2()
+    new = new.to(scale.dtype).reshape(scale.shape)
+    entries = (dense / in_each_block(new, dense.shape)).clamp(-limits.max, limits.max)
+    return (entries if stored.is_floating_point() else entries.round()).to(stored.dtype), new
+
+
+def in_each_block(scale: Tensor, shape: torch.Size) -> Float[Tensor, "rows columns"]:
+    """The scale of each entry of a matrix, which has one for all, for each row, or for each block."""
+    scale = two_axes(scale)
+    for axis, size in enumerate(shape):
+        scale = scale.repeat_interleave(block_size(size, scale.shape[axis]), axis).narrow(axis, 0, size)
+    return scale
+
+
+def two_axes(scale: Tensor) -> Float[Tensor, "rows columns"]:
+    return scale.float().reshape(scale.shape if scale.ndim == 2 else (-1, 1))
+
+
+def block_size(size: int, count: int) -> int:
+    """The length of each of `count` blocks, of which the last may be shorter: a power of two if one fits.
+
+    DeepSeek-V3 has 576 rows in 5 blocks of 128, not of 116.
+    """
+    least = -(-size // count)
+    power = 1 << (least - 1).bit_length()
+    return power if -(-size // power) == count else least
 
 
 class SafetensorsFolder:
@@ -215,8 +256,20 @@ class SafetensorsFolder:
 
     def dense(self, name: str) -> Tensor:
         """A tensor in floating point; raises ValueError as `dequantised` does."""
-        scales = [self.read(name + suffix) for suffix in SCALE_SUFFIXES if name + suffix in self.files]
-        return dequantised(self.read(name), scales, f"{self.folder}: {name}")
+        return dequantised(self.read(name), list(self.scales(name).values()), f"{self.folder}: {name}")
+
+    def as_stored(self, name: str, dense: Tensor) -> dict[str, Tensor]:
+        """New values of a tensor in its own number format, by name, with new scales if it is quantised: the inverse of
+        `dense`, which raises the same errors."""
+        stored, scales = self.read(name), self.scales(name)
+        dequantised(stored, list(scales.values()), f"{self.folder}: {name}")
+        if not scales:
+            return {name: dense.to(stored.dtype)}
+        [(of_scale, scale)] = scales.items()
+        return dict(zip((name, of_scale), requantised(dense, stored, scale), strict=True))
+
+    def scales(self, name: str) -> dict[str, Tensor]:
+        return {name + suffix: self.read(name + suffix) for suffix in SCALE_SUFFIXES if name + suffix in self.files}
 
 
 @contextmanager

@@ -27,7 +27,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, dequantised, requantised
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import TargetEnds, auto_class
 from headstart.inference.passes.attention import GROUPED
@@ -207,11 +207,48 @@ def test_a_quantised_lm_head_is_dequantised(
     assert torch.equal(FrozenTarget.from_folder(tmp_path, torch.float32).lm_head, wanted)
 
 
-def test_an_lm_head_quantised_in_another_way_is_refused_by_name(make_model: MakeModel, tmp_path: Path) -> None:
+def test_a_last_block_that_is_shorter_got_the_scales_of_others() -> None:
+    """DeepSeek-V3 has 576 rows in blocks of 128; they were read as five blocks of 116."""
+    stored, scale = torch.ones(576, 200).to(torch.float8_e4m3fn), torch.rand(5, 2)
+    wanted = scale.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :200]
+    assert torch.equal(dequantised(stored, [scale], "weight"), wanted)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (72,), (72, 1), (5, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("form", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu], ids=str)
+def test_quantising_again_keeps_the_form_and_most_of_the_value(
+    shape: tuple[int, ...], dtype: torch.dtype, form: torch.dtype
+) -> None:
+    dense, stored, old = torch.randn(72, 40), torch.zeros(72, 40).to(dtype), (1 + torch.rand(shape)).to(form)
+    dense[:16, :16] = 0
+    weight, scale = requantised(dense, stored, old)
+    assert (weight.dtype, scale.dtype, scale.shape) == (dtype, form, old.shape)
+    step = {torch.int8: 1 / 64, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}[dtype]  # of the largest entry
+    torch.testing.assert_close(dequantised(weight, [scale], "weight"), dense, rtol=0, atol=step * float(dense.max()))
+    again = requantised(dequantised(weight, [scale], "weight"), weight, scale)
+    assert torch.equal(dequantised(again[0], [again[1]], ""), dequantised(weight, [scale], "")) or form != torch.float32
+
+
+@pytest.mark.parametrize(
+    ("weight", "more"),
+    [
+        (torch.zeros(97, 16, dtype=torch.uint8), {}),
+        (torch.zeros(97, 32, dtype=torch.int8), {"_zero_point": torch.ones(97, 1, dtype=torch.int8)}),
+        (torch.zeros(97, 32).to(torch.float8_e4m3fn), {"_scale": torch.ones(97, 1, dtype=torch.uint8)}),
+    ],
+    ids=["packed", "a zero point", "scales in bytes"],
+)
+def test_an_lm_head_quantised_in_another_way_is_refused_by_name(
+    make_model: MakeModel, tmp_path: Path, weight: Tensor, more: dict[str, Tensor]
+) -> None:
+    """A zero point was left out of the sum."""
     make_model().save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    save_file(tensors | {"lm_head.weight": torch.zeros(97, 16, dtype=torch.uint8)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head\.weight is stored as torch\.uint8.*not quantised"):
+    tensors = load_file(tmp_path / "model.safetensors") | {"lm_head.weight": weight}
+    scale = {"_scale": torch.ones(97, 1)} if "_zero_point" in more else {}
+    tensors |= {f"lm_head.weight{suffix}": tensor for suffix, tensor in {**scale, **more}.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"lm_head\.weight is stored as {weight.dtype}.*one tensor of scales"):
         FrozenTarget.from_folder(tmp_path, torch.float32)
 
 

@@ -17,7 +17,7 @@ from transformers.modeling_layers import MtpModel
 
 from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.formats.convert import convert
-from headstart.heads.frozen import FrozenTarget
+from headstart.heads.frozen import FrozenTarget, requantised
 from headstart.heads.mtp import OLDEST, MtpHead
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
@@ -195,6 +195,61 @@ def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) ->
     found = diagnose(tmp_path / "head", str(tiny[0]), None, options)
     assert len(found.trained) == 2
     assert not {each.category for each in found.findings} - {"accuracy"}  # no guess of random weights is right
+
+
+def quantised(source: Path, folder: Path, dtype: torch.dtype, suffix: str) -> Path:
+    """The same target with the projections of all layers in 8 bits, in blocks of 16 or with a scale for each row."""
+    folder.mkdir()
+    found, config = read_tensors(source), read_config(source)
+    for name in [name for name in found if name.endswith(("_proj.weight", "_mqa.weight", "mtp.fc.weight"))]:
+        rows, columns = found[name].shape
+        like = torch.ones(-(-rows // 16), -(-columns // 16)) if suffix == "_scale_inv" else torch.ones(rows, 1)
+        old = like + torch.rand_like(like)
+        found[name], found[name + suffix] = requantised(found[name], torch.zeros(1).to(dtype), old)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    if suffix == "_scale_inv":
+        how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    else:
+        how = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suffix"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "_scale")], ids=["fp8", "int8"]
+)
+def test_a_layer_stored_in_8_bits_was_refused_at_export(
+    tiny: tuple[Path, str], tmp_path: Path, dtype: torch.dtype, suffix: str
+) -> None:
+    """Its new weights get new scales. The head's own folder has dense weights, so no quantization_config."""
+    folder = quantised(tiny[0], tmp_path / "target", dtype, suffix)
+    head, before = head_of(folder), read_tensors(folder)
+    untuned = exported(head, tmp_path / "untuned", folder, "vllm")
+    assert same_bits(read_tensors(untuned), before)
+    for tensor in head.state_dict().values():
+        tensor += 0.1 * torch.randn_like(tensor)
+    out = exported(head, tmp_path, folder, "sglang")
+    assert read_config(out) == read_config(folder)
+    assert "quantization_config" not in read_config(tmp_path / "head")
+    after, own = read_tensors(out), head.engine_tensors().keys()
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: old.dtype for name, old in before.items()}
+    assert {name.removesuffix(suffix) for name in before if not torch.equal(before[name], after[name])} == own
+    back = head_of(out).state_dict()
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=0.05 * float(tensor.abs().max()))
+
+
+def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(
+    tiny: tuple[Path, str], tmp_path: Path
+) -> None:
+    """A matrix that is no multiple of its blocks, such as DeepSeek-V3's of 576 rows, on a CPU."""
+    if tiny[1] != "latent":
+        pytest.skip("one family is enough")
+    folder = quantised(tiny[0], tmp_path / "target", torch.float8_e4m3fn, "_scale_inv")
+    found, name = read_tensors(folder), "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    save_file({**found, name: torch.ones(3, 3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="transformers cannot convert its weights"):
+        TargetModel.load(TargetSection(path=str(folder), dtype="float32"), ())
 
 
 def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: Path) -> None:

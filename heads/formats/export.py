@@ -155,27 +155,21 @@ def write_gguf(converter: str, head: Path, target: Path, dtype: str) -> None:
 def write_whole_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]) -> None:
     """Make a folder the target's, with these of its tensors: files of weights that hold none of them become links.
 
-    Raises ValueError for tensors that the target stores quantised, because their new values need new scales.
+    Tensors that the target stores quantised are quantised again, with new scales, so its config.json stays right.
     """
-    changed = {SafetensorsFolder(target).files[name] for name in tensors}
+    stored, new = SafetensorsFolder(target), dict[str, Tensor]()
+    for name, tensor in tensors.items():
+        new |= stored.as_stored(name, tensor)
+    changed = {stored.files[name] for name in new}
     (folder / MODEL).unlink()
     for file in sorted(target.iterdir()):
         if not file.is_file() or file.name in NOT_COPIED:
             continue
         if file.name in changed:
-            write_safetensors(replaced(file, tensors), folder / file.name, {"format": "pt"})
+            found = read_safetensors(file)
+            found |= {name: new[name] for name in found.keys() & new.keys()}
+            write_safetensors(found, folder / file.name, {"format": "pt"})
         elif file.suffix == ".safetensors":
             (folder / file.name).symlink_to(file.resolve())
         else:
             shutil.copyfile(file, folder / file.name)
-
-
-def replaced(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a file, with those of the same name in their stead, in the number formats of the file."""
-    found = read_safetensors(file)
-    for name in found.keys() & tensors.keys():
-        if not found[name].is_floating_point() or found[name].element_size() == 1:
-            allowed = "floating point of 16 bits or more is allowed: use export.format=native, or an unquantised target"
-            raise ValueError(f"{file}: {name} is stored as {found[name].dtype}; {allowed}")
-        found[name] = tensors[name].to(found[name].dtype)
-    return found

@@ -153,6 +153,13 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: its weights cannot be read ({in_one_line(error)}); whole safetensors files are required: "
             f"{AGAIN}"
         ) from error
+    except RuntimeError as error:
+        if "conversion of the weights" not in str(error):
+            raise
+        raise ValueError(
+            f"{folder}: transformers cannot convert its weights (its report above names them); it may not know their "
+            f"quantisation: give an unquantised target, or one in a format that it loads on this device"
+        ) from error
     model: PreTrainedModel = found[0]
     info: dict[str, Any] = found[1]
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
