@@ -39,32 +39,33 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+EVALUATED = "train.eval_prompts=1"
 LONGER = "train.steps=60", "train.checkpoint_every=5"
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the command has made everything from prompts to head."""
+    """A folder in which the command has made everything from prompts to head, in steps enough to be stopped in."""
     folder = tmp_path_factory.mktemp("finished")
-    output = finish(start(build_run(folder), *LONGER, "train.eval_prompts=1"))
-    assert "head written to" in output
+    finish(start(build_run(folder), *LONGER, EVALUATED))
     return folder
 
 
 def test_one_command_makes_everything_and_running_it_again_changes_nothing(
-    finished: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before = contents(finished / "run")
+    assert "head written to" in finish(start(build_run(tmp_path), EVALUATED))
+    before = contents(tmp_path / "run")
     folders = {name.partition("/")[0] for name in before}
     assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
     assert "head/config.json" in before
-    assert load_file(finished / "run/head/model.safetensors")["d2t"].shape == (80,)
-    recorded = json.loads((finished / "run/head/config.json").read_text())["headstart"]["target"]
-    assert recorded == {"sha256": target_identity(finished / "target")}
+    assert load_file(tmp_path / "run/head/model.safetensors")["d2t"].shape == (80,)
+    recorded = json.loads((tmp_path / "run/head/config.json").read_text())["headstart"]["target"]
+    assert recorded == {"sha256": target_identity(tmp_path / "target")}
     assert not [name for name in before if "partial" in name]
-    monkeypatch.setattr(sys, "argv", ["eagle.py", str(finished / "recipe.yaml"), *LONGER, "train.eval_prompts=1"])
+    monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED])
     runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
-    assert contents(finished / "run") == before
+    assert contents(tmp_path / "run") == before
     assert "shards" not in capfd.readouterr().out  # no stage ran
 
 
