@@ -49,9 +49,14 @@ class Passage:
         return f"{self.file}:{self.line}"
 
 
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
+
+
 def strings_of(file: Path) -> Iterator[Passage]:
     """Every string literal, docstrings included; an f-string is one string with VALUE for each value."""
-    tree, name = ast.parse(file.read_text()), file.relative_to(ROOT).as_posix()
+    tree, name = tree_of(file), file.relative_to(ROOT).as_posix()
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
@@ -142,12 +147,19 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
+def name_of(function: ast.expr) -> str:
+    """The last part of the name under which a function is called."""
+    return (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+
+
 def options_of_our_commands() -> set[str]:
     """Every option that one of our own files gives to an argument parser."""
     found = set()
     for file in [*ROOT.glob("benchmarks/**/*.py"), *our_files()]:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("add_argument", "add"):
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.Call) and name_of(node.func) in ("add_argument", "add"):
                 found |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
     return {"--help", "--version", *found}
 
