@@ -8,6 +8,7 @@ from typing import Any, get_args
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from headstart.common.errors import named_errors
 from headstart.common.files import remove, removed_on_failure
@@ -156,13 +157,26 @@ def head_from_files(
     check_fit(folder, kind, config, frozen.config)
     if kind is not MtpHead:  # whose config.json is the target's, and which is built without memory
         check_sizes(folder, config, tensors)
-    with named_errors(folder):
+    with named_errors(folder), NothingDrawn():
         head = kind.from_engine(config, tensors, frozen)
     check_tensors(folder, head, tensors)
     head.load_state_dict(tensors)
     head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))
     head.origin = TargetOrigin.from_config(config)
     return head.to(frozen.embedding.device, frozen.embedding.dtype).eval().requires_grad_(False)
+
+
+class NothingDrawn(TorchFunctionMode):
+    """In this context new weights are left as they are in memory: to draw those of an 8B target's head takes seconds,
+    and a head from files gets all of its weights from there.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return (named or {}).get("tensor", given[0] if given else None)
+        return function(*given, **(named or {}))
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:

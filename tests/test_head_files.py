@@ -75,6 +75,18 @@ def test_a_loaded_head_gives_bit_identical_logits(
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "block"])
+def test_loading_a_head_does_not_wait_for_random_weights(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, kind: str
+) -> None:
+    head = make_head(kind)
+    save_head(head, tmp_path / "head")
+    before = torch.get_rng_state()
+    loaded = load_head_for(tmp_path / "head", frozen)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(own, loaded.state_dict()[name]) for name, own in head.state_dict().items())
+
+
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_a_loaded_head_has_the_dtype_of_the_targets_embedding(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str
