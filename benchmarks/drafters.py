@@ -25,7 +25,7 @@ from rich.table import Table
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.drafters.lookup import Lookup, TrieDrafter
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import TreeLimits, Trie
 from headstart.inference.engine.loop import generate
@@ -56,19 +56,22 @@ class Row:
         return (self.tokens - self.first) / (self.calls - self.prompts)
 
 
-class FirstMatch(TrieDrafter):
+class FirstMatch(Lookup):
     """Drafts the tokens after the first occurrence of the longest n-gram, as transformers does."""
 
     def __init__(self, depth: int, ngram: int) -> None:
-        super().__init__(depth, depth + 1)
-        self.ngram = ngram
+        super().__init__(TreeLimits(depth, 1, depth), ngram=ngram)
 
     def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
         text = verified.texts[row]
         for length in range(min(self.ngram, len(text) - 1), 0, -1):
             for end in range(length, len(text)):
                 if text[end - length : end] == text[-length:]:
-                    trie.add_path(0, text[end : end + self.depth])
+                    node = 0
+                    for token in text[end : end + self.depth]:
+                        if (child := trie.add(node, token)) is None:
+                            break
+                        node = child
                     return
 
 

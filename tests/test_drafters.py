@@ -256,8 +256,8 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
 
 def test_a_trie_holds_each_path_once_and_only_to_its_maximum_depth() -> None:
     trie = Trie(7, max_depth=2)
-    assert trie.add_path(0, [1, 2, 3]) == [1, 2]
-    assert trie.add_path(0, [1, 4]) == [1, 3]
+    assert [trie.add(*each) for each in ((0, 1), (1, 2), (2, 3))] == [1, 2, None]
+    assert [trie.add(*each) for each in ((0, 1), (1, 4))] == [1, 3]
     assert (trie.tokens, trie.parents) == ([7, 1, 2, 4], [-1, 0, 1, 1])
     assert trie.add(2, 9) is None
 

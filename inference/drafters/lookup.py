@@ -25,33 +25,6 @@ NGRAM = 3  # tokens: the longest n-gram that is searched for in the text
 MAX_MATCH = 64  # tokens at the end of the text that are searched for in a corpus
 
 
-class TrieDrafter:
-    """A drafter that builds the tree of each row on the host; it reads no features and keeps nothing in the cache."""
-
-    taps: tuple[int, ...] = ()
-    cache_shape: Shape | None = None
-    static_shapes = False
-    compilable_layers: Sequence[nn.Module] = ()
-
-    def __init__(self, depth: int, max_nodes: int) -> None:
-        self.depth, self.max_nodes = depth, max_nodes
-
-    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Do nothing: `draft` is given the whole text."""
-
-    def draft(self, verified: Verified, cache: KVCache) -> Tree:
-        assert isinstance(verified, VerifiedOnHost)
-        rows = zip(verified.texts, verified.remaining, verified.states, strict=True)
-        tries = [Trie(text[-1], min(remaining, self.depth), state) for text, remaining, state in rows]
-        for row, trie in enumerate(tries):
-            self.grow(trie, verified, row)
-        return batch_tries(tries, self.max_nodes, verified.roots.device)
-
-    def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
-        """Add the draft tokens of one row to its trie."""
-        raise NotImplementedError
-
-
 class SuffixAutomaton:
     """An index of every substring of a corpus, the tokens that follow it, and how often (Blumer et al., 1985).
 
@@ -124,17 +97,35 @@ class SuffixAutomaton:
         return split
 
 
-class Lookup(TrieDrafter):
+class Lookup:
     """Drafts what followed the longest n-gram that ends the text and occurred before; continuations share one tree.
 
-    With an automaton, it drafts from the corpus where that holds a longer end of the text.
+    With an automaton, it drafts from the corpus where that holds a longer end of the text. The tree of each row is
+    built on the host, without features of the target or a place in the cache.
     """
 
+    taps: tuple[int, ...] = ()
+    cache_shape: Shape | None = None
+    static_shapes = False
+    compilable_layers: Sequence[nn.Module] = ()
+
     def __init__(self, limits: TreeLimits, automaton: SuffixAutomaton | None = None, ngram: int = NGRAM) -> None:
-        super().__init__(limits.depth, limits.nodes + 1)
+        self.depth, self.max_nodes = limits.depth, limits.nodes + 1
         self.limits, self.automaton, self.ngram = limits, automaton, ngram
 
+    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
+        """Do nothing: `draft` is given the whole text."""
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
+        rows = zip(verified.texts, verified.remaining, verified.states, strict=True)
+        tries = [Trie(text[-1], min(remaining, self.depth), state) for text, remaining, state in rows]
+        for row, trie in enumerate(tries):
+            self.grow(trie, verified, row)
+        return batch_tries(tries, self.max_nodes, verified.roots.device)
+
     def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
+        """Add the draft tokens of one row to its trie."""
         text, gumbel = verified.texts[row], GumbelRow(verified, row)
         matches, length = Continuations.of_longest_match(text, self.ngram)
         if self.automaton is not None:

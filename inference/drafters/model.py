@@ -102,13 +102,10 @@ class ModelDrafter(HeadDrafter):
         block = causal_block(verified.next_tokens.shape[1], verified.roots.device)
         logits = self.run(verified.next_tokens, block, slots)
         verified.advance(slots, already=1)
-        return self.hold_root(verified.last(logits), slots)
-
-    def hold_root(self, logits: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
-        """Mark the root as pending once it is in the cache; returns what `read` returns."""
-        slots.hold(1)
+        slots.hold(1)  # the root
         self.depths: Int[Tensor, "1 pending"] = torch.zeros(1, 1, dtype=torch.long, device=slots.starts.device)
-        return logits[..., :0], logits
+        last = verified.last(logits)
+        return last[..., :0], last
 
     def level_masks(self, cache: KVCache) -> LevelMasks:
         """Masks over draft tokens only; `masks` adds the text, which some layers see through a sliding window."""

@@ -91,16 +91,6 @@ class Trie:
                 if token is not None:
                     self.add(node, token)
 
-    def add_path(self, parent: int, tokens: Sequence[int]) -> list[int]:
-        """Add a path below a node, down to the maximum depth; returns its nodes."""
-        path: list[int] = []
-        for token in tokens:
-            node = self.add(path[-1] if path else parent, token)
-            if node is None:
-                break
-            path.append(node)
-        return path
-
 
 def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> Tree:
     """The rows' tries as one tree per row; smaller ones are padded with nodes that have no parent.

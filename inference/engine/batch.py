@@ -210,10 +210,9 @@ class Batch:
         if not self.is_open:
             self._open(capacity)
         elif self.cache.target.capacity < (self.limit if self.is_static or self.is_lazy else capacity):
-            running, reading = list(self.cache.target.lengths), self.reading
-            unused = [] if reading is None else [0] * (reading.place - len(self.rows))
+            running = list(self.cache.target.lengths)
             # Growing copies what the rows in use hold, the head's slots with the target's.
-            self.cache.set_lengths([*running, *unused, *([] if reading is None else [reading.count])])
+            self.cache.set_lengths([*running, *self.held_after_rows])
             self._grow(capacity)
             self.cache.set_lengths(running)
 

@@ -19,7 +19,6 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import DecodeSection
 
 SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
-Devices = Collection[torch.device]  # those that the layers of a target lie on
 
 
 def check_request(target: TargetModel, request: Request) -> None:
@@ -72,7 +71,7 @@ class CacheBudget:
         memory: int | None,
         shapes: list[Shape],
         dtype: torch.dtype,
-        devices: Devices,
+        devices: Collection[torch.device],
         rows: int,
         lazy: bool,
         states: int = 0,
@@ -89,7 +88,12 @@ class CacheBudget:
         # Each layer and key head writes pages of its own; the smallest heads fill a page with the most tokens.
         self.grain = math.ceil(mmap.PAGESIZE / min(size * dtype.itemsize for _, size in parts)) if lazy else 1
         if memory is not None:
-            refuse_absent_memory(memory, devices)
+            free = sum(map(free_memory, devices))
+            if not 0 < memory <= free:
+                raise ValueError(
+                    f"memory: {memory} bytes given, 1 to {free} are allowed, as {decimal(free)} is free on "
+                    f"{', '.join(map(str, devices))}; lower it"
+                )
 
     def needed(self, slots: int) -> int:
         """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
@@ -118,16 +122,6 @@ class CacheBudget:
         room = self.memory or (self.rows if self.lazy else 1) * self.needed(longest)
         reserved = self.needed(max(slots, default=0)) if not self.lazy else sum(map(self.needed, slots))
         return reserved / room if slots else 0.0
-
-
-def refuse_absent_memory(memory: int, devices: Devices) -> None:
-    """Raise ValueError for a budget that the devices cannot give."""
-    free = sum(map(free_memory, devices))
-    if not 0 < memory <= free:
-        raise ValueError(
-            f"memory: {memory} bytes given, 1 to {free} are allowed, as {decimal(free)} is free on "
-            f"{', '.join(map(str, devices))}; lower it"
-        )
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.gumbel import GumbelTable
@@ -102,7 +103,10 @@ class DecodeStep:
         wanting = [row for row in batch.rows if row.request.speculative]
         if not wanting or not self.drafter.depth:
             return False
-        if not may_draft or (self.speculation is not None and not self.speculation.pays(self._situation())):
+        if may_draft and self.speculation is not None:
+            at = Situation(max(batch.cache.target.lengths), len(batch.rows), self.sampling.all_greedy)
+            may_draft = self.speculation.pays(at)
+        if not may_draft:
             batch.catching_up = True
             return False
         left = CATCH_UP if batch.catching_up else sys.maxsize
@@ -113,10 +117,6 @@ class DecodeStep:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
         return not all(row.unread.is_behind for row in wanting)
-
-    def _situation(self) -> Situation:
-        """The facts that the cost of the next step depends on."""
-        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
 
     def _draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
         verified, batch = self._verified(), self.batch
@@ -170,11 +170,10 @@ class DecodeStep:
         # The token after the last newly verified position is the root.
         spans = zip(rows, starts, counts, strict=True)
         tokens = [row.text[start + 1 : start + 1 + count] + [0] * (longest - count) for row, start, count in spans]
-        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
         next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
-            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
+            taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
             next_tokens=next_tokens,
             roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
             sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
@@ -273,11 +272,6 @@ def token_scores(
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
-
-
-def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
-    """Zeros after the taps, up to `count` positions."""
-    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
 
 
 class SpeculationByLoad:

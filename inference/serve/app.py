@@ -1,7 +1,6 @@
 """The routes of the server; those of `headstart adapt` are for processes on its own machine, and absent otherwise."""
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -22,7 +21,7 @@ from starlette.types import ASGIApp
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import promised_length
-from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.options import ServerSettings, is_loopback
 from headstart.inference.serve.requests.answers import Answer, ChatAnswer, CompletionAnswer
 from headstart.inference.serve.requests.fields import (
     ChatRequest,
@@ -238,11 +237,7 @@ def refuse_others(request: Request) -> None:
 
     Whoever may read the traffic may read the prompts of all clients, so a client's API key is not enough.
     """
-    client = request.client.host if request.client is not None else ""
-    try:
-        is_local = ipaddress.ip_address(client).is_loopback
-    except ValueError:
-        is_local = False
+    is_local = request.client is not None and is_loopback(request.client.host)
     if not is_local or any(name in request.headers for name in FORWARDED):
         allowed = "a process on the server's own machine is allowed; run headstart adapt there"
         raise ApiError(403, f"{request.url.path}: asked from another machine, {allowed}")

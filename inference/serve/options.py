@@ -40,12 +40,17 @@ class ServerSettings:
 
         A page of another site can point its own name at 127.0.0.1 (DNS rebinding), and its browser then sends that one.
         """
-        if self.hosts is None or host is None or host in self.hosts or host == "localhost":
+        if self.hosts is None or host is None or host in self.hosts:
             return True
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host.endswith(".localhost")
+        return is_loopback(host) or host == "localhost" or host.endswith(".localhost")
+
+
+def is_loopback(host: str) -> bool:
+    """Whether this is an address of the machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 DEFAULTS = ServerSettings(())
@@ -122,10 +127,7 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
 
 def own_hosts(host: str, allowed: Sequence[str]) -> frozenset[str] | None:
     """The names that `is_own` allows: any, unless only this machine is listened to or names are given."""
-    try:
-        is_local = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        is_local = host == "localhost"
+    is_local = is_loopback(host) or host == "localhost"
     return frozenset(name.lower() for name in (*allowed, host)) if allowed or is_local else None
 
 

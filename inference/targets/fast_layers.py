@@ -200,7 +200,7 @@ def seconds_of_products(dtype: torch.dtype, eight_bits: bool = False) -> float:
 
 def gains_by_packing(model: nn.Module) -> bool:
     """Whether reading the weights of this model's linear layers is what a step waits for."""
-    return sum(linear.weight.numel() * 4 for *_, linear in linear_layers(model)) >= SMALL_BYTES
+    return sum(linear.weight.numel() * 4 for *_, linear in linear_layers(model) if linear.weight.is_cpu) >= SMALL_BYTES
 
 
 def pack_weights(model: nn.Module, exact: bool) -> bool:
@@ -209,7 +209,9 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     With `exact`, a float32 layer stays as it is if one of its weights is no number of 16 bits, or of 8 with scales.
     """
     was_packed = False
-    groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight.dtype)])
+    groups = siblings(
+        [each for each in linear_layers(model) if each[-1].weight.is_cpu and can_pack(each[-1].weight.dtype)]
+    )
     while groups:  # a group's own weights are freed as soon as it is packed
         layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
@@ -244,13 +246,9 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
 
 
 def linear_layers(model: nn.Module) -> list[Named]:
-    """The model's linear layers on a CPU, each with its parent and its name there."""
+    """The model's linear layers, each with its parent and its name there."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    return [
-        (parent, name, child)
-        for parent, name, child in named
-        if type(child) is nn.Linear and child.weight.device.type == "cpu"
-    ]
+    return [(parent, name, child) for parent, name, child in named if type(child) is nn.Linear]
 
 
 class Fused:
@@ -299,9 +297,7 @@ def normed(module: nn.Module, eps: float | None, states: Tensor) -> Tensor:
 @torch.no_grad()
 def join_linears(model: nn.Module) -> None:
     """Compute linear layers that read the same input together."""
-    named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    plain = [each for each in named if type(each[-1]) is nn.Linear and "forward" not in vars(each[-1])]
-    for group in siblings([(parent, name, child) for parent, name, child in plain if isinstance(child, nn.Linear)]):
+    for group in siblings([each for each in linear_layers(model) if "forward" not in vars(each[-1])]):
         layers = [linear for *_, linear in group]
         if len(layers) == 1 or len({linear.weight.dtype for linear in layers}) > 1:
             continue
