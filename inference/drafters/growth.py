@@ -173,6 +173,12 @@ class Fixed(Growth):
     def chain(cls, depth: int) -> "Fixed":
         return cls((0,) * (level + 1) for level in range(depth))
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Fixed) and self.paths == other.paths
+
+    def __hash__(self) -> int:
+        return hash(self.paths)
+
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1
 
@@ -185,9 +191,13 @@ class Fixed(Growth):
         above = {path: number for number, path in enumerate(self.expanded[level])}
         return [above[path[:-1]] * self.children(level) + path[-1] for path in wanted]
 
+    @cache  # noqa: B019 - a policy lives as long as its run, and a captured graph needs the tensor to stay where it is
+    def _index(self, places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
+        return torch.tensor(places, device=device)
+
     def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor]:
         places = self.places(level, self.expanded[level + 1])
-        index = index_of(tuple(places), totals.device).expand(len(totals), -1)
+        index = self._index(tuple(places), totals.device).expand(len(totals), -1)
         return index, totals.gather(1, index)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
@@ -196,13 +206,8 @@ class Fixed(Growth):
         for level, tokens in enumerate(pool.tokens):
             places += [offset + place for place in self.places(level, self.by_level[level])]
             offset += tokens.shape[1]
-        index = index_of(tuple(places), roots.device)
+        index = self._index(tuple(places), roots.device)
         return pool.tree(roots, index.expand(len(roots), -1), torch.cat(pool.scores, dim=1))
-
-
-@cache  # a captured graph needs the tensor to stay where it is
-def index_of(places: tuple[int, ...], device: torch.device) -> Int[Tensor, " places"]:
-    return torch.tensor(places, device=device)
 
 
 class SampledChildren:

@@ -7,7 +7,6 @@ import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.gumbel import GumbelTable
@@ -170,10 +169,11 @@ class DecodeStep:
         # The token after the last newly verified position is the root.
         spans = zip(rows, starts, counts, strict=True)
         tokens = [row.text[start + 1 : start + 1 + count] + [0] * (longest - count) for row, start, count in spans]
+        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
         next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
-            taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
+            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
             next_tokens=next_tokens,
             roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
             sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
@@ -272,6 +272,11 @@ def token_scores(
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
+
+
+def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
+    """Zeros after the taps, up to `count` positions."""
+    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
 
 
 class SpeculationByLoad:
