@@ -303,12 +303,16 @@ def main() -> None:
         parser.error(f"transformers {transformers.__version__} registers no {', '.join(sorted(unknown))}")
     whole = FOLDER / f"target_families_{transformers.__version__}.jsonl"
     unfinished = whole.with_suffix(".partial")
+    results = whole if whole.exists() else unfinished
+    if (options.list or options.write) and not results.exists():
+        parser.error(
+            f"no run of transformers {transformers.__version__} in {FOLDER}; first check all types, without options"
+        )
     if options.write:
-        results = whole if whole.exists() else unfinished
         write_table(read(results), TYPES, transformers.__version__, date.fromtimestamp(results.stat().st_mtime))
         return
     if options.list:
-        found = [each for each in read(whole if whole.exists() else unfinished) if group(each) == options.list]
+        found = [each for each in read(results) if group(each) == options.list]
     elif options.names:
         found = check_all(options.names, options.jobs, None)
     else:
