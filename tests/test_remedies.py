@@ -7,6 +7,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,28 @@ def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_fo
         if match[1] in modules
     ]
     assert not found, found
+
+
+def test_a_module_that_a_file_starts_has_a_command() -> None:
+    """`make check-speculators` started a module whose command had moved, which does nothing and ends well."""
+    found = []
+    for file in [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py"), *our_files()]:
+        for node in ast.walk(tree_of(file)):
+            if isinstance(node, ast.List | ast.Tuple):
+                words = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+                names = [str(name) for option, name in pairwise(words) if option == "-m" and name is not None]
+                found += [f"{file.relative_to(ROOT)}: {name}" for name in names if not has_command(name)]
+    assert not found, found
+
+
+def has_command(module: str) -> bool:
+    """Whether `python -m` of this module runs something; a module that is not ours does."""
+    first, *rest = module.removeprefix("headstart.").split(".")
+    if first not in PACKAGES and not module.startswith("headstart."):
+        return True
+    folder = ROOT / first if first in PACKAGES else ROOT / "headstart" / first
+    file = folder.joinpath(*rest).with_suffix(".py")
+    return module.startswith("headstart.") and file.is_file() and 'if __name__ == "__main__":' in file.read_text()
 
 
 def options_of(parser: argparse.ArgumentParser) -> set[str]:

@@ -185,7 +185,7 @@ CASES = {
 def heldout_prompts() -> Path:
     path = WORK / "eagle1/prompts/heldout.jsonl"
     if not path.is_file():
-        command = [sys.executable, "-m", "data_pipelines.prompts.prompts", "recipes/tiny_eagle1.yaml"]
+        command = [sys.executable, "-m", "headstart.cli", "prompts", "recipes/tiny_eagle1.yaml"]
         subprocess.run([*command, f"run_dir={WORK / 'eagle1'}", *TRAIN_BRIEFLY], check=True)
     return path
 
