@@ -208,7 +208,7 @@ def requantised(
     new[new == 0] = 1  # of a block of zeros
     if (torch.frexp(scale.float())[0] == 0.5).all():
         new = new.log2().ceil().exp2()
-    new = new.to(scale.dtype).reshape(scale.shape)
+    new = new.clamp(min=torch.finfo(scale.dtype).tiny).to(scale.dtype).reshape(scale.shape)  # float16's ends at 6e-5
     entries = (dense / in_each_block(new, dense.shape)).clamp(-limits.max, limits.max)
     return (entries if stored.is_floating_point() else entries.round()).to(stored.dtype), new
 
@@ -226,9 +226,9 @@ def two_axes(scale: Tensor) -> Float[Tensor, "rows columns"]:
 
 
 def block_size(size: int, count: int) -> int:
-    """The length of each of `count` blocks, of which the last may be shorter: a power of two if one fits.
+    """The length of each of `count` blocks, of which the last may be shorter: a power of two wherever one fits.
 
-    DeepSeek-V3 has 576 rows in 5 blocks of 128, not of 116.
+    DeepSeek-V3 has 576 rows in 5 blocks of 128, not of 116. The length that config.json may name is not read.
     """
     least = -(-size // count)
     power = 1 << (least - 1).bit_length()
@@ -260,9 +260,10 @@ class SafetensorsFolder:
 
     def as_stored(self, name: str, dense: Tensor) -> dict[str, Tensor]:
         """New values of a tensor in its own number format, by name, with new scales if it is quantised: the inverse of
-        `dense`, which raises the same errors."""
+        `dense`, which raises the same errors. What `dense` returned stays bit for bit, whoever quantised it."""
         stored, scales = self.read(name), self.scales(name)
-        dequantised(stored, list(scales.values()), f"{self.folder}: {name}")
+        if torch.equal(dequantised(stored, list(scales.values()), f"{self.folder}: {name}").to(dense), dense):
+            return {name: stored, **scales}
         if not scales:
             return {name: dense.to(stored.dtype)}
         [(of_scale, scale)] = scales.items()

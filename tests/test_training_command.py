@@ -54,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_one_command_makes_everything_and_running_it_again_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "head written to" in finish(start(build_run(tmp_path), EVALUATED))
+    assert "head written to" in finish(start(build_run(tmp_path), EVALUATED, "train.checkpoint_every=3"))
     before = contents(tmp_path / "run")
     folders = {name.partition("/")[0] for name in before}
     assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
@@ -63,7 +63,7 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(
     recorded = json.loads((tmp_path / "run/head/config.json").read_text())["headstart"]["target"]
     assert recorded == {"sha256": target_identity(tmp_path / "target")}
     assert not [name for name in before if "partial" in name]
-    monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED])
+    monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED, "train.checkpoint_every=3"])
     runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
     assert contents(tmp_path / "run") == before
     assert "shards" not in capfd.readouterr().out  # no stage ran

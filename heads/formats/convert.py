@@ -21,7 +21,7 @@ from headstart.common.errors import errors_as_messages
 from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config
 from headstart.heads.formats.published import import_head
-from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, hold_attention
+from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder, hold_attention
 from headstart.heads.mtp import mtp_names
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.vocab import DraftVocab
@@ -48,7 +48,9 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
     if names := own_layer(path, folder):
         frozen = FrozenTarget.from_folder(path, torch.float32)
         head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0)
-        save_head(head.to(SafetensorsFolder(path).dense(names[0]).dtype), out)
+        stored = map(SafetensorsFolder(path).read, (name for name in names if not name.endswith(SCALE_SUFFIXES)))
+        wide = (each.dtype for each in stored if each.is_floating_point() and each.element_size() > 1)
+        save_head(head.to(next(wide, torch.float32)), out)
         return ["a whole target with an MTP layer of its own, which is now a head; nothing was inferred"]
     found = HeadFiles.read(path)
     files = without_target(found, folder)

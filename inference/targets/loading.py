@@ -157,8 +157,8 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
         if "conversion of the weights" not in str(error):
             raise
         raise ValueError(
-            f"{folder}: transformers cannot convert its weights (its report above names them); it may not know their "
-            f"quantisation: give an unquantised target, or one in a format that it loads on this device"
+            f"{folder}: transformers cannot convert its weights (its report above names them and the reason); if "
+            f"that is not memory, it may not know their quantisation: give a target that it loads on this device"
         ) from error
     model: PreTrainedModel = found[0]
     info: dict[str, Any] = found[1]
