@@ -205,7 +205,7 @@ def requantised(
     blocks = [block_size(size, count) for size, count in zip(dense.shape, two_axes(scale).shape, strict=True)]
     dense = dense.float().cpu()
     new = functional.max_pool2d(dense.abs()[None], blocks, blocks, ceil_mode=True)[0] / limits.max
-    new[new == 0] = 1  # of a block of zeros
+    new[new == 0] = 1  # a block of zeros may have any scale
     if (torch.frexp(scale.float())[0] == 0.5).all():
         new = new.log2().ceil().exp2()
     new = new.clamp(min=torch.finfo(scale.dtype).tiny).to(scale.dtype).reshape(scale.shape)  # float16's ends at 6e-5

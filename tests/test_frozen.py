@@ -227,7 +227,8 @@ def test_quantising_again_keeps_the_form_and_most_of_the_value(
     dense[:16, :16] = 0
     weight, scale = requantised(dense, stored, old)
     assert (weight.dtype, scale.dtype, scale.shape) == (dtype, form, old.shape)
-    step = {torch.int8: 1 / 64, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}[dtype]  # of the largest entry
+    # The format's largest rounding error, relative to the largest entry of a block.
+    step = {torch.int8: 1 / 64, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}[dtype]
     torch.testing.assert_close(dequantised(weight, [scale], "weight"), dense, rtol=0, atol=step * float(dense.max()))
     again = requantised(dequantised(weight, [scale], "weight"), weight, scale)
     assert torch.equal(dequantised(again[0], [again[1]], ""), dequantised(weight, [scale], "")) or form in HALVES
@@ -239,6 +240,7 @@ def test_a_row_of_tiny_weights_became_not_a_number(dtype: torch.dtype) -> None:
     """Its scale was zero in float16."""
     dense = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1e-6, 0.0, 0.0, 2e-6]])
     weight, scale = requantised(dense, dense.to(dtype), torch.ones(2, 1).half())
+    assert (scale > 0).all()
     found = dequantised(weight, [scale], "weight")
     torch.testing.assert_close(found, dense, rtol=0.15, atol=1e-3)
 

@@ -172,9 +172,7 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 def name_of(function: ast.expr) -> str:
     """The last part of the name under which a function is called."""
-    return (
-        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
-    )
+    return str(getattr(function, "attr", getattr(function, "id", "")))
 
 
 def options_of_our_commands() -> set[str]:
