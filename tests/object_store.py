@@ -93,7 +93,7 @@ def proxy(store: str, fault: Fault) -> Iterator[str]:
     """The URL of a proxy before a server."""
     handler = type("Faulty", (Forward,), {"store": store, "fault": staticmethod(fault)})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}"

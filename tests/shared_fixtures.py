@@ -111,21 +111,27 @@ def make_model() -> ModelFactory:
 
 @pytest.fixture(scope="session")
 def target(make_model: ModelFactory) -> TargetModel:
-    """A target with 7 layers, grouped queries and no end token; shared between tests, so do not change it."""
+    """A target with 4 layers, grouped queries and no end token; shared between tests, so do not change it."""
+    return TargetModel(make_model(num_hidden_layers=4), TAPS)
+
+
+@pytest.fixture(scope="session")
+def deep_target(make_model: ModelFactory) -> TargetModel:
+    """The target that the heads are made for: 7 layers, the fewest with the default taps of every engine."""
     return TargetModel(make_model(), TAPS)
 
 
 @pytest.fixture(scope="session")
-def target_folder(target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same target on disk: config.json and one model.safetensors, untied embeddings, no tokenizer."""
+def target_folder(deep_target: TargetModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The deep target on disk: config.json and one model.safetensors, untied embeddings, no tokenizer."""
     folder = tmp_path_factory.mktemp("target")
-    target.model.save_pretrained(folder)
+    deep_target.model.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def frozen(target_folder: Path) -> FrozenTarget:
-    """The embedding, final norm and lm_head of the same target."""
+    """The embedding, final norm and lm_head of the deep target."""
     return FrozenTarget.from_folder(target_folder, torch.float32)
 
 

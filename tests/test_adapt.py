@@ -288,7 +288,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
     monkeypatch.setattr(os, "nice", lambda _: None)
     monkeypatch.setattr(command, "judge", lambda *_: BETTER)
     monkeypatch.setattr(command, "LEAST", 2)
-    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:24]
+    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
         assert "waiting for more traffic" in capsys.readouterr().out

@@ -46,6 +46,11 @@ def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
+def target(deep_target: TargetModel) -> TargetModel:
+    return deep_target
+
+
+@pytest.fixture(scope="module")
 def model(target: TargetModel, head: Eagle3Head) -> SpeculativeModel:
     return SpeculativeModel(target, HeadDrafter(head, Dynamic(2, 2, 4)))
 

@@ -180,20 +180,20 @@ def test_a_path_that_is_already_in_place_is_not_moved(path: list[int]) -> None:
 
 
 def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(target: TargetModel) -> None:
-    """7 layers x keys and values x 2 heads x 8 entries x 4 bytes = 896 bytes per row for each node that moves."""
+    """4 layers x keys and values x 2 heads x 8 entries x 4 bytes = 512 bytes per row for each node that moves."""
     for context in (10, 200):
         cache = target.new_cache(256)
         cache.target.set_lengths([context])
-        assert cache.target.keep([[0, 1, 4, 6]]) == 2 * 896  # 0 and 1 are already in place
+        assert cache.target.keep([[0, 1, 4, 6]]) == 2 * 512  # 0 and 1 are already in place
         assert cache.target.keep([[0, 1, 2]]) == 0
-        assert cache.target.keep([[0, 2, 3, 4, 5]]) == 4 * 896
+        assert cache.target.keep([[0, 2, 3, 4, 5]]) == 4 * 512
     cache = target.new_cache(256, batch=2)
     cache.target.set_lengths([10, 200])
-    assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 896
+    assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
 
 
 def test_the_bytes_moved_in_a_generation_do_not_grow_with_the_prompt(target: TargetModel) -> None:
-    """After 10 and after 200 tokens the same paths are accepted. At most the accepted nodes move, 896 bytes each."""
+    """After 10 and after 200 tokens the same paths are accepted. At most the accepted nodes move, 512 bytes each."""
     moved = []
     for length in (10, 200):
         prompt = [5 + i % 7 for i in range(length)]
@@ -202,7 +202,7 @@ def test_the_bytes_moved_in_a_generation_do_not_grow_with_the_prompt(target: Tar
         drafter.random_below = lambda end: end // 2  # the same trees after both prompts
         stats = generate(target, prompt, 25, drafter=drafter).stats
         moved.append(stats.bytes_moved)
-        assert 0 < stats.bytes_moved <= 896 * stats.tokens
+        assert 0 < stats.bytes_moved <= 512 * stats.tokens
     assert moved[0] == moved[1]
 
 
@@ -411,7 +411,7 @@ def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) ->
     loop = loop_of(target, requests, Oracle(*whole), static=False)
     loop.step()
     assert loop.batch.cache.target.capacity == loop.batch.limit == 10 + 20 + Oracle.max_nodes
-    assert num_bytes(loop.batch.cache) == loop.batch.limit * 2 * 896  # two rows
+    assert num_bytes(loop.batch.cache) == loop.batch.limit * 2 * 512  # two rows
 
 
 def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
@@ -428,7 +428,7 @@ def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, h
         assert cache.head is not None
         storage = cache.target.storages[0].untyped_storage()
         assert cache.head.storages[0].untyped_storage().data_ptr() == storage.data_ptr()
-        assert num_bytes(cache) == storage.nbytes() == batch * 16 * (896 + math.prod(head.shape.cache_shape) * 2 * 4)
+        assert num_bytes(cache) == storage.nbytes() == batch * 16 * (512 + math.prod(head.shape.cache_shape) * 2 * 4)
         cache.head.storages[0].fill_(0)
         cache.target.storages[0].fill_(3)
         assert (cache.head.storages[0] == 0).all()

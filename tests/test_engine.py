@@ -247,7 +247,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
 
 def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
     """Nobody but our attention may look into the mask of several parts; a model that does is found out."""
-    model = make_model()
+    model = make_model(num_hidden_layers=4)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs: (args, {**kwargs, "attention_mask": without_subclass(kwargs)}),
@@ -519,8 +519,8 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
 
 
 def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
-    """A token is 896 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
-    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 896)
+    """A token is 512 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 512)
     for number in range(4):
         loop.submit(Request([3 + number], 6, priority=number == 3))
     seen = []
@@ -534,14 +534,14 @@ def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: Targe
 
 
 def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
-    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 896)
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 512)
     loop.submit(Request([3], 100))
-    message = r"memory: 229\.4 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 344\.1 kB"
+    message = r"memory: 131\.1 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 196\.6 kB"
     with pytest.raises(ValueError, match=message):
         loop.submit(Request([3], 200))
-    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 896, static=True)
+    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 512, static=True)
     static.submit(Request([3], 100))
-    with pytest.raises(ValueError, match=r"needs 720\.4 kB in each of 4 rows, which share one block of memory"):
+    with pytest.raises(ValueError, match=r"needs 411\.6 kB in each of 4 rows, which share one block of memory"):
         static.submit(Request([3], 199))
 
 
@@ -552,7 +552,7 @@ def test_memory_that_is_not_there_is_refused(target: TargetModel, memory: int) -
 
 
 def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:
-    loop, text = DecodeLoop(target, max_batch=4, memory=4 * 128 * 896), generate(target, [3], 4).tokens
+    loop, text = DecodeLoop(target, max_batch=4, memory=4 * 128 * 512), generate(target, [3], 4).tokens
     assert text[3] not in text[:3]
     for count in (20, 140, 20):  # the second does not fit beside the first; the third would
         loop.submit(Request([3], count, end_tokens=(text[3],)))
@@ -560,7 +560,7 @@ def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -
     assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("memory", [4 * 256 * 896, None])
+@pytest.mark.parametrize("memory", [4 * 256 * 512, None])
 def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, memory: int | None) -> None:
     loop = DecodeLoop(target, max_batch=4, memory=memory)
     usages = [loop.batch.cache_usage]
@@ -625,7 +625,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
         monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP", 8)
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
-    memory = None if static else 12 * 128 * (896 + 128)
+    memory = None if static else 12 * 128 * (512 + 128)
     loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
     requests: dict[int, Request] = {}
     seen: dict[int, list[int]] = {}

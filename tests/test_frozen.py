@@ -346,8 +346,10 @@ def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
         TargetConfig.from_folder(tmp_path)
 
 
-def test_the_config_read_from_files_equals_that_of_the_loaded_model(target: TargetModel, target_folder: Path) -> None:
-    assert TargetConfig.from_folder(target_folder) == target.config
+def test_the_config_read_from_files_equals_that_of_the_loaded_model(
+    deep_target: TargetModel, target_folder: Path
+) -> None:
+    assert TargetConfig.from_folder(target_folder) == deep_target.config
     assert locate_target(str(target_folder)) == target_folder
 
 

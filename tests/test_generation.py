@@ -68,7 +68,7 @@ def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
 @pytest.fixture(scope="module")
 def theirs(make_model: MakeModel) -> Any:
     """The transformers model with the weights of `target`, not wrapped by TargetModel."""
-    return make_model()
+    return make_model(num_hidden_layers=4)
 
 
 @pytest.fixture(scope="module")
@@ -503,9 +503,12 @@ def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
     assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
 
 
-def test_from_folders_is_ready_to_use(target_folder: Path, head: Eagle3Head, theirs: Any, tmp_path: Path) -> None:
+def test_from_folders_is_ready_to_use(
+    target_folder: Path, head: Eagle3Head, deep_target: TargetModel, tmp_path: Path
+) -> None:
     save_head(head, tmp_path / "head")
     model = SpeculativeModel.from_folders(target_folder, tmp_path / "head", device="cpu")
+    theirs: Any = deep_target.model
     assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
     assert isinstance(model.drafter, HeadDrafter)
     assert model.drafter.head.embedding.data_ptr() == model.target.frozen.embedding.data_ptr()

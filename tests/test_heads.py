@@ -210,12 +210,14 @@ def test_the_forward_is_that_of_eagle_1(make_head: MakeHead, shape: dict[str, An
         torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
 
 
-def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(make_head: MakeHead, target: TargetModel) -> None:
+def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
+    make_head: MakeHead, deep_target: TargetModel
+) -> None:
     """`hidden_states[-1]` comes after the final norm, and the target's lm_head reads it without a further norm."""
     head, tokens = make_head("eagle1"), torch.randint(97, (1, SEQ))
-    reader = TargetModel(target.model, head.taps)
+    reader = TargetModel(deep_target.model, head.taps)
     with torch.no_grad():
-        output = target.model(tokens, output_hidden_states=True)
+        output = deep_target.model(tokens, output_hidden_states=True)
     features = head.project(reader.forward(tokens).taps)
     torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)

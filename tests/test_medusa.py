@@ -50,9 +50,9 @@ PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
-def reader(target: TargetModel) -> TargetModel:
-    """The target, tapped at the hidden state that Medusa reads."""
-    return TargetModel(target.model, (target.config.num_layers,))
+def reader(deep_target: TargetModel) -> TargetModel:
+    """The heads' target, tapped at the hidden state that Medusa reads."""
+    return TargetModel(deep_target.model, (deep_target.config.num_layers,))
 
 
 def lossless_samplings() -> list[Sampling]:

@@ -82,6 +82,7 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
             assert_close(value, gradient[key], rtol=1e-5, atol=1e-5 * largest[key])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("head", "trained_on"),
     [

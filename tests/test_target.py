@@ -150,9 +150,9 @@ def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
     assert tokenizer.convert_ids_to_tokens(found) == ends
 
 
-def test_a_loaded_target_equals_the_saved_one(target: TargetModel, target_folder: Path) -> None:
+def test_a_loaded_target_equals_the_saved_one(deep_target: TargetModel, target_folder: Path) -> None:
     loaded = TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), (2, 3, 4))
-    assert torch.equal(loaded.forward(TOKENS).logits, target.forward(TOKENS).logits)
+    assert torch.equal(loaded.forward(TOKENS).logits, deep_target.forward(TOKENS).logits)
 
 
 def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -> None:
