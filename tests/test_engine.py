@@ -509,7 +509,10 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
     assert [loop.generations[number].tokens for number in numbers] == [written(texts, 0), written(texts, 5)]
     found = loop.generations[failing]
     assert (found.finish, type(found.error)) == ("error", Failure if what == "stop" else RuntimeError)
-    assert len(found.tokens) == (4 if what == "constraint, later" else 0)
+    if what != "constraint, later":
+        assert not found.tokens
+    else:  # the tree of the last step may hold the state that fails
+        assert len(found.tokens) in ((3, 4) if drafted else (4,))
     assert failing in [number for number, _ in loop.take_ended()]
     with pytest.raises((Failure, RuntimeError)):
         generate_batch(target, [replace(REQUESTS[2], **FAILING[what])], drafter)

@@ -249,7 +249,7 @@ PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.packs", "elsewhere"}
 MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
-    "head and repeats": {"GumbelRow.at", "Repeats.extend"},
+    "head and repeats": {"GumbelRow.at", "Repeats.extend", "chances_of"},
     "prompt lookup": {"GumbelRow.at"},
 }
 

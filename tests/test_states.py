@@ -95,7 +95,7 @@ def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any
 def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel) -> None:
     """Rows whose tokens are restricted share a batch with others; drafts come from what the texts repeat."""
     asked = [
-        Request([*PROMPTS[0], *PROMPTS[0]], NEW, Sampling(repetition_penalty=1.3)),
+        Request([*PROMPTS[0], *PROMPTS[0]], NEW, Sampling(repetition_penalty=0.8)),  # so that it repeats something
         Request(PROMPTS[1], NEW, Sampling(1.0, seed=2), constraint=NoThirds()),
         Request(PROMPTS[2], NEW, Sampling(0.8, top_p=0.9, seed=3), speculative=False),
     ]
