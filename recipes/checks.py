@@ -68,6 +68,9 @@ def kind_mistakes(recipe: dict[str, Values], given: Values, decode: Values) -> I
         yield "train.regression_weight", f"{allowed}; remove it, or choose head.kind eagle1"
     if kind in ("medusa", "block"):
         yield from level_mistakes(head, given, decode if recipe["decode"]["drafter"] == "head" else {})
+    if train["fitted_start"] and kind != "eagle3":
+        allowed = f"only false is allowed with head.kind {kind}, whose start is not fitted"
+        yield "train.fitted_start", f"{allowed}; remove it, or choose head.kind eagle3"
     if kind == "block" and given.get("input_noise"):
         yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
     if kind in ("eagle1", "eagle3", "medusa", "mtp") and "anchors" in given:

@@ -230,6 +230,8 @@ blocks for EAGLE-3 | train.anchors=5
     train.anchors | 5 given | only block heads | choose head.kind block
 a fitted start of a trained head | train.start_from=runs/other/head | train.fitted_start=true
     train.fitted_start | true given | only false | remove one of them
+a fitted start of a head whose start is not fitted | head={kind: eagle1} | train.fitted_start=true
+    train.fitted_start | true given | only false is allowed with head.kind eagle1 | remove it
 a depth beyond the Medusa heads | head={kind: medusa, medusa_heads: 3} | decode.depth=4
     decode.depth | 4 given | 1 to 3 | lower it
 joint training of EAGLE-3 | joint.mode=full

@@ -175,6 +175,15 @@ def test_chunks_change_neither_loss_nor_gradient(
         assert_close(one, other, atol=1e-5, rtol=1e-4)
 
 
+def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_recipe: MakeRecipe) -> None:
+    """Its own loss is that to the text alone."""
+    plain = *BLOCK, "head.markov_rank=0", "train.unroll=3"
+    assert Objective.from_recipe(make_recipe("a", *plain)).weight == 0
+    assert Objective.from_recipe(make_recipe("b", *plain, "train.objective=reverse_kl")).weight == 1
+    weighted = make_recipe("c", *plain, "train.objective=reverse_kl", "train.objective_weight=0.5")
+    assert Objective.from_recipe(weighted).weight == 0.5
+
+
 class Conversions(TorchDispatchMode):
     """Counts the tensors of one shape that are converted to another number format."""
 

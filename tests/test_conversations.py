@@ -113,12 +113,47 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
             "unknown form",
             "tool_calls is a number",
         ),
+        # These were kept, and trained on something else than the row says.
+        ({"text": "2+2?", "response": "4"}, "unclear", "response is given without a prompt"),
+        ({"messages": turns("a", "b"), "response": "c"}, "unclear", "beside messages that end with an answer"),
+        ({"tokens": [1, 2], "loss_mask": [-100, 1]}, "unknown form", "loss_mask holds -100, 0 and 1 are allowed"),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]},
+            "unknown form",
+            "the reasoning of turn 2 is a list, text is needed",
+        ),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "content": [{"type": "reasoning", "text": "why"}]}]},
+            "unknown form",
+            "contains parts that are not text",
+        ),
+        (
+            {"system": "b", "messages": [{"role": "system", "content": "a"}, *turns("a", "b")]},
+            "unclear",
+            "system is given beside another system turn",
+        ),
     ],
 )
 def test_an_unusable_row_says_why(row: dict[str, Any], kind: str, why: str) -> None:
     with pytest.raises(BadRow, match=why) as refusal:
         parse_row(row)
     assert refusal.value.kind == kind
+
+
+@pytest.mark.parametrize("answer", ["d", [{"role": "assistant", "content": "d"}]])
+def test_an_answer_beside_messages_without_one_was_dropped(answer: object) -> None:
+    assert parse_row({"messages": turns("a", "b", "c"), "completion": answer}) == parse_row(
+        {"messages": turns("a", "b", "c", "d")}
+    )
+    for said in ("", "b"):  # nothing, and the last turn once more
+        assert parse_row({"messages": turns("a", "b"), "response": said}) == parse_row({"messages": turns("a", "b")})
+
+
+def test_a_turn_that_train_leaves_out_was_trained_on_if_its_weight_is_null() -> None:
+    messages = [*turns("a"), {"role": "assistant", "content": "b", "weight": None, "train": False}]
+    found = parse_row({"messages": messages})
+    assert isinstance(found, Conversation)
+    assert found.context_only == {1}
 
 
 # Sources

@@ -27,6 +27,7 @@ from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe
+from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
@@ -171,6 +172,16 @@ def test_the_eagle_format_has_no_zero_bias_and_no_key_that_disables_the_shared_e
     assert "fc.bias" not in read_tensors(one)
     three = exported(make_head(), tmp_path / "3", target_folder, "eagle")
     assert "target_hidden_size" not in read_config(three)
+
+
+def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
+    """Without the overrides of the training, export ended in KeyError, or told other steps and prompts."""
+    run(make_recipe("run", "train.steps=3", "train.unroll=2", "train.warmup_steps=1"))
+    other = "train.steps=9", "train.batch_size=7", "data.num_prompts=900", "export.format=vllm"
+    text = (export(make_recipe("run", *other)) / "README.md").read_text()
+    assert "3 steps of 3 sequences" in text
+    assert "unrolled to depth 2" in text
+    assert "prompts: 12 from" in text
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

@@ -14,6 +14,7 @@ from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.lint import RULES, lint, main, violations
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
 IDS = "eagle_aux_hidden_state_layer_ids"
@@ -363,6 +364,18 @@ def test_the_exit_code_is_1_if_lint_finds_an_error(
     lines = capsys.readouterr().out.splitlines()
     well = f"{folder}: all is well; nothing was found for vllm"
     assert lines == [well if good else "vllm: error: tensor fc.weight: missing; shape [32, 96] is required"]
+
+
+def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(
+    make_head: MakeHead, make_model: Callable[..., Any], target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head()
+    head.origin = TargetOrigin.of(target_folder)
+    folder = exported(head, tmp_path, target_folder, "vllm")
+    assert not lint(folder, str(target_folder), ["vllm"])
+    make_model(seed=1).save_pretrained(tmp_path / "other")
+    [found] = lint(folder, str(tmp_path / "other"), ["vllm"])
+    assert str(found).startswith("vllm: warning: config.json headstart.target: 'the model with digest")
 
 
 @pytest.mark.parametrize(

@@ -277,6 +277,22 @@ def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
     assert numbers(stopped) == numbers(whole)
 
 
+def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export of such a run had no held-out figures."""
+    rarely = "train.checkpoint_every=100", "train.warmup_steps=1"
+    stopped, train_step = make_recipe("run", *rarely), loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda a, b, c, _: train_step(a, b, c, True))
+    monkeypatch.setattr(loop.Interrupts, "number", signal.SIGTERM, raising=False)
+    with pytest.raises(SystemExit):
+        run(stopped)
+    assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-1"]
+    ended = make_recipe("run", *rarely, "train.steps=1")
+    run(ended)
+    assert [row["step"] for row in numbers(ended) if "heldout/loss_0" in row] == [1]
+
+
 def test_a_packed_run_ends_in_the_head_of_a_padded_run_up_to_rounding(
     make_recipe: Callable[..., Recipe],
 ) -> None:

@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from matrix import slow_unless
 from test_chat_masks import FAMILIES, Family, template_of
 from tiny_run import build_run, build_tokenizer, tiny_recipe
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
 from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.prompts import prompts as prompts_stage
@@ -306,7 +310,33 @@ def test_a_rendered_prompt_gets_no_second_start_token() -> None:
     assert prompt_of(found, {"prompt": rendered}) == rendered == prompt_of(found, {"messages": [user("Hi")]})
     row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
     assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
+    assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
+    with pytest.raises(BadRow, match=r"the answer goes on after <\|im_end\|>"):
+        trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
     assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
+
+
+def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -> None:
+    """As Llama 2's tokenizer, this one puts a space before each text."""
+    backend = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    kept = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(kept)
+    words = ["def foo(x): return x + 1", "The capital of France is Paris"] * 50
+    backend.train_from_iterator(words, BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    for prompt, answer in (
+        ("def f", "oo(x): return x"),
+        ("The capital of Fran", "ce is Paris"),
+        ("The capital of France is ", "Paris"),
+    ):
+        [sample] = samples(ChatTemplate(tokenizer), {"prompt": prompt, "completion": answer})
+        assert tokenizer.decode(sample.tokens) == f"{prompt}{answer}</s>"
+    ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    backend.post_processor = ends
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    with pytest.raises(BadRow, match="the tokens of prompt and answer make another text"):
+        samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
 
 
 def test_an_answer_that_begins_with_newlines_is_kept() -> None:

@@ -37,7 +37,8 @@ def train(
     """
     section, found = recipe.train, checkpoints.load()
     done = 0 if found is None else found.step
-    measured = done == 0 or done % section.checkpoint_every or Tracker.has_measured(recipe, done)
+    is_due = done >= section.steps or done % section.checkpoint_every == 0
+    measured = done == 0 or not is_due or Tracker.has_measured(recipe, done)
     if done >= section.steps and measured:
         return
     training = Training.start(recipe, head, inputs, accelerator, found)

@@ -229,16 +229,31 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     """A prompt and its answer as one text that ends with an end token; the answer is trained on.
 
     The prompt's tokens are those that the target would be given alone, so the answer is tokenized apart if a token of
-    the joined text would hold the end of one and the start of the other.
+    the joined text would hold the end of one and the start of the other. Spaces and line ends after the answer's end
+    mark, which templates write there, are no part of it.
     """
-    prompt, whole = template.encode_text(pair.prompt), template.encode_text(pair.prompt + pair.answer)
+    answer = pair.answer
+    if (marks := [*template.special.finditer(answer)]) and not answer[marks[-1].end() :].strip():
+        answer = answer[: marks[-1].end()]
+    prompt, whole = template.encode_text(pair.prompt), template.encode_text(pair.prompt + answer)
+    tokenizer, joined = template.tokenizer, whole
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-        whole = prompt + template.encode(pair.answer)
-    tokenizer = template.tokenizer
+        whole = prompt + encode_after(template, answer)
+        if tokenizer.decode(whole) != tokenizer.decode(joined):  # such as an end token after the prompt
+            raise BadRow("unclear", "the tokens of prompt and answer make another text; give messages, or tokens")
+    if early := {*template.end_tokens()} & {*whole[len(prompt) : -1]}:
+        mark = tokenizer.decode([min(early)])
+        raise BadRow("end mark", f"the answer goes on after {mark}, at which the target stops; remove what follows it")
     if tokenizer.eos_token_id is not None and whole[-1] not in tokenizer.all_special_ids:
         whole.append(tokenizer.eos_token_id)
     start = max(len(prompt), 1)  # nothing predicts the first token
     return MaskedTokens(whole, [(start, len(whole))])
+
+
+def encode_after(template: ChatTemplate, text: str) -> list[int]:
+    """The tokens of text that follows another; many tokenizers put a space before the first word of a text."""
+    before, both = template.encode("\n"), template.encode("\n" + text)
+    return both[len(before) :] if both[: len(before)] == before else template.encode(text)
 
 
 def parse_known(template: ChatTemplate, row: Json) -> Parsed:

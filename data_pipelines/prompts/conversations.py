@@ -44,6 +44,7 @@ TURN_KEYS = {
     *("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id"),
     *("reasoning_content", "reasoning", "thinking", "weight", "train"),
 }
+TEXT_PARTS = (None, "text", "input_text", "output_text")  # the types of parts whose text is the turn's words
 CALL_KEYS = {"id", "type", "index", "function", "name", "arguments", "args", "parameters"}
 REFUSED = {
     *("images", "image", "videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
@@ -112,14 +113,19 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
     if "tokens" in given or "input_ids" in given:
         return parse_tokens(given)
     turns = given.get("messages", given.get("conversations"))
-    if turns is not None:
-        return parse_turns(turns, given)
     prompt = given.get("prompt")
     is_said = isinstance(prompt, str) and is_turn(prompt)
     answers = [name for name in ANSWERS if name in given]
-    if "prompt" in given and answers:
-        return parse_answer(given, answers, is_said)
-    return parse_prompt(given, is_said)
+    if turns is not None:
+        conversation = parse_turns(turns, given)
+        last = conversation.messages[-1]
+        answers = [name for name in answers if given[name] not in ("", [], last["content"])]
+        if answers and last["role"] == "assistant":
+            raise BadRow("unclear", f"{answers[0]} is given beside messages that end with an answer; remove one")
+        return parse_answer({**given, "prompt": turns}, answers, False) if answers else conversation
+    if prompt is None and answers:
+        raise BadRow("unclear", f"{answers[0]} is given without a prompt; name what it answers prompt")
+    return parse_answer(given, answers, is_said) if answers else parse_prompt(given, is_said)
 
 
 def parse_prompt(row: Json, is_said: bool) -> Conversation | str:
@@ -197,6 +203,9 @@ def parse_tokens(row: Json) -> TokenRow:
             found = f"labels holds {other[0][0]} for token {other[0][1]}"
             raise BadRow("unknown form", f"{found}; each label is its token (not shifted), or {IGNORED} to ignore it")
         mask = [label != IGNORED for label in mask]
+    elif not {*mask} <= {0, 1}:
+        value = next(flag for flag in mask if flag not in (0, 1))
+        raise BadRow("unknown form", f"{masks[0]} holds {value}, 0 and 1 are allowed; write labels for {IGNORED}")
     seen = list_of(int, row.get("attention_mask", [1] * len(tokens)), "attention_mask")
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
@@ -213,8 +222,12 @@ def parse_tokens(row: Json) -> TokenRow:
 def parse_turns(turns: object, row: Json) -> Conversation:
     listed = list_of(dict, turns, "messages")
     messages = [parse_turn(turn, number) for number, turn in enumerate(listed, start=1)]
-    if row.get("system") and not (messages and messages[0]["role"] == "system"):
-        messages.insert(0, {"role": "system", "content": text_field(row, "system")})
+    if row.get("system"):
+        system = {"role": "system", "content": text_field(row, "system")}
+        if not (messages and messages[0]["role"] == "system"):
+            messages.insert(0, system)
+        elif messages[0]["content"] != system["content"]:
+            raise BadRow("unclear", "system is given beside another system turn, one is allowed; remove one")
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
@@ -228,7 +241,7 @@ def parse_turns(turns: object, row: Json) -> Conversation:
 
 def is_trained_on(turn: Json, place: int) -> bool:
     """Whether a turn's weight, or train, lets it be trained on; raises BadRow for a weight between."""
-    weight = turn.get("weight", turn.get("train"))
+    weight = next((turn[name] for name in ("weight", "train") if turn.get(name) is not None), None)
     if weight not in (None, 0, 1):
         raise BadRow("unsupported field", f"turn {place + 1} has weight {weight!r}, 0 or 1 is needed; round it")
     return weight is None or bool(weight)
@@ -253,7 +266,9 @@ def parse_turn(turn: Json, number: int) -> Json:
     elif not message["content"].strip():
         raise BadRow("empty", f"turn {number} by {name} is empty; give it text, or remove the turn")
     reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
-    if isinstance(reasoning, str) and reasoning:
+    if reasoning and not isinstance(reasoning, str):
+        raise BadRow("unknown form", f"the reasoning of turn {number} is {in_words(reasoning)}, text is needed")
+    if reasoning:
         message["reasoning_content"] = reasoning
     return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
 
@@ -263,12 +278,17 @@ def text_of(content: object, number: int) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+        if not all(isinstance(part, dict) and is_text(part) for part in content):
             raise BadRow("unknown form", f"turn {number} contains parts that are not text; only text is supported")
         return "".join(part["text"] for part in content)
     if not isinstance(content, str):
         raise BadRow("unknown form", f"turn {number} is {in_words(content)}, text is needed")
     return content
+
+
+def is_text(part: Json) -> bool:
+    """Whether a part of a turn is plain text: one of another type, such as reasoning, may have a text too."""
+    return part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def parse_call(call: Json, number: int) -> Json:

@@ -36,6 +36,7 @@ def card(
     its command, the others get the reasons. The commands find the export in `folder`."""
     source = recipe.head_in_use
     is_own = source == recipe.head_dir
+    recipe = as_trained(recipe) if is_own else recipe
     format_files, is_whole = FORMATS[recipe.export.format].files, is_whole_target(head, recipe.export.format)
     can_load = format_files in (native_files, engine_files) and not is_whole
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
@@ -66,6 +67,20 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
+def as_trained(recipe: Recipe) -> Recipe:
+    """The recipe with the head and train sections that the exported weights were trained with, if that is recorded."""
+    path = recipe.checkpoints_dir / f"step-{exported(recipe).get('step', 0)}" / "state.json"
+    if not path.is_file():
+        return recipe
+    inputs = read_json(path)["inputs"]
+    changes = {}
+    for name in ("head", "train"):
+        section = getattr(recipe, name)
+        recorded = {key: inputs[f"{name}.{key}"] for key in type(section).model_fields if f"{name}.{key}" in inputs}
+        changes[name] = type(section).model_validate({**section.model_dump(), **recorded})
+    return recipe.model_copy(update=changes)
+
+
 def front_matter(head: DraftHead, target: ServedTarget) -> str:
     """The YAML header that a model hub reads."""
     base = [] if Path(target.name).is_dir() else [f"base_model: {target.name}"]
@@ -91,9 +106,16 @@ def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
     if section.store is not None:
         yield f"- features: those stored in `{shown(section.store)}`"
     else:
-        yield f"- prompts: {section.num_prompts:,} from `{section.prompts}`"
+        yield f"- prompts: {num_prompts(recipe, 'train', section.num_prompts):,} from `{section.prompts}`"
         yield responses(recipe)
     yield f"- chat template: {template(target_folder)}"
+
+
+def num_prompts(recipe: Recipe, split: str, asked: int) -> int:
+    """The number of prompts of a split, up to as many as the recipe asks for."""
+    stage = recipe.prompts_dir / "stage.json"
+    facts = read_json(stage).get("facts", {}) if stage.is_file() else {}
+    return min(asked, int(facts.get(split, asked)))
 
 
 def responses(recipe: Recipe) -> str:
@@ -138,11 +160,13 @@ def training(recipe: Recipe) -> Iterator[str]:
     if row is None:
         yield "- held-out figures: none found"
         return
-    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(recipe.unroll))
+    depths = sum(name.startswith("heldout/accuracy_") for name in row)
+    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(depths))
     yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
     if lengths := acceptance_lengths(recipe):
         shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
-        yield f"- acceptance length after that step, on {section.eval_prompts} held-out prompts: {shown}"
+        count = num_prompts(recipe, "heldout", section.eval_prompts)
+        yield f"- acceptance length after that step, on {count} held-out prompts: {shown}"
     yield from learning_curve(recipe)
 
 

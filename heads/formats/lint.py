@@ -22,7 +22,7 @@ from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
 from headstart.heads.formats.subject import Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import TargetOrigin, locate_target
 from headstart.recipes.other_commands import OWN_FORMAT, lint_options
 
 
@@ -44,9 +44,14 @@ def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
 
 def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
     """The violations that keep these engines from serving the head as trained; by default those it is meant for."""
-    files = HeadFiles.read(export)
-    frozen = FrozenTarget.from_folder(locate_target(target, field="--target"), torch.float32)
-    return violations(files, frozen, engines or engines_of(files))
+    files, folder = HeadFiles.read(export), locate_target(target, field="--target")
+    named = engines or engines_of(files)
+    found = violations(files, FrozenTarget.from_folder(folder, torch.float32), named)
+    trained, now = TargetOrigin.from_config(files.config), TargetOrigin.of(folder)
+    if trained is not None and trained.sha256 != now.sha256:
+        allowed = f"it was trained for other weights than {now} in --target, so that fewer drafts are accepted"
+        found += [Violation(each, "warning", "config.json headstart.target", str(trained), allowed) for each in named]
+    return found
 
 
 # Which rules apply to which head layout on which engine: a head that breaks none is served there as it was trained.

@@ -106,9 +106,10 @@ class ChatTemplate:
         """The tokenizer's end token; and the last mark of those that the template writes after an answer, unless one of
         them is an end token already or is among the `known` ones."""
         own = self.tokenizer.eos_token_id
-        ends, marks = [] if own is None else [int(own)], self._marks_after_answer()
+        ends, marks = [] if own is None else [int(own)], self._marks_after_answer
         return ends if {*marks} & {*ends, *known} else [*ends, *marks[-1:]]
 
+    @cached_property
     def _marks_after_answer(self) -> list[int]:
         """The special tokens that the template writes right after an assistant's words."""
         words = "The sky is blue."

@@ -39,7 +39,10 @@ class Objective:
         decay = decay_of(recipe.head) if train.unroll_decay is None else train.unroll_decay
         weights = tuple(decay**k for k in range(recipe.unroll))
         chosen: dict[str, Any] = {field: value for field, value in given.items() if value is not None}
-        return replace(PAPERS[paper_of(recipe.head)], unroll_weights=weights, **chosen)
+        paper = PAPERS[paper_of(recipe.head)]
+        if "name" in chosen and not paper.weight:  # DFlash's own loss is that to the text alone
+            chosen.setdefault("weight", 1.0)
+        return replace(paper, unroll_weights=weights, **chosen)
 
     @property
     def unroll(self) -> int:
