@@ -280,8 +280,9 @@ def test_a_field_that_changes_what_is_trained_on_is_refused_by_name(more: dict[s
 
 def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
     row = {"messages": [user("Hi") | {"lang": "en"}, says("Hello.")], "source": "web", "score": None}
-    _, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, row, responses="given")
-    assert "not read: lang of a turn (2), source (2)" in summary
+    joined = {"prompt": [user("Hi")], "completion": [says("Hello.", lang="en")]}
+    _, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, row, joined, responses="given")
+    assert "not read: lang of a turn (3), source (2)" in summary
 
 
 def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path) -> None:

@@ -168,8 +168,8 @@ def refuse_keys(given: Json, known: set[str], what: str) -> None:
 
 def unread_keys(row: Json) -> set[str]:
     """The fields of a row and of its turns that have a value and are not read."""
-    turns = row.get("messages", row.get("conversations")) or []
-    listed = turns if isinstance(turns, list) else []
+    lists = [row.get(name) for name in ("messages", "conversations", "prompt", *ANSWERS)]
+    listed = [turn for turns in lists if isinstance(turns, list) for turn in turns]
     found = {name for name, value in row.items() if value is not None and name not in ROW_KEYS}
     return found | {
         f"{name} of a turn"
