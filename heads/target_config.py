@@ -39,6 +39,7 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
 }
 LONGEST_SOURCE = 300  # characters
 END = 1 << 20  # bytes at each end of a file of weights
+PLACES, SAMPLE = 512, 64  # places in a file, and bytes of each
 UNPACKED_AS = b"3"  # changes when a GGUF file is unpacked into something else
 
 
@@ -245,23 +246,28 @@ class TargetOrigin:
 
     sha256: str
     source: str | None = None
+    sampled: str | None = None  # `sampled_identity`, which heads of earlier versions do not record
 
     @classmethod
     def of(cls, folder: Path) -> "TargetOrigin":
         """The origin of the target in a folder."""
-        return cls(target_identity(folder), card_source(folder / "README.md"))
+        return cls(target_identity(folder), card_source(folder / "README.md"), sampled_identity(folder))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
         """The origin in a head's config.json; None for heads that record none, such as published ones."""
         found = config.get("headstart", {}).get("target")
-        return None if found is None else cls(found["sha256"], found.get("source"))
+        return None if found is None else cls(found["sha256"], found.get("source"), found.get("sampled"))
 
     def to_config(self) -> dict[str, str]:
-        return {"sha256": self.sha256} | ({} if self.source is None else {"source": self.source})
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+    def is_another(self, now: "TargetOrigin") -> bool:
+        """Whether the weights differ, as far as both are known."""
+        return self.sha256 != now.sha256 or len({self.sampled, now.sampled} - {None}) > 1
 
     def __str__(self) -> str:
-        digest = f"the model with digest {self.sha256[:12]}"
+        digest = f"the model with digest {self.sha256[:12]}{(self.sampled or '')[:6]}"
         return digest if self.source is None else f"{digest} from {self.source}"
 
 
@@ -271,6 +277,18 @@ def target_identity(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         digest.update(f"{path.name} {path.stat().st_size}".encode())
         digest.update(both_ends(path))
+    return digest.hexdigest()
+
+
+def sampled_identity(folder: Path) -> str:
+    """A digest of bytes throughout each weight file: a tuned model may differ from its base in the MLPs alone."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            for place in range(PLACES):
+                file.seek(size * place // PLACES)
+                digest.update(file.read(SAMPLE))
     return digest.hexdigest()
 
 

@@ -9,8 +9,11 @@ import pytest
 import torch
 from exported import edit_config
 from safetensors.torch import load_file, save_file
+from tiny_run import build_run, tiny_recipe
 
 from headstart import smollm2
+from headstart.data_pipelines.prompts.prompts import prompts_stage
+from headstart.data_pipelines.stages.stage import SAMPLED
 from headstart.heads.checkpoint import load_head_for, save_head
 from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import HeadFiles
@@ -56,6 +59,40 @@ def test_a_saved_head_keeps_the_origin_of_its_target(
         save_head(head, tmp_path / "head")
         assert load_head_for(tmp_path / "head", frozen).origin == origin
     assert load_head_for(tmp_path / "unknown", frozen).origin is None
+
+
+def tune_an_mlp(folder: Path) -> None:
+    """Change one tensor in the middle of the file, as merging a LoRA of the MLPs does."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.2.mlp.up_proj.weight"] *= 1.01
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_target_of_which_only_an_mlp_was_tuned_passed_for_the_same(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(ASSETS / "demo_target", target)
+    before, saved = TargetOrigin.of(target), tmp_path / "model.safetensors"
+    shutil.copy(target / "model.safetensors", saved)
+    tune_an_mlp(target)
+    assert before.sha256 == TargetOrigin.of(target).sha256
+    assert before.is_another(TargetOrigin.of(target))
+    assert not TargetOrigin(TargetOrigin.of(target).sha256).is_another(TargetOrigin.of(target))  # of an earlier version
+    shutil.copy(saved, target / "model.safetensors")
+    assert not before.is_another(TargetOrigin.of(target))
+
+
+def test_prompts_and_responses_of_a_target_tuned_at_the_same_path_were_used_on(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    prompts_stage(tiny_recipe(tmp_path)).finish({})
+    assert prompts_stage(tiny_recipe(tmp_path)).is_complete()
+    stage = tmp_path / "run/prompts/stage.json"
+    earlier = json.loads(stage.read_text())
+    del earlier["inputs"][SAMPLED]
+    tune_an_mlp(tmp_path / "target")
+    changed = prompts_stage(tiny_recipe(tmp_path)).changed_inputs()
+    assert SAMPLED in changed
+    stage.write_text(json.dumps(earlier))  # of an earlier version
+    assert SAMPLED not in prompts_stage(tiny_recipe(tmp_path)).changed_inputs()
 
 
 @pytest.mark.parametrize(("trained", "given"), [("hub", "wheel"), ("wheel", "hub")])

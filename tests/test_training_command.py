@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tiny_run import build_run, contents, logged_step, quiet_environment
 from torch.testing import assert_close
 
-from headstart.heads.target_config import target_identity
+from headstart.heads.target_config import TargetOrigin
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -61,7 +61,7 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(
     assert "head/config.json" in before
     assert load_file(tmp_path / "run/head/model.safetensors")["d2t"].shape == (80,)
     recorded = json.loads((tmp_path / "run/head/config.json").read_text())["headstart"]["target"]
-    assert recorded == {"sha256": target_identity(tmp_path / "target")}
+    assert recorded == TargetOrigin.of(tmp_path / "target").to_config()
     assert not [name for name in before if "partial" in name]
     monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED, "train.checkpoint_every=3"])
     runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")

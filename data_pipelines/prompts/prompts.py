@@ -24,6 +24,7 @@ from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_dige
 from headstart.data_pipelines.prompts.selection import Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
 from headstart.data_pipelines.stages.stage import (
+    SAMPLED,
     WEIGHTS,
     Json,
     Stage,
@@ -32,7 +33,7 @@ from headstart.data_pipelines.stages.stage import (
     prompt_identities,
     writes_date,
 )
-from headstart.heads.target_config import TargetConfig, folder_of, target_identity
+from headstart.heads.target_config import TargetConfig, folder_of, sampled_identity, target_identity
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -53,6 +54,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.prompt_tokens": data.prompt_tokens,
         "data.responses": data.responses,
         WEIGHTS: target_identity(target),
+        SAMPLED: sampled_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }

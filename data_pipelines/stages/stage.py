@@ -21,6 +21,7 @@ Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
 CHECKSUM = "xxh3_128"  # the name of a shard's checksum in a store's manifest
 WEIGHTS = "the target's config and weights"  # the name of `target_identity` among a stage's inputs
+SAMPLED = "the target's weights, sampled"  # that of `sampled_identity`
 TOKENIZER_FILES = (
     "tokeniz*",  # tokenizer.json, tokenizer.model, tokenization_NAME.py
     "*.model",
@@ -114,6 +115,8 @@ class Stage:
         if not self.path.is_file():
             return None
         inputs: Json = self._recorded()["inputs"]
+        if SAMPLED in self.inputs:  # runs of earlier versions do not record it
+            inputs.setdefault(SAMPLED, self.inputs[SAMPLED])
         return {
             name: value
             for name, value in inputs.items()

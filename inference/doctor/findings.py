@@ -100,7 +100,7 @@ def no_right_guess(folder: Path, accuracy: Sequence[float], tokens: int) -> Iter
 def other_target(files: HeadFiles, target: Path) -> Iterator[Finding]:
     """Yield a finding if the head records that it was trained for other weights than those of the target at hand."""
     trained, now = TargetOrigin.from_config(files.config), TargetOrigin.of(target)
-    if trained is not None and trained.sha256 != now.sha256:
+    if trained is not None and trained.is_another(now):
         right = f"{trained}, for which {files.folder.name} was trained"
         cost = "not measured; these weights write other texts, so fewer draft tokens are accepted"
         yield Finding("target", f"TARGET is {now}", right, cost, advice_on(trained))

@@ -205,7 +205,7 @@ def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
     """Print a line for each head that was trained for other weights than those of the report's target."""
     now = TargetOrigin.of(folder) if heads else None
     for name, head in heads.items():
-        if now is not None and head.origin is not None and head.origin.sha256 != now.sha256:
+        if now is not None and head.origin is not None and head.origin.is_another(now):
             print(
                 f"{name or 'the head'} was trained for {head.origin}, and target.path is {now}: fewer of its draft "
                 f"tokens may be accepted (headstart doctor says more)"
