@@ -1,5 +1,6 @@
 """The law of grouped attention: transformers' own sdpa, without a copy of the keys for each query head."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
+from headstart.heads.layers import fold_mask
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.engine.loop import generate_batch
@@ -18,6 +20,7 @@ from headstart.inference.passes.attention import (
     LEAST_KEYS,
     SDPA,
     attention_by_parts,
+    fold_once,
     grouped_attention,
     parts_of_keys,
 )
@@ -116,6 +119,15 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
         monkeypatch.setattr(f"headstart.inference.core.cache.{name}", 10**6)
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     assert grouped < 0.7 * num_keys
+
+
+def test_a_mask_that_layers_share_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first layer of a pass keeps on the mask for the others ended torch.compile with an AttributeError."""
+    unchecked = inspect.unwrap(fold_mask)  # shape checks hinder the compiler
+    monkeypatch.setattr("headstart.inference.passes.attention.fold_mask", unchecked)
+    mask = torch.rand(2, 1, 3, 8)
+    compiled = torch.compile(fold_once, backend="eager", fullgraph=True)
+    assert compiled(mask, 3, 7).equal(fold_once(mask, 3, 7))
 
 
 @pytest.mark.parametrize("keys", [1024, 1501])

@@ -115,7 +115,12 @@ def folded_attention(
 
 
 def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
-    """The mask of folded queries over the first keys; the first layer of a pass makes it for all."""
+    """The mask of folded queries over the first keys; the first layer of a pass makes it for all.
+
+    In compiled code each layer makes its own, as the compiler cannot trace what is kept on a tensor.
+    """
+    if torch.compiler.is_compiling():
+        return fold_mask(mask[..., :keys], group)
     made: dict[tuple[int, int], Tensor] = vars(mask).setdefault("folded", {})
     if (group, keys) not in made:
         made[group, keys] = fold_mask(mask.as_subclass(Tensor)[..., :keys], group)
