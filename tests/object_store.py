@@ -29,6 +29,7 @@ def moto_server() -> Iterator[str]:
     server.start()
     host, port = server.get_host_and_port()
     try:
+        request(f"http://{host}:{port}", "POST", "/moto-api/reset")  # all of a process's servers share their buckets
         request(f"http://{host}:{port}", "PUT", f"/{BUCKET}")
         yield f"http://{host}:{port}"
     finally:
