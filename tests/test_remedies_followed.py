@@ -330,7 +330,7 @@ MISTAKES = {
     ),
     "a batch of more samples than there are": (
         "train.batch_size=13",
-        r"up to (\d+) is allowed for 12 training samples",
+        r"up to (\d+) is allowed; .* for more training samples than 12",
         "train.batch_size={}",
     ),
     "more micro-batches than sequences": ("train.accumulate=4", r"up to (\d+) is allowed", "train.accumulate={}"),
