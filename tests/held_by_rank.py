@@ -27,7 +27,7 @@ def held(parameter: nn.Parameter) -> int:
 def main(recipe_path: str, result: str, *overrides: str) -> None:
     """Write how many values each rank holds before and after its forward passes; rank r makes r + 1 of them."""
     start_processes()
-    target = TargetModel.load(load_recipe(Path(recipe_path), overrides).target, (2, 7))
+    target = TargetModel.load(load_recipe(Path(recipe_path), overrides).target, (2, 4))
     counts = [sum(map(held, target.model.parameters()))]
 
     def work(ask):

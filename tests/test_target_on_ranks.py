@@ -81,7 +81,7 @@ def test_each_rank_holds_half_the_target_and_ranks_may_have_different_amounts_of
     """About half of all weights, before and after the forward passes; tensor parallel keeps the small norms whole."""
     result = tmp_path / "held.json"
     finish(launch("ddp", 2, "tests/held_by_rank.py", harvested / "recipe.yaml", result, TENSOR))
-    everything = 2 * 300 * 32 + 7 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 15 * 32
+    everything = 2 * 300 * 32 + 4 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 9 * 32
     held = json.loads(result.read_text())
     assert held == [[held[0][0]] * 2] * 2
     assert everything / 2 <= held[0][0] < everything * 0.51

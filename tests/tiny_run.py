@@ -1,4 +1,4 @@
-"""A run small enough for tests: a random Llama with 7 layers, a tokenizer, prompts and a recipe."""
+"""A run small enough for tests: a random Llama with 4 layers, a tokenizer, prompts and a recipe."""
 
 import json
 import os
