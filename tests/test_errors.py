@@ -271,6 +271,6 @@ def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(
         outcome = type_command(arguments, monkeypatch, capsys)
         assert outcome.code == 0, outcome.text
     files = [path for path in run_dir.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".png", ".html"}
+    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".html"}
     modes = {path.relative_to(run_dir).as_posix(): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
     assert set(modes.values()) == {oct(0o666 & ~umask)}, modes
