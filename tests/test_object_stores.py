@@ -17,6 +17,7 @@ from object_store import BUCKET, ENVIRONMENT, Fault, Forward, every, moto_server
 from tiny_run import build_run, contents, quiet_environment, tiny_recipe
 
 from headstart.common import remote
+from headstart.common.files import write_text
 from headstart.common.remote import check_access, fetch, filesystem, mirror_of, pull, shown, url_of
 from headstart.common.run_lock import OWNER, only_run_in
 from headstart.data_pipelines.features.shard_files import ShardFile
@@ -434,6 +435,21 @@ def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
             pass
         move_to("first", tmp_path, monkeypatch)
     assert not filesystem("s3").exists(f"{store}/{OWNER}")
+
+
+def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(
+    store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both used one name until the file was whole: `stage.json: No such file or directory` ended the writer."""
+    folder, upload = mirror_of(store), remote.upload
+
+    def upload_beside_a_pull(source: Path, path: Path) -> None:
+        upload(source, path)
+        pull(folder)
+
+    monkeypatch.setattr(remote, "upload", upload_beside_a_pull)
+    write_text(folder / "stage.json", "{}")
+    assert contents(folder) == {"stage.json": b"{}"}
 
 
 def test_what_is_removed_in_the_store_is_gone_here(store: str, tmp_path: Path) -> None:
