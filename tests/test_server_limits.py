@@ -511,6 +511,22 @@ def test_a_step_that_fails_ends_its_requests_alone(
     assert "a step failed" in capfd.readouterr().err
 
 
+def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> None:
+    """The loop after the failure numbers requests from 0 again, and the failed request cancels its other choice."""
+    with gated(served, max_queue=6) as (server, gate):
+        failing = post_in_thread(server, n=2, max_tokens=60, ignore_eos=True)
+        gate.steps.release(1)
+        until(lambda: server.service.running > 0)
+        other = post_in_thread(server, n=4, max_tokens=20, ignore_eos=True)
+        until(lambda: server.service.waiting == 4)
+        gate.fails = True
+        gate.is_open.set()
+        assert failing.result() == 500
+        assert other.result() == 200
+        assert other.found is not None
+        assert [choice["finish_reason"] for choice in other.found.json()["choices"]] == ["length"] * 4
+
+
 def fail(*_: Any) -> Any:
     raise RuntimeError("this choice failed")
 

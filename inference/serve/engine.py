@@ -153,7 +153,7 @@ class Engine:
             self.jobs[job.number] = job
 
     def _cancel(self, job: Job) -> None:
-        if job.number in self.jobs:
+        if job.number is not None and self.jobs.get(job.number) is job:  # a new loop numbers from 0 again
             self.loop.cancel(job.number)
             self.cache_usage = self.loop.batch.cache_usage
             self._report(self._ends())
