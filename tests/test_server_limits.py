@@ -294,7 +294,7 @@ def test_bodies_of_other_kinds_sizes_and_paths_are_refused(server: Running) -> N
     large = httpx.post(server.url + COMPLETION, json={"prompt": "a" * 5 * 2**20})
     assert_refused(large, 413, "1048576 bytes")
     assert_refused(httpx.post(server.url + "/v1/other", json={}), 404, "no such path")
-    assert_refused(httpx.get(server.url + CHAT), 405, "another method")
+    assert_refused(httpx.get(server.url + CHAT), 405, "another method (POST)")
 
 
 CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"at": "it"}'}}

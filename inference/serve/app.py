@@ -280,7 +280,7 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(not_json(cause))
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-        says = {404: "there is no such path here", 405: f"this path has another method ({headers.get('allow')})"}
+        says = {404: "there is no such path here", 405: f"this path has another method ({headers.get('Allow')})"}
         what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
         return error_response(ApiError(error.status_code, what, headers=headers))
     request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
