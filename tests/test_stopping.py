@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from headstart.heads.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, StopStrings, cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.targets.model import TargetModel
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 24
@@ -143,6 +145,26 @@ def test_a_generation_ends_where_its_text_contains_a_stop_string(
             assert len(result.logprobs or []) == len(result.tokens)
             ends.add(wanted)
     assert len(ends) > 4  # among them the first token, one inside an accepted path, and no end at all
+
+
+def test_end_tokens_drafted_after_the_end_counted_as_accepted(
+    target: TargetModel, texts: dict[Sampling, list[int]]
+) -> None:
+    """The draft is a chain of the next eight tokens, of which the third ends the text."""
+    sampling = Sampling(1.0, seed=3)
+    text = texts[sampling]
+    assert text[3] not in text[:3]
+    stop = StopStrings((detokenize(text[:4]),), detokenize)
+    each: list[dict[str, Any]] = [{"end_tokens": (text[3],)}, {"stop": stop}]
+    for ends in each:
+        request = replace(Request(PROMPT, NEW_TOKENS, sampling, show_trees=True), **ends)
+        loop = loop_of(target, [request], Oracle(PROMPT + text, ahead=8))
+        _, block = loop.run()
+        assert (block.tokens, block.drafted, block.accepted) == (text[1:4], 8, 3)
+        assert block.tree is not None
+        assert block.tree.path == [0, 1, 2, 3]
+        stats = loop.generations[0].stats
+        assert (stats.tokens, stats.accepted_at_depth) == (3, [1, 1, 1])
 
 
 def test_a_stream_ends_with_its_text(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:

@@ -75,7 +75,7 @@ class DecodeStats:
     drafting_steps: int = 0  # steps that verified any
     seconds: float = 0.0  # wall time of the whole generation, prefill included
     bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
-    accepted_at_depth: list[int] = field(default_factory=list)  # steps whose accepted path reached depth 1, 2, ...
+    accepted_at_depth: list[int] = field(default_factory=list)  # steps of which 1, 2, ... draft tokens became text
 
     @property
     def acceptance_length(self) -> float:
@@ -88,7 +88,7 @@ class DecodeStats:
         return [count / self.steps for count in self.accepted_at_depth]
 
     def count_step(self, accepted: int, kept: int, drafted: int) -> None:
-        """Add a target step that accepted some draft tokens and from which `kept` tokens became text."""
+        """Add a target step from which `kept` tokens became text, `accepted` of them draft tokens."""
         self.steps += 1
         self.tokens += kept
         self.drafted += drafted
@@ -169,7 +169,7 @@ class DraftTree:
 
     tokens: list[int]  # one per node, the root first
     parents: list[int]  # -1: none
-    path: list[int]  # accepted nodes, the root first
+    path: list[int]  # accepted nodes up to the end of the text, the root first
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class EmittedTokens:
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
     drafted: int | None = None  # draft tokens that the step verified; None: these come from the pass over the prompt
-    accepted: int = 0  # how many of them the target accepted, those after the text's end too
+    accepted: int = 0  # how many of them became text
     tree: DraftTree | None = None  # if the request asks for it, and something was drafted
 
 
@@ -299,11 +299,11 @@ class Sequence:
             self.unread.add(taps)
         self.drafted, self.nodes, self.choices = found.drafted, found.nodes, found.choices
         kept = self.add_tokens(found.tokens, scores)
-        accepted = len(found.path) - 1
-        self.generation.stats.count_step(accepted, len(kept), found.drafted)
+        path = found.path[: len(kept) + 1]  # what the target accepted after the text's end is none of it
+        self.generation.stats.count_step(len(path) - 1, len(kept), found.drafted)
         is_shown = self.request.show_trees and found.drafted
-        tree = DraftTree(found.nodes, found.parents, found.path) if is_shown else None
-        return EmittedTokens(self.number, kept, found.depths[: len(kept)], found.drafted, accepted, tree)
+        tree = DraftTree(found.nodes, found.parents, path) if is_shown else None
+        return EmittedTokens(self.number, kept, found.depths[: len(kept)], found.drafted, len(path) - 1, tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""
