@@ -246,6 +246,17 @@ def test_an_echo_has_the_logprobs_of_the_prompt(server: Running, client: OpenAI,
             complete(client, max_tokens=0)
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_sampled_token_was_missing_among_its_own_top_logprobs(client: OpenAI, count: int) -> None:
+    """Also a token of the prompt that is echoed."""
+    fields: dict[str, Any] = {"temperature": 2.0, "max_tokens": 20, "logprobs": count, "echo": True}
+    told = complete(client, **fields).choices[0].logprobs
+    for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
+        assert top[token] >= logprob
+        assert len(top) <= count + 1
+    assert max(map(len, told.top_logprobs[1:])) == count + 1
+
+
 def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(server: Running, client: OpenAI) -> None:
     text = "a 😀é b"
     extra = {"structured_outputs": {"choice": [text]}}

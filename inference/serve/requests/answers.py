@@ -5,9 +5,9 @@ from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree
+from headstart.inference.core.request import DecodeStats, DraftTree
 from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.exchange import Choice, Exchange, Output
+from headstart.inference.serve.exchange import Choice, Exchange, Output, TokenLogprob
 from headstart.inference.serve.requests.fields import CompletionRequest
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
@@ -147,14 +147,19 @@ class CompletionAnswer(Answer):
         return {
             "tokens": [self.spelled(each.token) for each in given],
             "token_logprobs": [each.logprob for each in given],
-            "top_logprobs": [None if each.logprob is None else self.by_text(each.alternatives) for each in given],
+            "top_logprobs": [self.top_logprobs(each) for each in given],
             "text_offset": [each.offset for each in given],
         }
 
-    def by_text(self, alternatives: Alternatives) -> dict[str, float]:
-        """Logprobs by the texts of their tokens; of those that look alike, as parts of characters do, the likeliest."""
+    def top_logprobs(self, told: TokenLogprob) -> dict[str, float] | None:
+        """Those of the likeliest tokens and of the token itself, by their texts; None if it has none.
+
+        Of tokens that look alike, as parts of characters do, the likeliest counts.
+        """
+        if told.logprob is None:
+            return None
         found: dict[str, float] = {}
-        for token, logprob in alternatives:
+        for token, logprob in (*told.alternatives, (told.token, told.logprob)):
             found.setdefault(self.spelled(token), logprob)
         return found
 
