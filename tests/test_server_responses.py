@@ -212,3 +212,32 @@ def test_what_needs_a_store_or_other_tools_is_refused_by_name(
         found = plain.post("/v1/responses", json={"input": "a tree", "stream": stream, **fields})
         assert_refused(found, 400, *parts)
         assert json.loads(found.text)["error"]["param"].startswith(parts[0].partition(":")[0].removesuffix(".schema"))
+
+
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("tools", '[{"type": "function", "name": "f", "parameters": {"maximum": NUMBER}}]'),
+        ("tool_choice", "NUMBER"),
+        ("text", '{"format": {"type": "text", "description": [NUMBER]}}'),
+        ("reasoning", '{"summary": NUMBER}'),
+    ],
+)
+def test_an_answer_that_repeats_a_number_beyond_json_failed(
+    plain: httpx.Client, name: str, given: str, number: str
+) -> None:
+    for stream in ("true", "false"):
+        body = f'{{"input": "a tree", "stream": {stream}, "{name}": {given.replace("NUMBER", number)}}}'
+        found = plain.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+        assert_refused(found, 400, f"{name}: ", "finite numbers")
+        assert found.json()["error"]["param"] == name
+
+
+def test_what_is_read_can_be_repeated_whatever_its_depth(plain: httpx.Client) -> None:
+    statuses = set()
+    for depth in range(900, 1000, 3):
+        body = f'{{"input": "a", "max_output_tokens": 1, "reasoning": {{"summary": {"[" * depth}{"]" * depth}}}}}'
+        found = plain.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+        statuses.add(found.status_code)
+    assert statuses <= {200, 400}

@@ -1,10 +1,11 @@
 """OpenAI's Responses API without stored responses: requests become those of a chat, and answers items and events."""
 
+import json
 import re
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
 
 from headstart.inference.serve.errors import ApiError, wrong
 from headstart.inference.serve.exchange import Choice, Output
@@ -91,6 +92,17 @@ class ResponsesRequest(CommonFields):
         None, Allowed("nothing is stored, so only null here, and the whole conversation as input, is")
     ] = None
     chat_template_kwargs: dict[str, Any] = Field({})
+
+    @field_validator("text", "reasoning", "tools", "tool_choice", mode="before")
+    @classmethod
+    def repeatable(cls, given: Any, info: ValidationInfo) -> Any:
+        """What the answer repeats as it was given; raises ApiError for what it cannot hold."""
+        name = str(info.field_name)
+        try:
+            json.dumps({"response": {name: given}}, allow_nan=False)
+        except (ValueError, RecursionError):  # reading allows Infinity and 1e999, and is less deep in calls
+            raise wrong(name, given, "JSON with finite numbers and of less depth is", "correct it") from None
+        return given
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
