@@ -170,6 +170,27 @@ def test_events_add_up_to_the_whole_response(client: OpenAI, text: str | None) -
         assert kinds[-2] == ("function_call_arguments.done" if is_call else "content_part.done")
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize(
+    ("text", "items"),
+    [
+        (f"so {CALL} end", ["so ", None, " end"]),
+        (f"a {CALL} {CALL} b {CALL}", ["a ", None, None, " b ", None]),
+    ],
+)
+def test_text_after_a_call_was_told_before_it(
+    client: OpenAI, text: str, items: list[str | None], speculative: bool
+) -> None:
+    """Drafts bring both in one step, and a whole answer both at once."""
+    extra = {"structured_outputs": {"choice": [text]}, "speculative": speculative}
+    fields = {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 104, "extra_body": extra}
+    whole, last = respond(client, **fields), list(respond(client, **fields, stream=True))[-1].response
+    for found in (whole, last):
+        told = [(item.type, item.content[0].text if item.type == "message" else None) for item in found.output]
+        assert told == [("function_call" if each is None else "message", each) for each in items]
+
+
 def test_an_error_after_the_first_event_is_an_event_that_clients_raise(served: Served) -> None:
     with gated(served) as (server, gate), OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
         gate.steps.release(1)

@@ -10,7 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.inference.core.request import StopStrings
-from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
+from headstart.inference.serve.exchange import Output
+from headstart.inference.serve.requests.text import ToolCallParser, WrittenText, joined
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import bytes_of
 
@@ -112,15 +113,15 @@ def some_value(draw: random.Random, depth: int = 0) -> Any:
 
 def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, list[tuple[str, Any]]]:
     """The text and the calls that a parser finds, if the text arrives in pieces."""
-    parser, seen, calls = ToolCallParser(["weather", "f"], only_one), "", list[ToolCall]()
+    parser, output = ToolCallParser(["weather", "f"], only_one), Output()
     while text:
         count = draw.choice([1, 2, 5, 40, len(text)])
-        pieces, more = parser.add([TokenText(text[:count], None)])
-        text, seen, calls = text[count:], seen + joined(pieces), calls + more
-    pieces, more = parser.add([], is_end=True)
-    functions = [call["function"] for call in calls + more]
+        output.parts += parser.add([TokenText(text[:count], None)])
+        text = text[count:]
+    output.parts += parser.add([], is_end=True)
+    functions = [call["function"] for call in output.calls]
     assert all(function["arguments"].encode() for function in functions)
-    return seen + joined(pieces), [(each["name"], json.loads(each["arguments"])) for each in functions]
+    return output.text, [(each["name"], json.loads(each["arguments"])) for each in functions]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -177,12 +178,11 @@ def test_nothing_follows_an_only_call(seed: int) -> None:
 def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
     whole, cut = ToolCallParser(["weather", "f"]), ToolCallParser(["weather", "f"])
     whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
-    assert whole.add([], is_end=True)[1][0]["function"]["arguments"] == "{}"
+    (call,) = Output(whole.add([], is_end=True)).calls
+    assert call["function"]["arguments"] == "{}"
     cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
-    assert ("".join(piece.text for piece in cut.add([], is_end=True)[0]), cut.calls) == (
-        '<tool_call>{"name": "f", "argu',
-        [],
-    )
+    output = Output(cut.add([], is_end=True))
+    assert (output.text, output.calls) == ('<tool_call>{"name": "f", "argu', [])
 
 
 @pytest.mark.parametrize("seed", range(30))

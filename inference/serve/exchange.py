@@ -11,7 +11,7 @@ from headstart.inference.serve.engine import End, Engine, Event, Job, Update, ow
 from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.requests.reading import Wanted
-from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText
+from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
 from headstart.inference.show import TokenText
 
 
@@ -27,21 +27,27 @@ class TokenLogprob:
 class Output:
     """The additions of a step to a choice, or all of a choice so far."""
 
-    shown: list[TokenText] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
+    parts: list[TokenText | ToolCall] = field(default_factory=list)  # in the order in which they were written
     logprobs: list[TokenLogprob] = field(default_factory=list)
     count: int = 0  # tokens, those without text and those of held text included
     tree: DraftTree | None = None  # the step's
     seconds: float = 0.0  # decoding time so far
 
     def add(self, other: "Output") -> None:
-        self.shown += other.shown
-        self.calls += other.calls
+        self.parts += other.parts
         self.logprobs += other.logprobs
 
     @property
+    def shown(self) -> list[TokenText]:
+        return [part for part in self.parts if isinstance(part, TokenText)]
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        return [part for part in self.parts if not isinstance(part, TokenText)]
+
+    @property
     def text(self) -> str:
-        return "".join(each.text for each in self.shown)
+        return joined(self.shown)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -69,7 +75,7 @@ class Choice(Job):
         self.cached = update.cached
         found = Output(count=len(update.block.tokens), tree=update.block.tree, seconds=update.seconds)
         if update.is_first:
-            found.shown += [TokenText(self.written.echo, None)] if self.written.echo else []
+            found.parts += [TokenText(self.written.echo, None)] if self.written.echo else []
             found.logprobs += [] if update.prompt is None else self.prompt_logprobs(update.prompt)
         for place, (token, depth) in enumerate(zip(update.block.tokens, update.block.depths, strict=True)):
             if self.is_over:
@@ -87,8 +93,7 @@ class Choice(Job):
 
     def show(self, found: Output, fresh: list[TokenText], is_end: bool = False) -> None:
         """Add text to an output, tool calls apart."""
-        shown, calls = (fresh, []) if self.parser is None else self.parser.add(fresh, is_end)
-        found.shown, found.calls = found.shown + shown, found.calls + calls
+        found.parts += fresh if self.parser is None else self.parser.add(fresh, is_end)
 
     def prompt_logprobs(self, scores: TokenScores) -> list[TokenLogprob]:
         """Those of the prompt's tokens, whose text is the echo."""

@@ -22,6 +22,7 @@ from headstart.inference.serve.requests.fields import (
     Text,
     refusal,
 )
+from headstart.inference.show import TokenText
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
 # A chat's names of fields in messages of errors, and those of this API.
@@ -190,9 +191,14 @@ class ResponsesAnswer(Answer):
         return [self.event(kind, response=self.response("in_progress")) for kind in ("created", "in_progress")]
 
     def chunks(self, choice: Choice, output: Output) -> list[Json]:
-        found = self.write(output.text, choice.finish is not None and not self.items and not output.calls)
-        for call in output.calls:
-            found += [*self.end_message(), *self.call(call)]
+        found, text = list[Json](), ""
+        for part in output.parts:
+            if isinstance(part, TokenText):
+                text += part.text
+            else:
+                found += [*self.write(text), *self.end_message(), *self.call(part)]
+                text = ""
+        found += self.write(text, choice.finish is not None and not self.items)
         if choice.finish is None:
             return found
         status = "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
@@ -206,7 +212,7 @@ class ResponsesAnswer(Answer):
         self.number += 1
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **fields}
 
-    def write(self, text: str, is_all: bool) -> list[Json]:
+    def write(self, text: str, is_all: bool = False) -> list[Json]:
         """The events of more text. White space begins no message, as it stands around calls, unless it is all."""
         found: list[Json] = []
         self.text += text

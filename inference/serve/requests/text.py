@@ -105,35 +105,35 @@ class ToolCallParser:
         """Whether the text is over, as it has its only call."""
         return self.only_one and bool(self.calls)
 
-    def add(self, fresh: list[TokenText], is_end: bool = False) -> tuple[list[TokenText], list[ToolCall]]:
-        """The text that is certain to be no call, and the calls that ended in it.
+    def add(self, fresh: list[TokenText], is_end: bool = False) -> list[TokenText | ToolCall]:
+        """The text that is certain to be no call, and the calls that ended, in their order.
 
         At the end nothing is held back: a call whose closing mark is missing counts if its JSON is whole.
         """
-        visible: list[TokenText] = []
-        before = len(self.calls)
+        found: list[TokenText | ToolCall] = []
         self.held += fresh
         while not self.is_done:
             text = joined(self.held)
             start = text.find(OPEN)
             if start < 0:
                 begun = 0 if is_end else num_begun(text, (OPEN,))
-                visible += self._shown(take_characters(self.held, len(text) - begun))
+                found += self._shown(take_characters(self.held, len(text) - begun))
                 break
-            visible += self._shown(take_characters(self.held, start))
-            found = first_call(text[start:], self.names, is_end)
-            if found is None:
+            found += self._shown(take_characters(self.held, start))
+            first = first_call(text[start:], self.names, is_end)
+            if first is None:
                 break
-            call, count = found
+            call, count = first
             taken = take_characters(self.held, count)
             if call is None:
-                visible += self._shown(taken)
+                found += self._shown(taken)
             else:
+                found.append(call)
                 self.calls.append(call)
                 self.blank, self.in_text = [], False
         if is_end and not self.calls:
-            visible += self.blank
-        return visible, self.calls[before:]
+            found += self.blank
+        return found
 
     def _shown(self, fresh: list[TokenText]) -> list[TokenText]:
         self.in_text = self.in_text or bool(joined(fresh).strip())
