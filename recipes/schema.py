@@ -374,7 +374,8 @@ class TrainSection(Section):
     objective: Objective | None = Field(
         default=None,
         description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
-        "losses; null is total_variation for block heads with a Markov head, soft_cross_entropy for others.",
+        "losses; null is total_variation for block heads with a Markov head, none for other block "
+        "heads, whose loss is that to the text alone, and soft_cross_entropy for others.",
     )
     objective_weight: float | None = Field(
         default=None,

@@ -145,15 +145,29 @@ def test_an_answer_beside_messages_without_one_was_dropped(answer: object) -> No
     assert parse_row({"messages": turns("a", "b", "c"), "completion": answer}) == parse_row(
         {"messages": turns("a", "b", "c", "d")}
     )
-    for said in ("", "b"):  # nothing, and the last turn once more
+    for said in ("", " ", [], "b ", [{"role": "assistant", "content": "b"}]):  # nothing, and the last turn once more
         assert parse_row({"messages": turns("a", "b"), "response": said}) == parse_row({"messages": turns("a", "b")})
 
 
 def test_a_turn_that_train_leaves_out_was_trained_on_if_its_weight_is_null() -> None:
-    messages = [*turns("a"), {"role": "assistant", "content": "b", "weight": None, "train": False}]
+    messages: list[dict[str, Any]] = [
+        *turns("a"),
+        {"role": "assistant", "content": "b", "weight": None, "train": False},
+    ]
     found = parse_row({"messages": messages})
     assert isinstance(found, Conversation)
     assert found.context_only == {1}
+    messages[1]["weight"] = 1
+    assert parse_row({"messages": messages}) == found
+
+
+def test_what_says_nothing_new_refuses_no_row() -> None:
+    assert parse_row({"text": "a b", "response": " "}) == parse_row({"text": "a b", "completion": []}) == "a b"
+    assert parse_row({"messages": turns("a or b"), "response": "b"}) == parse_row({"messages": turns("a or b", "b")})
+    chat = [{"role": "system", "content": "x"}, *turns("a", "b")]
+    assert parse_row({"messages": chat, "system": "x "}) == parse_row({"messages": chat, "system": " "})
+    padded = {"tokens": [1, 2, 0], "loss_mask": [0, 1, -100], "attention_mask": [1, 1, 0]}
+    assert parse_row(padded) == parse_row({"tokens": [1, 2], "loss_mask": [0, 1]})
 
 
 # Sources

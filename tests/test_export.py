@@ -177,7 +177,7 @@ def test_the_eagle_format_has_no_zero_bias_and_no_key_that_disables_the_shared_e
 def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
     """Without the overrides of the training, export ended in KeyError, or told other steps and prompts."""
     run(make_recipe("run", "train.steps=3", "train.unroll=2", "train.warmup_steps=1"))
-    other = "train.steps=9", "train.batch_size=7", "data.num_prompts=900", "export.format=vllm"
+    other = "train.steps=9", "train.batch_size=7", "data.num_prompts=5", "export.format=vllm"
     text = (export(make_recipe("run", *other)) / "README.md").read_text()
     assert "3 steps of 3 sequences" in text
     assert "unrolled to depth 2" in text

@@ -65,7 +65,7 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
 
 
 def step(accepted: int) -> Update:
-    return Update(EmittedTokens(0, [5], [1], 4, accepted), [], [], 0, 1.0, 1.0)
+    return Update(EmittedTokens(0, [5] * (accepted + 1), [1] * (accepted + 1), 4, accepted), [], [], 0, 1.0, 1.0)
 
 
 def write_promise(folder: Path, at_0: float, at_1: float) -> None:
@@ -86,6 +86,15 @@ def test_acceptance_far_below_the_heads_promise_is_reported_once(tmp_path: Path)
     assert "2.00" in lines[0] or "is 2." in lines[0]
     assert "promises 3.00" in lines[0]
     assert "headstart doctor" in lines[0]
+
+
+def test_drafts_that_hold_the_end_of_short_answers_are_not_called_far_below_the_promise(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=4.1, at_1=4.0)
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for _ in range(2 * WINDOW):
+        watch.count(Update(EmittedTokens(0, [5], [1], 8, accepted=1), [], [], 0, 1.0, 1.0))
+    assert not lines
 
 
 def test_texts_at_temperature_1_were_called_far_below_the_promise_of_temperature_0(tmp_path: Path) -> None:

@@ -116,16 +116,26 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
     prompt = given.get("prompt")
     is_said = isinstance(prompt, str) and is_turn(prompt)
     answers = [name for name in ANSWERS if name in given]
-    if turns is not None:
-        conversation = parse_turns(turns, given)
-        last = conversation.messages[-1]
-        answers = [name for name in answers if given[name] not in ("", [], last["content"])]
-        if answers and last["role"] == "assistant":
-            raise BadRow("unclear", f"{answers[0]} is given beside messages that end with an answer; remove one")
-        return parse_answer({**given, "prompt": turns}, answers, False) if answers else conversation
-    if prompt is None and answers:
-        raise BadRow("unclear", f"{answers[0]} is given without a prompt; name what it answers prompt")
-    return parse_answer(given, answers, is_said) if answers else parse_prompt(given, is_said)
+    if turns is None and prompt is not None and answers:
+        return parse_answer(given, answers, is_said)
+    answers = [name for name in answers if words_of(given[name])]
+    if turns is None:
+        if answers:
+            raise BadRow("unclear", f"{answers[0]} is given without a prompt; name what it answers prompt")
+        return parse_prompt(given, is_said)
+    whole = parse_turns(turns, given)
+    if whole.messages[-1]["role"] != "assistant":
+        return parse_answer({**given, "prompt": turns}, answers, False) if answers else whole
+    if other := [name for name in answers if words_of(given[name]) != whole.messages[-1]["content"].strip()]:
+        raise BadRow("unclear", f"{other[0]} is given beside messages that end with an answer; remove one")
+    return whole
+
+
+def words_of(answer: object) -> str:
+    """The words of an answer, which is text or a list with one turn."""
+    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):
+        answer = answer[0].get("content", answer[0].get("value"))
+    return "" if answer == [] else str(answer).strip()
 
 
 def parse_prompt(row: Json, is_said: bool) -> Conversation | str:
@@ -203,9 +213,6 @@ def parse_tokens(row: Json) -> TokenRow:
             found = f"labels holds {other[0][0]} for token {other[0][1]}"
             raise BadRow("unknown form", f"{found}; each label is its token (not shifted), or {IGNORED} to ignore it")
         mask = [label != IGNORED for label in mask]
-    elif not {*mask} <= {0, 1}:
-        value = next(flag for flag in mask if flag not in (0, 1))
-        raise BadRow("unknown form", f"{masks[0]} holds {value}, 0 and 1 are allowed; write labels for {IGNORED}")
     seen = list_of(int, row.get("attention_mask", [1] * len(tokens)), "attention_mask")
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
@@ -215,19 +222,21 @@ def parse_tokens(row: Json) -> TokenRow:
             raise BadRow("unknown form", f"{found}; they must have the same length")
     if not any(seen):
         raise BadRow("empty", f"tokens is an empty list; a row needs {NEEDED}")
-    kept = [(token, bool(flag)) for token, flag, is_seen in zip(tokens, mask, seen, strict=True) if is_seen]
-    return TokenRow([token for token, _ in kept], [flag for _, flag in kept])
+    kept = [(token, flag) for token, flag, is_seen in zip(tokens, mask, seen, strict=True) if is_seen]
+    if wrong := [flag for _, flag in kept if flag not in (0, 1)]:
+        found = f"{masks[0]} holds {wrong[0]}, 0 and 1 are allowed"
+        raise BadRow("unknown form", f"{found}; correct it, or name it labels if {IGNORED} is what it ignores")
+    return TokenRow([token for token, _ in kept], [bool(flag) for _, flag in kept])
 
 
 def parse_turns(turns: object, row: Json) -> Conversation:
     listed = list_of(dict, turns, "messages")
     messages = [parse_turn(turn, number) for number, turn in enumerate(listed, start=1)]
-    if row.get("system"):
-        system = {"role": "system", "content": text_field(row, "system")}
-        if not (messages and messages[0]["role"] == "system"):
-            messages.insert(0, system)
-        elif messages[0]["content"] != system["content"]:
-            raise BadRow("unclear", "system is given beside another system turn, one is allowed; remove one")
+    is_first = bool(messages) and messages[0]["role"] == "system"
+    if row.get("system") and not is_first:
+        messages.insert(0, {"role": "system", "content": text_field(row, "system")})
+    elif row.get("system") and str(row["system"]).strip() not in ("", messages[0]["content"].strip()):
+        raise BadRow("unclear", "system is given beside another system turn, one is allowed; remove one")
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
@@ -240,11 +249,11 @@ def parse_turns(turns: object, row: Json) -> Conversation:
 
 
 def is_trained_on(turn: Json, place: int) -> bool:
-    """Whether a turn's weight, or train, lets it be trained on; raises BadRow for a weight between."""
-    weight = next((turn[name] for name in ("weight", "train") if turn.get(name) is not None), None)
-    if weight not in (None, 0, 1):
-        raise BadRow("unsupported field", f"turn {place + 1} has weight {weight!r}, 0 or 1 is needed; round it")
-    return weight is None or bool(weight)
+    """Whether a turn's weight and train let it be trained on; raises BadRow for a weight between."""
+    weights = [turn[name] for name in ("weight", "train") if turn.get(name) is not None]
+    if other := [weight for weight in weights if weight not in (0, 1)]:
+        raise BadRow("unsupported field", f"turn {place + 1} has weight {other[0]!r}, 0 or 1 is needed; round it")
+    return all(weights)
 
 
 def parse_turn(turn: Json, number: int) -> Json:

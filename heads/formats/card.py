@@ -112,10 +112,10 @@ def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
 
 
 def num_prompts(recipe: Recipe, split: str, asked: int) -> int:
-    """The number of prompts of a split, up to as many as the recipe asks for."""
+    """The number of prompts of a split, by default as many as the recipe asks for."""
     stage = recipe.prompts_dir / "stage.json"
     facts = read_json(stage).get("facts", {}) if stage.is_file() else {}
-    return min(asked, int(facts.get(split, asked)))
+    return int(facts.get(split, asked))
 
 
 def responses(recipe: Recipe) -> str:
@@ -165,7 +165,7 @@ def training(recipe: Recipe) -> Iterator[str]:
     yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
     if lengths := acceptance_lengths(recipe):
         shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
-        count = num_prompts(recipe, "heldout", section.eval_prompts)
+        count = min(section.eval_prompts, num_prompts(recipe, "heldout", section.eval_prompts))
         yield f"- acceptance length after that step, on {count} held-out prompts: {shown}"
     yield from learning_curve(recipe)
 

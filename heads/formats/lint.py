@@ -47,9 +47,9 @@ def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> lis
     files, folder = HeadFiles.read(export), locate_target(target, field="--target")
     named = engines or engines_of(files)
     found = violations(files, FrozenTarget.from_folder(folder, torch.float32), named)
-    trained, now = TargetOrigin.from_config(files.config), TargetOrigin.of(folder)
-    if trained is not None and trained.is_another(now):
-        allowed = f"it was trained for other weights than {now} in --target, so that fewer drafts are accepted"
+    trained = TargetOrigin.from_config(files.config)
+    if trained is not None and trained.is_another(now := TargetOrigin.of(folder)):
+        allowed = f"--target is {now}, of other weights or another config, so that fewer drafts may be accepted"
         found += [Violation(each, "warning", "config.json headstart.target", str(trained), allowed) for each in named]
     return found
 

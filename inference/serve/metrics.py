@@ -23,7 +23,7 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 COUNTERS = {
     "spec_decode_num_drafts": "Target steps that verified draft tokens.",
     "spec_decode_num_draft_tokens": "Draft tokens (nodes of trees) that the target verified.",
-    "spec_decode_num_accepted_tokens": "Draft tokens that the target accepted.",
+    "spec_decode_num_accepted_tokens": "Draft tokens that became text.",
     "prompt_tokens": "Tokens of prompts.",
     "generation_tokens": "New tokens.",
     "prefix_cache_queries": "Tokens of prompts that were looked up among earlier texts.",
@@ -171,8 +171,9 @@ class AcceptanceWatch:
         self.warned = False
 
     def count(self, update: Update) -> None:
-        """Take in a step; steps without drafts do not count."""
-        if self.promised is None or not update.block.drafted:
+        """Take in a step; steps without drafts do not count, nor those whose draft holds the end of the text."""
+        block = update.block
+        if self.promised is None or not block.drafted or block.accepted == len(block.tokens):
             return
         self.steps.append(update.block.accepted)
         if len(self.steps) < WINDOW:
