@@ -211,7 +211,7 @@ def fetch(path: Path, is_sound: Callable[[Path], bool] = lambda path: True) -> N
 
 def download(wanted: Mapping[Path, Info], is_sound: Callable[[Path], bool] = lambda path: True) -> None:
     """Download files of one store; each gets its name once its size, and what `is_sound` checks, is right."""
-    # A process beside this one may be publishing such a file, under another name until it is whole.
+    # Not NAME.partial: so another process calls the file while it writes it.
     left = {path: path.with_name(f"{path.name}.fetched{PARTIAL}") for path in wanted}
     for attempt in range(ATTEMPTS):
         if not left:

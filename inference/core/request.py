@@ -299,7 +299,7 @@ class Sequence:
             self.unread.add(taps)
         self.drafted, self.nodes, self.choices = found.drafted, found.nodes, found.choices
         kept = self.add_tokens(found.tokens, scores)
-        path = found.path[: len(kept) + 1]  # what the target accepted after the text's end is none of it
+        path = found.path[: len(kept) + 1]  # without nodes accepted after the end of the text
         self.generation.stats.count_step(len(path) - 1, len(kept), found.drafted)
         is_shown = self.request.show_trees and found.drafted
         tree = DraftTree(found.nodes, found.parents, path) if is_shown else None

@@ -175,7 +175,7 @@ class AcceptanceWatch:
         block = update.block
         if self.promised is None or not block.drafted or block.accepted == len(block.tokens):
             return
-        self.steps.append(update.block.accepted)
+        self.steps.append(block.accepted)
         if len(self.steps) < WINDOW:
             return
         measured = 1 + sum(self.steps) / WINDOW

@@ -97,7 +97,7 @@ class ResponsesRequest(CommonFields):
     @field_validator("text", "reasoning", "tools", "tool_choice", mode="before")
     @classmethod
     def repeatable(cls, given: Any, info: ValidationInfo) -> Any:
-        """What the answer repeats as it was given; raises ApiError for what it cannot hold."""
+        """A field that the answer repeats; raises ApiError if JSON cannot hold it."""
         name = str(info.field_name)
         try:
             json.dumps({"response": {name: given}}, allow_nan=False)
