@@ -266,7 +266,9 @@ def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_rec
     assert {f"heldout/accuracy_{level}" for level in range(4)} < {name for row in rows for name in row}
 
 
-@pytest.mark.parametrize("fields", [(), ("train.pack_tokens=40", "train.accumulate=2")], ids=str)
+@pytest.mark.parametrize(
+    "fields", [pytest.param((), marks=pytest.mark.slow), ("train.pack_tokens=40", "train.accumulate=2")], ids=str
+)
 def test_a_killed_run_resumes_into_the_same_weights(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...]
 ) -> None:

@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from matrix import slow
 
 from headstart import cli
 from headstart.recipes import Recipe, load_recipe
@@ -147,7 +148,7 @@ def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out == f"headstart {project['version']}\n"
 
 
-@pytest.mark.parametrize("arguments", ["--help", "report --help"])
+@pytest.mark.parametrize("arguments", [slow("--help"), "report --help"])
 def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
     """`headstart -h | head -1` ended in BrokenPipeError."""
     command = f"{sys.executable} -m headstart.cli {arguments} | head -1"

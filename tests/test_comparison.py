@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy
 import pytest
+from matrix import slow
 from scripted import Hidden, Oracle
 from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
@@ -62,7 +63,7 @@ def test_a_single_prompt_gives_no_interval() -> None:
     assert low_to_high(found) == "?"
 
 
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [slow(1), 2])
 def test_every_method_has_the_same_text_latencies_and_figures_by_category(target: TargetModel, batch: int) -> None:
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
     methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]

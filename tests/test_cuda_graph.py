@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+from matrix import slow
 from scripted import SetCosts
 from transformers import LlamaForCausalLM
 
@@ -77,7 +78,7 @@ def test_a_row_that_moved_drafts_as_before(
     assert all(one == other for one, other in pairs)
 
 
-@pytest.mark.parametrize("samplings", [[Sampling()] * 5, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("samplings", [slow([Sampling()] * 5), MIXED], ids=["greedy", "mixed"])
 def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_alone(
     target: TargetModel, make_head: MakeHead, samplings: list[Sampling]
 ) -> None:

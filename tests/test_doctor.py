@@ -124,7 +124,7 @@ SERVED: dict[str, Fault] = {
 }
 
 
-ONE_OF_EACH = ("taps off by one", "shuffled map", "another rope", "norm missing", "rounded weights", "short context")
+ONE_OF_EACH = ("taps off by one", "another rope", "rounded weights")
 
 
 @pytest.mark.parametrize("fault", slow_unless(ONE_OF_EACH, SERVED))
@@ -148,9 +148,7 @@ ALONE: dict[str, Fault] = {
 }
 
 
-@pytest.mark.parametrize(
-    "fault", slow_unless(("taps in another order", "d2t of ids", "another rope", "infinite weight"), ALONE)
-)
+@pytest.mark.parametrize("fault", slow_unless(("taps in another order", "infinite weight"), ALONE))
 def test_a_fault_planted_in_a_head_is_named_without_an_export(copied: Callable[[str], Path], fault: str) -> None:
     category, config, tensors = ALONE[fault]
     head = copied("head")

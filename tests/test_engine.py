@@ -351,7 +351,7 @@ def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) ->
         loop.step()
         passes += loop.pace.read_last
     loop.close()
-    for number in range(0, 96, 8):
+    for number in range(5, 96, 24):
         alone = generate(target, requests[number].prompt, lengths[number])
         assert loop.generations[number].tokens == alone.tokens
     assert passes <= 24  # 36 as long as each place was filled at once

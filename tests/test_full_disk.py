@@ -133,14 +133,13 @@ FULL_AT = {
     "checkpoints/exported.json.partial": "checkpoints/exported.json: ",
     "head.partial/config.json.partial": "head/config.json: ",
 }
-A_JOURNAL_A_SHARD_AND_A_CHECKPOINT = (
+A_JOURNAL_AND_A_CHECKPOINT = (
     "responses/train-00001.jsonl.journal",
-    "features/train-00001.safetensors.partial",
     "optimizers.safetensors.partial/optimizers.safetensors",
 )
 
 
-@pytest.mark.parametrize("name", slow_unless(A_JOURNAL_A_SHARD_AND_A_CHECKPOINT, FULL_AT))
+@pytest.mark.parametrize("name", slow_unless(A_JOURNAL_AND_A_CHECKPOINT, FULL_AT))
 def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
     typed: Type, tmp_path: Path, undisturbed: tuple[dict[str, bytes], list[str]], name: str
 ) -> None:

@@ -105,8 +105,8 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 SOME_FILES = (
-    *("n-grams", "the longest text and prompt", "an older end token", "a least length", "words", "a forced end"),
-    *("a configuration beside it", "a call that switches some off"),
+    *("n-grams", "the longest text and prompt", "an older end token", "a forced end"),
+    "a call that switches some off",
 )
 
 

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import transformers
+from matrix import slow_unless
 from numpy.typing import NDArray
 from tiny_run import build_target, build_tokenizer
 from torch import Tensor
@@ -151,7 +152,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
 
 
 @needs_reader
-@pytest.mark.parametrize("kind", [*FORMATS, "Q4_K_M"])
+@pytest.mark.parametrize("kind", slow_unless(("Q8_0", "Q4_1", "Q4_K_M"), [*FORMATS, "Q4_K_M"]))
 def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

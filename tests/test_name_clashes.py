@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from matrix import slow
 from tiny_run import quiet_environment
 
 import headstart
@@ -41,7 +42,7 @@ def test_a_script_beside_a_heads_py_of_its_own_uses_the_python_api(folder: Path)
     assert run(folder, "script.py").strip().endswith("1 torch.Size([1, 7])")
 
 
-@pytest.mark.parametrize("command", ["lint", "export", "train"])
+@pytest.mark.parametrize("command", [slow("lint"), slow("export"), "train"])
 def test_a_command_works_in_a_folder_with_a_heads_py(folder: Path, command: str) -> None:
     start = f"import sys; sys.argv = ['headstart', {command!r}, '--help']; from headstart.cli import main; main()"
     assert f"usage: headstart {command}" in run(folder, "-c", start)

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from matrix import slow
 from pretended_cuda import pretended_cuda
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
@@ -111,7 +112,7 @@ def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_m
 
 
 @pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("accumulate", [slow(1), 3])
 def test_online_training_has_the_losses_of_training_from_a_store(
     harvested: Path, tmp_path: Path, where: str, accumulate: int
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from matrix import slow
 from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
 from torch import Tensor
 from torch.testing import assert_close
@@ -294,7 +295,9 @@ def assert_decodes_as_the_cpu(
 
 
 @pytest.mark.parametrize(
-    ("name", "mix", "cards"), [("eagle3, 25 tokens", "T=1", 1), ("eagle3", "mixed", 2)], ids=["one card", "two cards"]
+    ("name", "mix", "cards"),
+    [slow(("eagle3, 25 tokens", "T=1", 1)), ("eagle3", "mixed", 2)],
+    ids=["one card", "two cards"],
 )
 def test_pretended_cards_write_what_the_cpu_writes(
     make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int

@@ -178,7 +178,7 @@ def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> 
     stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
     assert stopped.choices[0].stop_reason == free[1]
     assert stopped.usage.completion_tokens == free.index(free[1]) + 1
-    for least in (5, 20, 40):
+    for least in (5, 40):
         found = complete(client, **fields, extra_body={"min_tokens": least})
         assert found.usage.completion_tokens >= least
         plain = complete(client, **fields, extra_body={"min_tokens": least, "speculative": False})

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from matrix import slow
 from openai import BadRequestError, OpenAI
 from server_run import NAME, load_served, running
 from tiny_run import ENDS, build_tokenizer
@@ -34,7 +35,7 @@ CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
 
-@pytest.mark.parametrize("before", ["", "so "])
+@pytest.mark.parametrize("before", [slow(""), "so "])
 def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> None:
     """A grammar makes this target write the call."""
     extra = {"structured_outputs": {"choice": [before + CALL]}}
@@ -89,7 +90,7 @@ def read_look(call: Any) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("choice", "parallel", "seed"), [("required", True, 0), ("required", False, 1), (NAMED, True, 2)]
+    ("choice", "parallel", "seed"), [("required", True, 0), slow(("required", False, 1)), (NAMED, True, 2)]
 )
 def test_a_forced_call_is_one_of_the_tools_and_its_schema(
     client: OpenAI, choice: Any, parallel: bool, seed: int

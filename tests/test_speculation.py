@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow
 from scripted import HalfRightHead, LoadCosts, paths
 
 from headstart.inference.core.cache import KVCache
@@ -150,7 +151,7 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
     assert loop.decode_step.last_step is not None
 
 
-@pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), (4, False)], ids=["long", "short"])
+@pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), slow((4, False))], ids=["long", "short"])
 def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft_as_before(
     target: TargetModel, make_head: Callable[..., Any], prompt: int, caught_up: bool
 ) -> None:
