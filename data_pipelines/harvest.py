@@ -39,7 +39,7 @@ from headstart.data_pipelines.stages.shard_work import (
 )
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import hold_folder, on_all_ranks, refuse_differences, run_together
-from headstart.heads.target_config import folder_of, target_identity
+from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 
@@ -130,8 +130,7 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
-        identity = target_identity(folder_of(recipe.target))
-        refuse_differences(state, {"config and weights of target.path": identity[:12]})
+        refuse_differences(state, {"config and weights of target.path": str(TargetOrigin.of(folder_of(recipe.target)))})
         yield stack.enter_context(harvest_of(recipe, state))
 
 

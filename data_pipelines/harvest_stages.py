@@ -43,7 +43,7 @@ from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPromp
 from headstart.data_pipelines.stages.stage import WEIGHTS, Stage, digest_of, file_digest
 from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, folder_of, target_identity
+from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of, target_identity
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
@@ -337,7 +337,11 @@ def finish_features(
     about = {
         "taps": features.inputs["taps"],
         "dtype": recipe.data.dtype,
-        "target": {"path": recipe.target.path, "revision": recipe.target.revision, "sha256": target_identity(target)},
+        "target": {
+            "path": recipe.target.path,
+            "revision": recipe.target.revision,
+            **TargetOrigin.of(target).to_config(),
+        },
         "mask_rule": f"{recipe.data.turns} turns of the assistant" if recipe.data.responses == "given" else "response",
         "written_by": responses.facts().get("written_by"),
         "temperatures": recipe.data.temperatures if recipe.data.responses == "target" else None,

@@ -257,7 +257,12 @@ class TargetOrigin:
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
         """The origin in a head's config.json; None for heads that record none, such as published ones."""
         found = config.get("headstart", {}).get("target")
-        return None if found is None else cls(found["sha256"], found.get("source"), found.get("sampled"))
+        return None if found is None else cls.from_record(found)
+
+    @classmethod
+    def from_record(cls, recorded: dict[str, Any]) -> "TargetOrigin":
+        """What `to_config` gave; earlier versions gave less."""
+        return cls(recorded["sha256"], recorded.get("source"), recorded.get("sampled"))
 
     def to_config(self) -> dict[str, str]:
         return {name: value for name, value in vars(self).items() if value is not None}

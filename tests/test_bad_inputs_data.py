@@ -503,6 +503,12 @@ def other_store(place: Path, **about: object) -> Path:
     return copy
 
 
+def store_of_tuned_layers(place: Path) -> Path:
+    """Made with weights that differ inside their files alone."""
+    target = json.loads((store(place) / "manifest.json").read_text())["target"]
+    return other_store(place, target={**target, "sampled": "0" * 64})
+
+
 def flipped_bit(place: Path) -> Path:
     path = store(place) / "train-00001.safetensors"
     content = bytearray(path.read_bytes())
@@ -630,6 +636,13 @@ USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
         lambda place: other_store(place, target={"path": "elsewhere", "sha256": "0" * 64}),
         (),
         Says("data.store", "elsewhere", "give a store of this target", "remove data.store to harvest one"),
+    ),
+    "data.store is of a target that was tuned in its middle": (
+        store_of_tuned_layers,
+        (),
+        Says(
+            "data.store", "made with other weights", "give a store of this target", "remove data.store to harvest one"
+        ),
     ),
     "data.store says nothing of its target": (
         lambda place: other_store(place, target=None),

@@ -286,6 +286,19 @@ def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_
     assert not (tmp_path / "merged").exists()
 
 
+def test_stores_of_a_target_that_was_tuned_in_its_middle_were_merged(harvested: Path, tmp_path: Path) -> None:
+    sources = [tmp_path / name for name in ("tuned", "earlier")]
+    for source, sampled in zip(sources, ({"sampled": "0" * 64}, {}), strict=True):
+        shutil.copytree(harvested / "run" / "features", source)
+        about = json.loads((source / "manifest.json").read_text())
+        del about["target"]["sampled"]
+        about["target"] |= sampled
+        (source / "manifest.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="cannot be merged:\n  sampled: "):
+        merge(tmp_path / "merged", [harvested / "run" / "features", sources[0]])
+    merge(tmp_path / "merged", [harvested / "run" / "features", sources[1]])  # as far as both are known
+
+
 def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:
     store = harvested / "run" / "features"
     with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[1, 2, 3\]"):

@@ -27,7 +27,7 @@ from headstart.data_pipelines.features.shards import (
     shard_name,
 )
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
-from headstart.heads.target_config import folder_of, target_identity
+from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
 
@@ -86,7 +86,9 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
     for source, about in zip(sources[1:], abouts[1:], strict=True):
-        mine, its = (merge_values(found) for found in (abouts[0], about))
+        mine, its = merge_values(abouts[0]), merge_values(about)
+        if None in (mine["sampled"], its["sampled"]):  # stores of earlier versions do not record it
+            mine["sampled"] = its["sampled"] = None
         if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
             lines = "\n  ".join(["these stores cannot be merged:", *different])
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
@@ -128,13 +130,17 @@ def refuse_sources(into: Path, sources: list[Path]) -> None:
 
 def merge_values(about: Json) -> Json:
     """The values that must be equal in manifests to merge."""
-    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": target_digest(about)}
+    target = target_of(about)
+    digests = (
+        {"target": None, "sampled": None} if target is None else {"target": target.sha256, "sampled": target.sampled}
+    )
+    return {**{key: about.get(key) for key in MERGE_KEYS}, **digests}
 
 
-def target_digest(about: Json) -> str | None:
-    """The digest of the target that a store was made with, wherever that target is now; None if it is not recorded."""
+def target_of(about: Json) -> TargetOrigin | None:
+    """The target that a store was made with, wherever that target is now; None if it is not recorded."""
     target = about.get("target")
-    return target.get("sha256") if isinstance(target, dict) else None
+    return TargetOrigin.from_record(target) if isinstance(target, dict) and "sha256" in target else None
 
 
 def describe_store(folder: Path) -> str:
@@ -157,7 +163,8 @@ def origin(about: Json) -> Json:
 def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage:
     """An existing store as the features stage of a recipe; raises ValueError for another target or a missing tap."""
     about = read_manifest(folder)
-    if target_digest(about) != target_identity(folder_of(recipe.target)):
+    made_with = target_of(about)
+    if made_with is None or made_with.is_another(TargetOrigin.of(folder_of(recipe.target))):
         given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
         advice = "give a store of this target, or remove data.store to harvest one"
         raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")
