@@ -66,9 +66,7 @@ def grouped_attention(
         ]
         return torch.cat(attended).unsqueeze(0), None
     if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
-        attend = AttentionInterface()[SDPA]
-        found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return found
+        return AttentionInterface()[SDPA](module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
         mask = attention_mask.as_subclass(Tensor)
         groups = [

@@ -79,8 +79,7 @@ class TensorParallel(Ranks):
 
     def agreed(self, found: Item) -> Item:
         """Rank 0's."""
-        agreed: Item = broadcast(found)
-        return agreed
+        return broadcast(found)
 
     def least(self, found: int) -> int:
         """The smallest of all ranks'."""
