@@ -99,11 +99,7 @@ def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> 
     """
     for trie in tries:
         trie.add_only_tokens(max_nodes)
-    longest = max(map(len, tries))
-    tokens = [trie.tokens + [0] * (longest - len(trie)) for trie in tries]
-    parents = [trie.parents + [-1] * (longest - len(trie)) for trie in tries]
-    both = torch.tensor([tokens, parents]).to(device, non_blocking=True)
-    return Tree(both[0], both[1])
+    return Tree.of_rows([trie.tokens for trie in tries], [trie.parents for trie in tries], device)
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.states import WINDOW, LayerStates, OwnCaches, after_windows
-from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, take
+from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, filled_up, take
 from headstart.inference.core.verify import count_drafted
 from headstart.inference.passes.attention import GROUPED, with_row_groups
 from headstart.inference.passes.cache_layout import CacheLayout
@@ -253,8 +253,8 @@ class Passes:
         states = cache.states
         assert states is not None
         windows = [states.window(row) for row in range(len(cache.target.lengths))]
-        filled = [[*window[:count], *[0] * (count - len(window))] for window in windows]
-        self._forward_states(torch.tensor(filled, device=self.device), cache, [count - 1], is_sure=False)
+        tokens = filled_up([window[:count] for window in windows]).to(self.device)
+        self._forward_states(tokens, cache, [count - 1], is_sure=False)
         states.commit([row for row, window in enumerate(windows) if len(window) >= count])
         for window in windows:
             if len(window) >= count:
