@@ -132,7 +132,8 @@ def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterato
         name = "tree" if growth == recipe.decode.growth else growth.replace("_", "-")
         yield Method(f"{trained.label}, {name}", head_drafter(head, growth_from_recipe(section, target, head)))
     if isinstance(head, BlockHead) and head.markov_head is not None:
-        drafter = BlockDrafter(head, growth_from_recipe(recipe.decode, target, head), conditional=False)
+        drafter = BlockDrafter(head, growth_from_recipe(recipe.decode, target, head))
+        drafter.markov_head = None
         yield Method(f"{trained.label}, marginal tree", drafter)
 
 
