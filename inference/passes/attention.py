@@ -223,10 +223,9 @@ def keep_own_attention(model: PreTrainedModel) -> None:
 def own_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the model runs as transformers loaded it, as a baseline must."""
     is_grouped = model.config._attn_implementation == GROUPED
-    if is_grouped:
-        model.set_attn_implementation(SDPA)
+    keep_own_attention(model)
     try:
         yield
     finally:
         if is_grouped:
-            model.set_attn_implementation(GROUPED)
+            use_grouped_attention(model)

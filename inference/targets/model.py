@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
@@ -45,7 +46,7 @@ from headstart.inference.targets.loading import (
     no_bars_of_transformers,
     pick_device,
 )
-from headstart.inference.targets.ranks import Ranks, load_over_ranks
+from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_split
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
@@ -115,8 +116,9 @@ class TargetModel(Passes):
             trust_remote_code=section.trust_remote_code,
         )
         if section.split == "tensor" and Ranks().count > 1:
-            model, ranks = load_over_ranks(config, load)
-            target = cls(model, taps, ranks, section.attention, folder)
+            refuse_split(config.get_text_config(), Ranks().count)
+            model = load(distributed_config=DistributedConfig(tp_plan="auto"))
+            target = cls(model, taps, TensorParallel(), section.attention, folder)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
