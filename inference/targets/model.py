@@ -47,7 +47,6 @@ from headstart.inference.targets.loading import (
     pick_device,
 )
 from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_split
-from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
@@ -145,9 +144,7 @@ class TargetModel(Passes):
     def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
         target = cls.load(section, taps)
-        folder = folder_of(section)
-        tokenizer = load_tokenizer(folder, section.trust_remote_code)
-        added = target.also_end_as(ChatTemplate(tokenizer, section.chat_template_kwargs))
+        added = target.also_end_as(ChatTemplate.of(section))
         if added and target.ranks.rank == 0:
             print(f"{section.path}: {added}")
         return target
