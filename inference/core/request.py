@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, zip_longest
 from typing import Literal
 
@@ -99,20 +99,11 @@ class DecodeStats:
 
     @classmethod
     def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
-        total = cls()
-        for part in parts:
-            total.add(part)
-        return total
-
-    def add(self, other: "DecodeStats") -> None:
-        self.steps += other.steps
-        self.tokens += other.tokens
-        self.drafted += other.drafted
-        self.drafting_steps += other.drafting_steps
-        self.seconds += other.seconds
-        self.bytes_moved += other.bytes_moved
-        by_depth = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
-        self.accepted_at_depth = [sum(steps) for steps in by_depth]
+        found = [vars(part) for part in parts]
+        by_depth = zip_longest(*(part["accepted_at_depth"] for part in found), fillvalue=0)
+        names = (each.name for each in fields(cls) if each.name != "accepted_at_depth")
+        totals = {name: sum(part[name] for part in found) for name in names}
+        return cls(**totals, accepted_at_depth=[sum(steps) for steps in by_depth])
 
 
 @dataclass(frozen=True)
