@@ -116,7 +116,7 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     """
     frequencies, scale = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
     if rope.kind in SCALINGS:
-        given = {"rope_theta": rope.theta, **rope.scaling}
+        given = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
         sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
         config: Any = SimpleNamespace(rope_parameters=given, standardize_rope_params=lambda: None, **sizes)
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
