@@ -41,11 +41,12 @@ from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import Bench
-from headstart.inference.report.command import machine, recipe_template, report_prompts
+from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Chat, Prompt
 from headstart.inference.report.rounds import Round, plain_place, run_rounds, seconds_and_tokens
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.load import RecipeError
@@ -120,7 +121,7 @@ def target_for(heads: Iterable[Path], recipe: Recipe) -> TargetModel:
 
 def prompts_of(recipe: Recipe, target: TargetModel) -> list[Prompt]:
     """The prompts of the report, shortened to what the target has positions for."""
-    template = recipe_template(recipe)
+    template = ChatTemplate.of(recipe.target)
     chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
     return [chat.shortened(prompt) for prompt in report_prompts(recipe, template)]
 
@@ -132,7 +133,8 @@ def methods_of(trained: Trained, recipe: Recipe, target: TargetModel) -> Iterato
         name = "tree" if growth == recipe.decode.growth else growth.replace("_", "-")
         yield Method(f"{trained.label}, {name}", head_drafter(head, growth_from_recipe(section, target, head)))
     if isinstance(head, BlockHead) and head.markov_head is not None:
-        drafter = BlockDrafter(head, growth_from_recipe(recipe.decode, target, head), conditional=False)
+        drafter = BlockDrafter(head, growth_from_recipe(recipe.decode, target, head))
+        drafter.markov_head = None
         yield Method(f"{trained.label}, marginal tree", drafter)
 
 

@@ -126,7 +126,7 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
         for turn in range(len(rows)):
             row = rows[(number + turn) % len(rows)]
             with clocks(target, head) as (target_clock, head_clock):
-                row.stats.add(row.run(prompt))
+                row.stats = DecodeStats.sum_of([row.stats, row.run(prompt)])
             row.target_seconds += target_clock.seconds
             row.head_seconds += head_clock.seconds
 

@@ -46,9 +46,10 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import taps_to_read
-from headstart.inference.report.command import recipe_template, report_prompts
+from headstart.inference.report.command import report_prompts
 from headstart.inference.report.compare import Interval, speedup
 from headstart.inference.report.questions import Chat
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
@@ -123,7 +124,8 @@ def run(recipe: Recipe, seeds: int) -> None:
             "and one seed or more are allowed; add a temperature or raise --seeds"
         )
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    folder, taps, decode, template = recipe.head_in_use, taps_to_read(recipe), recipe.decode, recipe_template(recipe)
+    folder, taps, decode = recipe.head_in_use, taps_to_read(recipe), recipe.decode
+    template = ChatTemplate.of(recipe.target)
     prompts = report_prompts(recipe, template)
     target = TargetModel.load(recipe.target, taps)
     chat = Chat(template, target.max_positions - decode.max_new_tokens)

@@ -44,10 +44,11 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
-from headstart.inference.report.command import machine, recipe_template, report_prompts
+from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.methods import Method, build_methods
 from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import run_batch
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import has_bfloat16
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -262,7 +263,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> None:
         if head := head_as_gguf(recipe, folder):
             add("bf16", "our head", "-md", str(head), "--spec-type", "draft-eagle3")
         add("q8_0", "plain")
-        template = recipe_template(recipe)
+        template = ChatTemplate.of(recipe.target)
         chat = Chat(template, TargetConfig.from_folder(target).max_positions - most)
         prompts = [chat.shortened(each).tokens for each in report_prompts(recipe, template)]
         measure(rows, prompts)

@@ -30,7 +30,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import taps_to_read
-from headstart.inference.report.command import recipe_template
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -53,7 +53,7 @@ def run(recipe: Recipe, llama: LlamaCpp) -> bool:
     """Whether both decode alike; prints a row for each question."""
     folder, path = recipe.run_dir / "llamacpp", folder_of(recipe.target)
     section = recipe.target.model_copy(update={"dtype": "float32"})
-    target, template = TargetModel.load_to_answer(section, taps_to_read(recipe)), recipe_template(recipe)
+    target, template = TargetModel.load_to_answer(section, taps_to_read(recipe)), ChatTemplate.of(recipe.target)
     prompts = [template.tokens([{"role": "user", "content": text}]) for text in QUESTIONS[:NUM_QUESTIONS]]
     old = load_head_for(recipe.head_in_use, target.frozen)
     assert isinstance(old, Eagle3Head)

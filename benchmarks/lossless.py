@@ -29,11 +29,12 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
-from headstart.inference.report.command import recipe_template, report_prompts
+from headstart.inference.report.command import report_prompts
 from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method, growth_of
 from headstart.inference.report.questions import Chat
 from headstart.inference.report.rounds import Round, Run, run_rounds, texts_of
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.values import Baseline
@@ -65,7 +66,7 @@ def main() -> None:
 
 def check(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    template, taps = recipe_template(recipe), taps_to_read(recipe)
+    template, taps = ChatTemplate.of(recipe.target), taps_to_read(recipe)
     prompts = report_prompts(recipe, template)
     target = TargetModel.load(recipe.target, taps)
     chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)

@@ -1,8 +1,8 @@
 """The interface of every draft head: one forward that training, drafting and export all use."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -25,14 +25,6 @@ Mask = Float[Tensor, "*axes seq keys"]  # additive
 Hidden = Float[Tensor, "batch seq hidden"]
 
 
-class HeadShape(Hashable, Protocol):
-    """Everything about a head that is not a weight."""
-
-    @property
-    def cache_shape(self) -> tuple[int, int, int] | None:
-        """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
-
-
 class DraftHead(nn.Module, ABC):
     """Predicts a target's next tokens from its hidden states: what all kinds of heads have in common.
 
@@ -40,7 +32,7 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: str
-    shape: HeadShape
+    shape: Any  # everything about it that is not a weight, with the shape of its cache: a frozen dataclass of its kind
     target: TargetConfig
     taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
     vocab: DraftVocab
@@ -136,6 +128,7 @@ class DraftHead(nn.Module, ABC):
 
     @property
     def cache_shape(self) -> tuple[int, int, int] | None:
+        """(layers, kv_heads, head_dim) of the head's KV cache; None if it needs none."""
         return self.shape.cache_shape
 
     @property

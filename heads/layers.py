@@ -2,14 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from headstart.heads.target_config import Rope, TargetConfig
+from headstart.heads.target_config import SCALINGS, Rope, TargetConfig
 from headstart.recipes.schema import LayerSection
 
 Shape = TypeVar("Shape", bound="LayerShape")
@@ -108,60 +110,25 @@ def power_of_two_scales(sizes: list[float]) -> Float[Tensor, " inputs"]:
 
 
 def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor, "positions double"]:
-    """The cosines, then the sines, of every position, in float32; raises ValueError for an unknown rope type."""
+    """The cosines, then the sines, of every position, in float32; raises ValueError for an unknown rope type.
+
+    The formulas of scaled ones are transformers' own, which also rotate the target.
+    """
     frequencies, scale = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
-    if rope.kind == "linear":
-        frequencies = frequencies / rope.scaling["factor"]
-    elif rope.kind == "llama3":
-        frequencies = llama3_frequencies(frequencies, rope)
-    elif rope.kind == "yarn":
-        frequencies, scale = yarn_frequencies(frequencies, rope), yarn_scale(rope)
+    if rope.kind in SCALINGS:
+        given = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
+        sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
+        config: Any = SimpleNamespace(rope_parameters=given, standardize_rope_params=lambda: None, **sizes)
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
     elif rope.kind != "default":
         advice = "choose another target, or head.kind medusa, which has no rotary embedding"
         raise ValueError(
             f"rope_type {rope.kind!r} in config.json: only default, linear, llama3, yarn are allowed; {advice}"
         )
-    angles = torch.outer(torch.arange(max_positions, dtype=torch.float64), frequencies)  # [positions, head_dim / 2]
+    positions = torch.arange(max_positions, dtype=torch.float64)
+    angles = torch.outer(positions, frequencies.double())  # [positions, head_dim / 2]
     angles = torch.cat([angles, angles], dim=-1)
     return (scale * torch.cat([angles.cos(), angles.sin()], dim=-1)).float()
-
-
-def llama3_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Frequencies of Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, the rest interpolated."""
-    original = rope.scaling["original_max_position_embeddings"]
-    low, high = rope.scaling["low_freq_factor"], rope.scaling["high_freq_factor"]
-    turns = original * frequencies / (2 * math.pi)  # full rotations within the original context
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    return keep * frequencies + (1 - keep) * frequencies / rope.scaling["factor"]
-
-
-def yarn_frequencies(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Frequencies of YaRN (arXiv 2309.00071, section 3.2): low ones are divided by `factor`, high ones kept."""
-    original, pairs = rope.scaling["original_max_position_embeddings"], len(frequencies)
-
-    def pair_that_turns(times: float) -> float:
-        """The place of the frequency that does so many full rotations within the original context."""
-        return pairs * math.log(original / (times * 2 * math.pi)) / math.log(rope.theta)
-
-    low = pair_that_turns(rope.scaling.get("beta_fast") or 32)
-    high = pair_that_turns(rope.scaling.get("beta_slow") or 1)
-    if rope.scaling.get("truncate", True):
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, 2 * pairs - 1)
-    divided = ((torch.arange(pairs) - low) / max(high - low, 1e-3)).clamp(0, 1)
-    return frequencies * (1 - divided) + frequencies / rope.scaling["factor"] * divided
-
-
-def yarn_scale(rope: Rope) -> float:
-    """YaRN's factor of cosines and sines, which sharpens attention over longer contexts."""
-
-    def of(weight: float) -> float:
-        return 0.1 * weight * math.log(max(rope.scaling["factor"], 1)) + 1
-
-    if (given := rope.scaling.get("attention_factor")) is not None:
-        return float(given)
-    over, under = rope.scaling.get("mscale"), rope.scaling.get("mscale_all_dim")
-    return of(over) / of(under) if over and under else of(1)
 
 
 def rotate(states: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

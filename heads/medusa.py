@@ -119,7 +119,7 @@ class MedusaHead(LastHiddenHead):
         tensors.update(named)
         ids, target = tensors.pop("token_map", None), frozen.config
         size = target.vocab_size
-        vocab = DraftVocab.full(size) if ids is None else DraftVocab.from_ids("token_map", ids, size)
+        vocab = DraftVocab.full(size) if ids is None else DraftVocab.from_ids(ids, size)
         first = [name for name in tensors if name.startswith("blocks.0.layers.") and name.endswith(".weight")]
         if not first:
             advice = "copy the head again, or correct headstart.kind in its config.json"

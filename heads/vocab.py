@@ -53,11 +53,11 @@ class DraftVocab:
         return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 
     @classmethod
-    def from_ids(cls, name: str, ids: Tensor, target_size: int) -> "DraftVocab":
-        """From the ids in the tensor `name` of a head's file; raises ValueError for ids that are not ascending."""
-        check_list(name, ids)
-        advice = f"correct {name}, or convert the head with headstart convert"
-        return cls._ascending(name, ids.long(), target_size, advice)
+    def from_ids(cls, ids: Tensor, target_size: int) -> "DraftVocab":
+        """From the ids in the token_map of a head's file; raises ValueError for ids that are not ascending."""
+        check_list("token_map", ids)
+        advice = "correct token_map, or convert the head with headstart convert"
+        return cls._ascending("token_map", ids.long(), target_size, advice)
 
     @classmethod
     def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":

@@ -137,7 +137,8 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(
     plain.load_state_dict({name: each for name, each in head.state_dict().items() if "markov" not in name})
     growth = Dynamic(4, 9, 9)  # no level can hold more than all nodes, so no width is lost
     given = verified(target, sampling, (0, 11))
-    drafter = BlockDrafter(head, growth, conditional=False)
+    drafter = BlockDrafter(head, growth)
+    drafter.markov_head = None
     tree = draft(drafter, given, new_cache(target, drafter))
     naive = Naive(plain, target, TEXT, sampling)
     assert paths(tree) == [naive.tree(growth)]

@@ -12,8 +12,9 @@ from scripted import Hidden, Oracle
 from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
 
-from headstart.inference.core.request import DecodeStats, DraftTree, EmittedTokens
+from headstart.inference.core.request import DecodeStats, EmittedTokens
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import Accepted
 from headstart.inference.engine.loop import generate
 from headstart.inference.report import forcing
 from headstart.inference.report.compare import Comparison, speedup
@@ -259,7 +260,7 @@ def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target:
             assert len(step.tokens) == 1
             continue
         path = step.tree.path
-        assert [step.tree.tokens[node] for node in path[1:]] == step.tokens[: len(path) - 1]
+        assert [step.tree.nodes[node] for node in path[1:]] == step.tokens[: len(path) - 1]
         assert [step.tree.parents[node] for node in path] == [-1, *path[:-1]]
         assert len(step.tokens) - len(path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
 
@@ -346,7 +347,7 @@ def test_a_draft_tree_has_every_node_and_the_accepted_path_but_no_padding() -> N
     """0 - 1 - 3    the accepted path is 0 1 3, and node 4 is padding
     \\- 2
     """
-    tree = DraftTree([0, 1, 2, 3, 1], [-1, 0, 0, 1, -1], [0, 1, 3])
+    tree = Accepted([0, 1, 3], [1, 3, 0], 3, nodes=[0, 1, 2, 3, 1], parents=[-1, 0, 0, 1, -1])
     drawn = tree_as_text(tree, lambda tokens: "ab d"[tokens[0]])
     lines = drawn.partition(">")[2].removesuffix("</samp>").splitlines()
     assert lines == ["<b>a</b><b>─b</b><b>─d</b>", "<span></span><span>└·</span>"]

@@ -546,8 +546,8 @@ def test_each_steps_tree_comes_with_its_block_if_asked_for(target: TargetModel, 
     text = [5, 6, 7]
     for block in blocks:
         if block.tree is not None:
-            assert block.tree.tokens[0] == text[-1]
-            path = [block.tree.tokens[node] for node in block.tree.path[1:]]
+            assert block.tree.nodes[0] == text[-1]
+            path = [block.tree.nodes[node] for node in block.tree.path[1:]]
             assert path == block.tokens[: len(path)]
             assert all(
                 block.tree.parents[node] == above

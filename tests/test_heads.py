@@ -401,6 +401,12 @@ def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float])
     torch.testing.assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
 
 
+def test_a_scaled_rotary_embedding_turns_every_dimension_of_a_head_whatever_share_the_target_turns() -> None:
+    scaling = {"factor": 4.0}
+    partial = rotary_table(Rope(5000.0, "linear", {**scaling, "partial_rotary_factor": 0.5}), 32, 16)
+    assert torch.equal(partial, rotary_table(Rope(5000.0, "linear", scaling), 32, 16))
+
+
 def test_an_unknown_rope_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"rope_type 'longrope'.*only default, linear, llama3, yarn are allowed"):
         rotary_table(Rope(kind="longrope"), 8, 16)

@@ -46,6 +46,7 @@ ONLY_IN = {
         "inference/targets/",
         "heads/target_ends.py",  # where a target keeps them is in its class
         "heads/mtp.py",  # the layer is of the target's class
+        "heads/layers.py",  # the formulas of scaled rotary embeddings
         "inference/passes/",
         "inference/core/cache.py",  # the cache is a transformers Cache
     ),

@@ -140,7 +140,7 @@ def differences_from(recipe: Recipe, head: DraftHead, frozen: FrozenTarget) -> l
     wanted = head_without_weights(recipe, frozen.config, head.vocab).shape
     wrong = [
         f"{field.name}: {getattr(wanted, field.name)} in the recipe, {getattr(head.shape, field.name)} in the folder"
-        for field in fields(wanted)  # type: ignore[arg-type]
+        for field in fields(wanted)
         if field.name not in OF_PUBLISHED_HEADS and getattr(wanted, field.name) != getattr(head.shape, field.name)
     ]
     size = section.model_dump().get("draft_vocab_size")

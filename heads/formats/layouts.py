@@ -139,7 +139,7 @@ def speculators_config(
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,
-        "speculators_version": installed_version("speculators", SPECULATORS_VERSION),
+        "speculators_version": installed_speculators(),
         "transformers_version": version("transformers"),
         "dtype": flat["torch_dtype"],
         "tie_word_embeddings": False,
@@ -181,11 +181,11 @@ def speculators_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def installed_version(package: str, default: str) -> str:
+def installed_speculators() -> str:
     try:
-        return version(package)
+        return version("speculators")
     except PackageNotFoundError:
-        return default
+        return SPECULATORS_VERSION
 
 
 FORMATS = {

@@ -239,12 +239,6 @@ class Slots:
             start += len(group)
         return tuple(found)
 
-    def grown(self, storages: Sequence[Tensor]) -> "Slots":
-        """The same content in larger storages."""
-        slots = Slots(storages, len(self.lengths), self.static, self.device, self.places)
-        slots.take_over(self)
-        return slots
-
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
         for row, length in enumerate(other.lengths):
@@ -432,5 +426,8 @@ class KVCache(Cache):
             for slots in self.slots
         ]
         storages = allocate(places, self.target.storages[0].dtype, self.target.static)
-        grown = [slots.grown(larger) for slots, larger in zip(self.slots, storages, strict=True)]
+        grown = []
+        for old, larger in zip(self.slots, storages, strict=True):
+            grown.append(Slots(larger, len(old.lengths), old.static, old.device, old.places))
+            grown[-1].take_over(old)
         self.target, self.head = grown[0], grown[1] if self.head is not None else None

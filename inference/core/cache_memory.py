@@ -100,11 +100,7 @@ def free_memory(device: torch.device) -> int:
     free = psutil.virtual_memory().available
     limit = CGROUP / "memory.max"  # set for a container
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
-        held = int((CGROUP / "memory.current").read_text()) - figures(CGROUP / "memory.stat")["inactive_file"]
+        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+        held = int((CGROUP / "memory.current").read_text()) - int(stat["inactive_file"])
         free = min(free, int(most) - held)
     return free
-
-
-def figures(path: Path) -> dict[str, int]:
-    """The numbers of a file with lines of a name and a number."""
-    return {words[0]: int(words[1]) for line in path.read_text().splitlines() if len(words := line.split()) > 1}

@@ -56,7 +56,7 @@ class Drafter(Protocol):
 
 
 class NoDrafter:
-    """Plain decoding: a tree of the root alone."""
+    """Plain decoding: a tree of the root alone. It keeps nothing of its own, and reads nothing of the target."""
 
     taps: tuple[int, ...] = ()
     cache_shape: Shape | None = None
@@ -66,7 +66,7 @@ class NoDrafter:
     compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Do nothing: plain decoding keeps nothing of its own."""
+        """Do nothing."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         return Tree.root_only(verified.roots)

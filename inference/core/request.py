@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, zip_longest
 from typing import Literal
 
@@ -99,20 +99,11 @@ class DecodeStats:
 
     @classmethod
     def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
-        total = cls()
-        for part in parts:
-            total.add(part)
-        return total
-
-    def add(self, other: "DecodeStats") -> None:
-        self.steps += other.steps
-        self.tokens += other.tokens
-        self.drafted += other.drafted
-        self.drafting_steps += other.drafting_steps
-        self.seconds += other.seconds
-        self.bytes_moved += other.bytes_moved
-        by_depth = zip_longest(self.accepted_at_depth, other.accepted_at_depth, fillvalue=0)
-        self.accepted_at_depth = [sum(steps) for steps in by_depth]
+        found = [vars(part) for part in parts]
+        by_depth = zip_longest(*(part["accepted_at_depth"] for part in found), fillvalue=0)
+        names = (each.name for each in fields(cls) if each.name != "accepted_at_depth")
+        totals = {name: sum(part[name] for part in found) for name in names}
+        return cls(**totals, accepted_at_depth=[sum(steps) for steps in by_depth])
 
 
 @dataclass(frozen=True)
@@ -164,15 +155,6 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class DraftTree:
-    """A draft tree and what the target accepted of it. Nodes without a parent are padding, except for the root."""
-
-    tokens: list[int]  # one per node, the root first
-    parents: list[int]  # -1: none
-    path: list[int]  # accepted nodes up to the end of the text, the root first
-
-
-@dataclass(frozen=True)
 class EmittedTokens:
     """New tokens of a request that one piece of work made certain."""
 
@@ -181,7 +163,7 @@ class EmittedTokens:
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
     drafted: int | None = None  # draft tokens that the step verified; None: these come from the pass over the prompt
     accepted: int = 0  # how many of them became text
-    tree: DraftTree | None = None  # if the request asks for it, and something was drafted
+    tree: Accepted | None = None  # its path ends with the text; if asked for, and something was drafted
 
 
 @dataclass
@@ -301,8 +283,7 @@ class Sequence:
         kept = self.add_tokens(found.tokens, scores)
         path = found.path[: len(kept) + 1]  # without nodes accepted after the end of the text
         self.generation.stats.count_step(len(path) - 1, len(kept), found.drafted)
-        is_shown = self.request.show_trees and found.drafted
-        tree = DraftTree(found.nodes, found.parents, path) if is_shown else None
+        tree = replace(found, path=path) if self.request.show_trees and found.drafted else None
         return EmittedTokens(self.number, kept, found.depths[: len(kept)], found.drafted, len(path) - 1, tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:

@@ -1,6 +1,7 @@
 """Trees of draft tokens as plain data, one per row of a batch, and the attention masks that they need."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -45,6 +46,12 @@ class Tree:
     @classmethod
     def root_only(cls, roots: Int[Tensor, "batch 1"]) -> "Tree":
         return cls(roots, torch.full_like(roots, -1))
+
+    @classmethod
+    def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> "Tree":
+        """The trees of rows with unlike numbers of nodes."""
+        both = torch.stack([filled_up(tokens), filled_up(parents, -1)]).to(device, non_blocking=True)
+        return cls(both[0], both[1])
 
     @cached_property
     def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
@@ -97,12 +104,15 @@ def first_path(tree: Tree) -> Tree:
                 chain.append(token)
                 last = node
         chains.append(chain)
-    longest = max(map(len, chains))
-    rows = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
-    parents = [[*range(-1, len(chain) - 1), *[-1] * (longest - len(chain))] for chain in chains]
-    made = torch.tensor([rows, parents]).to(tree.tokens.device, non_blocking=True)
+    found = Tree.of_rows(chains, [[*range(-1, len(chain) - 1)] for chain in chains], tree.tokens.device)
     levels = tree.deepest if tree.levels is None else tree.levels
-    return Tree(made[0], made[1], deepest=max(longest - 1, 1), levels=levels)
+    return replace(found, deepest=max(found.shape[1] - 1, 1), levels=levels)
+
+
+def filled_up(rows: Sequence[Sequence[int | float]], filler: int = 0) -> Shaped[Tensor, "rows longest"]:
+    """Rows of numbers as one tensor, the shorter ones with a filler on the right."""
+    longest = max(map(len, rows))
+    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
 
 
 def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:

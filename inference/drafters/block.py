@@ -25,13 +25,9 @@ class BlockDrafter(TreeDrafter):
     The head's cache holds verified positions only: no node of a tree has a slot there.
     """
 
-    def __init__(
-        self, head: BlockHead, growth: Growth, repeats: Repeats | None = None, conditional: bool = True
-    ) -> None:
-        """`conditional` false leaves the Markov head out."""
+    def __init__(self, head: BlockHead, growth: Growth, repeats: Repeats | None = None) -> None:
         super().__init__(head, growth, repeats)
-        self.head: BlockHead = head
-        self.markov_head = head.markov_head if conditional else None
+        self.markov_head = head.markov_head
         device, size = self.ids.device, head.shape.block_size
         # No distance between the slots: a window begins at the same position for all of them.
         depths = torch.zeros(1, size, dtype=torch.long, device=device)

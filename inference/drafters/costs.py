@@ -347,8 +347,7 @@ class CostAware(Costly):
 @lru_cache(maxsize=64)  # a run sees few context lengths and asks on every step
 def verify_costs(now: StepCosts, nodes: int) -> list[float]:
     """Seconds of a target step with 1, 2, ... `nodes` draft tokens."""
-    found: list[float] = now.verify(nodes).tolist()
-    return found
+    return now.verify(nodes).tolist()
 
 
 def largest(chances: Iterable[float], count: int) -> list[float]:

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headstart.common.errors import wrong_value
-from headstart.heads.calibration import Calibration
-from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.constraint import LevelConstraint
@@ -76,26 +74,12 @@ class LevelMasks:
         return torch.cat([above, siblings if rows == 1 else siblings.expand(rows, -1, -1)], dim=-1)
 
 
-class HeadLike(Protocol):
-    """A head of any kind, or a model that stands in for one."""
-
-    taps: tuple[int, ...]
-    vocab: DraftVocab
-    calibration: Calibration
-    embedding: Tensor
-    max_levels: int | None
-
-    @property
-    def decoder_layers(self) -> Sequence[nn.Module]: ...
-
-    @property
-    def cache_shape(self) -> Shape | None: ...
-
-
 class TreeDrafter(ABC):
     """Grows a tree level by level: the children of a node are the tokens that a head scores highest after it."""
 
-    def __init__(self, head: HeadLike, growth: Growth, repeats: Repeats | None = None) -> None:
+    head: Any  # a DraftHead, or a model with the methods of a LevelHead
+
+    def __init__(self, head: Any, growth: Growth, repeats: Repeats | None = None) -> None:
         """`repeats` are added to the head's trees, where the acceptance rule is seeded.
 
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
@@ -161,13 +145,13 @@ class TreeDrafter(ABC):
     ) -> Float[Tensor, "batch nodes hidden"]:
         """The hidden states of a level's nodes; one node stands for all if they have the same."""
 
-    @abstractmethod
     def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
         """The scores of the children of a level's nodes; one node stands for all if they have the same."""
+        return self.head.logits(hidden, level)
 
-    @abstractmethod
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
         """The features of the next level, from those of this one and what it computed."""
+        return self.head.feedback(hidden, features, tokens)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
@@ -266,8 +250,6 @@ def for_all_nodes(found: Shaped[Tensor, "batch nodes size"], frontier: Frontier)
 class HeadDrafter(TreeDrafter):
     """Reads the target's features of the newly verified positions, then unrolls the head on its own features."""
 
-    head: Any  # a LevelHead, or a model with the methods of one
-
     @torch.inference_mode()
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         count, slots = text.shape[1] - 2, row.head  # the last position is read with the next draft
@@ -315,11 +297,3 @@ class HeadDrafter(TreeDrafter):
         hidden = self.head(features, frontier.tokens, positions, mask, slots, level)
         slots.hold(frontier.tokens.shape[1])
         return hidden
-
-    def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
-        logits: Tensor = self.head.logits(hidden, level)
-        return logits
-
-    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-        fed: Tensor = self.head.feedback(hidden, features, tokens)
-        return fed

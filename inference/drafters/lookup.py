@@ -3,12 +3,10 @@
 This is prompt lookup decoding (Saxena, 2023) or, with a corpus, SAM decoding (arXiv 2411.10666).
 """
 
-from collections.abc import Iterable, Sequence
-
-from torch import Tensor, nn
+from collections.abc import Iterable
 
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.cache_memory import Shape
+from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.repeats import (
@@ -97,24 +95,18 @@ class SuffixAutomaton:
         return split
 
 
-class Lookup:
+class Lookup(NoDrafter):
     """Drafts what followed the longest n-gram that ends the text and occurred before; continuations share one tree.
 
     With an automaton, it drafts from the corpus where that holds a longer end of the text. The tree of each row is
     built on the host, without features of the target or a place in the cache.
     """
 
-    taps: tuple[int, ...] = ()
-    cache_shape: Shape | None = None
     static_shapes = False
-    compilable_layers: Sequence[nn.Module] = ()
 
     def __init__(self, limits: TreeLimits, automaton: SuffixAutomaton | None = None, ngram: int = NGRAM) -> None:
         self.depth, self.max_nodes = limits.depth, limits.nodes + 1
         self.limits, self.automaton, self.ngram = limits, automaton, ngram
-
-    def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Do nothing: `draft` is given the whole text."""
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)

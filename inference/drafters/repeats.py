@@ -99,11 +99,7 @@ def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> 
     """
     for trie in tries:
         trie.add_only_tokens(max_nodes)
-    longest = max(map(len, tries))
-    tokens = [trie.tokens + [0] * (longest - len(trie)) for trie in tries]
-    parents = [trie.parents + [-1] * (longest - len(trie)) for trie in tries]
-    both = torch.tensor([tokens, parents]).to(device, non_blocking=True)
-    return Tree(both[0], both[1])
+    return Tree.of_rows([trie.tokens for trie in tries], [trie.parents for trie in tries], device)
 
 
 @dataclass(frozen=True)
@@ -170,13 +166,11 @@ class GumbelRow:
         if sampling.samplings[row].temperature == 0:
             return [0.0] * len(tokens)
         if sampling.gumbel_table is not None:  # drawn once per step, from the position after the root on
-            prepared: list[float] = sampling.gumbel_table.values[row, depth, tokens].tolist()
-            return prepared
+            return sampling.gumbel_table.values[row, depth, tokens].tolist()
         # The host draws it faster than it would wait for a device.
         position = torch.tensor([[len(self.verified.texts[row]) + depth]])
         seed = torch.tensor([sampling.samplings[row].seed])
-        drawn: list[float] = gumbel_noise(seed, position, torch.tensor(tokens))[0, 0].tolist()
-        return drawn
+        return gumbel_noise(seed, position, torch.tensor(tokens))[0, 0].tolist()
 
 
 @dataclass(frozen=True)
@@ -371,8 +365,7 @@ class Repeats:
 def chances_of(tree: Tree) -> list[list[float]]:
     """The estimated chance of each draft token of each row; 1 where the drafter gave none."""
     known = torch.zeros(tree.shape)[:, 1:] if tree.log_chances is None else tree.log_chances
-    found: list[list[float]] = known.exp().tolist()
-    return found
+    return known.exp().tolist()
 
 
 def add_tree(trie: Trie, tokens: list[int], parents: list[int], chances: list[float]) -> list[float]:

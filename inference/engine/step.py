@@ -7,13 +7,14 @@ import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.inference.core.constraint import ConstraintState, masked_tree
 from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Tree, first_path, take
+from headstart.inference.core.tree import Tree, filled_up, first_path, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
@@ -165,15 +166,13 @@ class DecodeStep:
         # A row that the drafter has not caught up with takes part for the shape alone, and gets no drafts.
         new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
         counts, starts = [len(new) for new in new_taps], [row.unread.start for row in rows]
-        longest = max(counts)
         # The token after the last newly verified position is the root.
         spans = zip(rows, starts, counts, strict=True)
-        tokens = [row.text[start + 1 : start + 1 + count] + [0] * (longest - count) for row, start, count in spans]
-        taps = [new if len(new) == longest else pad_right(new, longest) for new in new_taps]
-        next_tokens = torch.tensor(tokens).to(device, non_blocking=True)
+        tokens = [row.text[start + 1 : start + 1 + count] for row, start, count in spans]
+        next_tokens = filled_up(tokens).to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
-            taps=taps[0].unsqueeze(0) if len(rows) == 1 else torch.stack(taps),
+            taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
             next_tokens=next_tokens,
             roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
             sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
@@ -195,15 +194,13 @@ class DecodeStep:
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row."""
         device, batch = self.target.device, self.batch
-        longest = max(len(found.path) for found in accepted)
-        paths = torch.tensor([found.path + [0] * (longest - len(found.path)) for found in accepted])
-        paths = paths.to(device, non_blocking=True)
+        paths = filled_up([found.path for found in accepted]).to(device, non_blocking=True)  # [batch, longest]
         given = take(output.taps, paths)  # [batch, longest, all taps of the target]
         path_taps = drafter_taps(given, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []
         for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
             count, own_taps = len(found.path), path_taps[index]
-            if count < longest:
+            if count < len(own_taps):
                 own_taps = own_taps[:count]
             if self.history is not None:
                 self.history.count(index, [row.text[-1], *found.tokens[:-1]])
@@ -272,11 +269,6 @@ def token_scores(
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
-
-
-def pad_right(taps: Float[Tensor, "count tapped"], count: int) -> Float[Tensor, "longest tapped"]:
-    """Zeros after the taps, up to `count` positions."""
-    return torch.cat([taps, taps.new_zeros(count - len(taps), taps.shape[1])])
 
 
 class SpeculationByLoad:

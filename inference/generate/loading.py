@@ -12,7 +12,6 @@ from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.gguf import is_mostly_in_eight_bits
 from headstart.inference.targets.loading import fast_dtype, pick_device
-from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
@@ -36,8 +35,7 @@ def load_model(
         )
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
-    tokenizer = load_tokenizer(folder_of(section), section.trust_remote_code)
-    template = ChatTemplate(tokenizer, section.chat_template_kwargs)
+    template = ChatTemplate.of(section)
     if added := model.target.also_end_as(template):
         print(f"{section.path}: {added}", flush=True)
     return model, template, section

@@ -24,6 +24,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
+from headstart.inference.core.tree import filled_up
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
@@ -165,7 +166,7 @@ class SpeculativeModel:
         rows = input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0)
         generations = list(loop.generations.values())
         # Without a pad token all texts are equally long, so the 0 is never used.
-        written = pad_right([found.tokens for found in generations], settings["pad_token_id"] or 0)
+        written = filled_up([found.tokens for found in generations], settings["pad_token_id"] or 0)
         sequences = torch.cat([rows, written.to(rows.device)], dim=1)
         if not settings["return_dict_in_generate"]:
             return sequences
@@ -180,7 +181,7 @@ class SpeculativeModel:
             sequences,
             generations,
             stats,
-            pad_right(logprobs, 0.0) if logprobs else None,
+            filled_up(logprobs) if logprobs else None,
             scores,
             by_step(raw) if settings["output_logits"] else None,
         )
@@ -261,12 +262,6 @@ def read_section(target: str | Path, section: dict[str, Any]) -> TargetSection:
         ).replace("Extra inputs are not permitted", "but there is no such field")
         known = ", ".join(TargetSection.model_fields)
         raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
-
-
-def pad_right(rows: list[list[Any]], filler: int | float) -> Tensor:
-    """The rows as one tensor, as wide as the longest of them."""
-    longest = max(map(len, rows))
-    return torch.tensor([row + [filler] * (longest - len(row)) for row in rows])
 
 
 def by_step(rows: list[Float[Tensor, "_ vocab"]]) -> tuple[Float[Tensor, "rows vocab"], ...]:

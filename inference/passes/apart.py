@@ -46,8 +46,7 @@ class Trace:
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             run = HERE.run
             assert run is not None
-            found: Tensor = run.cache.attend(layer, query, key, value, run.mask)
-            return found.contiguous()
+            return run.cache.attend(layer, query, key, value, run.mask).contiguous()
 
         return apart(None, lambda _: attend, [query, key, value], query.shape)
 
@@ -93,5 +92,4 @@ def apart(
     trace = HERE.trace
     assert trace is not None
     trace.calls.append((owner, operation))
-    found: Tensor = torch.ops.headstart.apart(inputs, len(trace.calls) - 1, size)
-    return found
+    return torch.ops.headstart.apart(inputs, len(trace.calls) - 1, size)

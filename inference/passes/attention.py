@@ -66,9 +66,7 @@ def grouped_attention(
         ]
         return torch.cat(attended).unsqueeze(0), None
     if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
-        attend = AttentionInterface()[SDPA]
-        found: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, scaling=scaling, **options)
-        return found
+        return AttentionInterface()[SDPA](module, query, key, value, attention_mask, scaling=scaling, **options)
     if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
         mask = attention_mask.as_subclass(Tensor)
         groups = [
@@ -225,10 +223,9 @@ def keep_own_attention(model: PreTrainedModel) -> None:
 def own_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """Within this context the model runs as transformers loaded it, as a baseline must."""
     is_grouped = model.config._attn_implementation == GROUPED
-    if is_grouped:
-        model.set_attn_implementation(SDPA)
+    keep_own_attention(model)
     try:
         yield
     finally:
         if is_grouped:
-            model.set_attn_implementation(GROUPED)
+            use_grouped_attention(model)

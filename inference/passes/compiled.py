@@ -113,10 +113,9 @@ class KernelOfLayer:
     def __call__(self, given: Given) -> Any:
         HERE.run = Run(self.calls, given.cache, given.mask)
         try:
-            found = self.run(*self.constants, *given.tensors)
+            return self.run(*self.constants, *given.tensors)
         finally:
             HERE.run = None
-        return found
 
 
 def weights_of(layer: nn.Module) -> dict[str, Tensor]:

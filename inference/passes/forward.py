@@ -14,7 +14,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.states import WINDOW, LayerStates, OwnCaches, after_windows
-from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, take
+from headstart.inference.core.tree import PendingTokens, Tree, Window, block_mask, causal_block, filled_up, take
 from headstart.inference.core.verify import count_drafted
 from headstart.inference.passes.attention import GROUPED, with_row_groups
 from headstart.inference.passes.cache_layout import CacheLayout
@@ -160,9 +160,11 @@ class Passes:
         """
         if cache.states is not None:
             return self._forward_chains(tree, cache)
-        block = PendingTokens(tree.ancestors, tree.depths)
-        positions = cache.target.starts.unsqueeze(1) + tree.depths
-        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
+        return self.forward_part(self.tree_part(tree, cache), cache)
+
+    def forward_part(self, part: Part, cache: Cache) -> TargetOutput:
+        """One pass over a part alone; `cache` shows its slots to the model."""
+        return self.forward(part.tokens, part.positions, self.masks(part.slots, part.block), cache, part.last_only)
 
     def _forward_chains(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """A pass over each row's window, its root and its chain."""
@@ -253,8 +255,8 @@ class Passes:
         states = cache.states
         assert states is not None
         windows = [states.window(row) for row in range(len(cache.target.lengths))]
-        filled = [[*window[:count], *[0] * (count - len(window))] for window in windows]
-        self._forward_states(torch.tensor(filled, device=self.device), cache, [count - 1], is_sure=False)
+        tokens = filled_up([window[:count] for window in windows]).to(self.device)
+        self._forward_states(tokens, cache, [count - 1], is_sure=False)
         states.commit([row for row, window in enumerate(windows) if len(window) >= count])
         for window in windows:
             if len(window) >= count:

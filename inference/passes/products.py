@@ -186,8 +186,7 @@ def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:
     """The 8-bit form that a weight came from, if `remember_eight_bits` noted one."""
-    found: EightBits | None = getattr(weight, "eight_bits", None)
-    return found
+    return getattr(weight, "eight_bits", None)
 
 
 def remember_eight_bits(weight: Tensor, form: EightBits | None) -> None:

@@ -65,7 +65,7 @@ from headstart.inference.show import LEGEND as COLOURS
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import load_tokenizer, text_of
+from headstart.inference.targets.tokenizer import text_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 
@@ -88,7 +88,7 @@ class Benchmark:
         section = recipe.report
         # Cheap checks come before the target is loaded; heads come first, as training one makes the prompts too.
         taps = taps_to_read(recipe) if folders else ()
-        template = recipe_template(recipe)
+        template = ChatTemplate.of(recipe.target)
         prompts = report_prompts(recipe, template)
         torch.set_num_threads(section.threads or torch.get_num_threads())
         refuse_trees_of(recipe, max(section.batches))
@@ -179,11 +179,6 @@ def measure_at(
     tokens = [prompt.tokens for prompt in benchmark.prompts]
     forcing = Forcing.measured(benchmark.target, tokens, recipe.decode.max_new_tokens, sampling)
     return Comparison(methods, rounds, forcing, setting.batch, reading).outcomes()
-
-
-def recipe_template(recipe: Recipe) -> ChatTemplate:
-    folder = folder_of(recipe.target)
-    return ChatTemplate(load_tokenizer(folder, recipe.target.trust_remote_code), recipe.target.chat_template_kwargs)
 
 
 def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:

@@ -105,12 +105,11 @@ def rows_of(path: Path) -> Iterable[dict[str, Any]]:
             f"report.prompts: {path} given, for which pyarrow is needed; run pip install -e '.[data]', or give JSONL"
         ) from error
     try:
-        rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
+        return parquet.read_table(path).to_pylist()
     except arrow.ArrowException as error:
         raise ValueError(
             f"report.prompts: {path} given ({error}), a whole parquet file is allowed; copy it again"
         ) from error
-    return rows
 
 
 def contents(messages: Any) -> Any:

@@ -6,9 +6,9 @@ from html import escape
 from rich.text import Text
 
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Detokenize, DraftTree, EmittedTokens, Request
+from headstart.inference.core.request import Detokenize, EmittedTokens, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.verify import BONUS
+from headstart.inference.core.verify import BONUS, Accepted
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.show import TextStream, shade, token_style
 from headstart.inference.targets.model import TargetModel
@@ -72,7 +72,7 @@ def coloured(trace: Trace, text: Detokenize) -> str:
     return f"<pre>{''.join(parts)}</pre>"
 
 
-def tree_as_text(tree: DraftTree, text: Detokenize) -> str:
+def tree_as_text(tree: Accepted, text: Detokenize) -> str:
     """The tree from left to right, one line per leaf, the accepted path in bold; spaces are visible dots."""
     children: list[list[int]] = [[] for _ in tree.parents]
     for node, parent in enumerate(tree.parents):
@@ -84,7 +84,7 @@ def tree_as_text(tree: DraftTree, text: Detokenize) -> str:
         is_first = node == 0 or children[tree.parents[node]][0] == node
         line = "" if is_first else "\n" + "<span></span>" * depth
         edge = "" if node == 0 else "─" if is_first else "└"
-        label = repr(text([tree.tokens[node]]))[1:-1].replace(" ", "·")[:LABEL]
+        label = repr(text([tree.nodes[node]]))[1:-1].replace(" ", "·")[:LABEL]
         tag = "b" if node in tree.path else "span"
         parts.append(f"{line}<{tag}>{edge}{escape(label)}</{tag}>")
         waiting += [(child, depth + 1) for child in reversed(children[node])]

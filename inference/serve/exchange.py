@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from headstart.inference.core.request import Alternatives, DecodeStats, DraftTree, TokenScores
+from headstart.inference.core.request import Alternatives, DecodeStats, TokenScores
+from headstart.inference.core.verify import Accepted
 from headstart.inference.serve.engine import End, Engine, Event, Job, Update, own_failure
 from headstart.inference.serve.errors import ApiError, stopping
 from headstart.inference.serve.options import ServerSettings
@@ -30,7 +31,7 @@ class Output:
     parts: list[TokenText | ToolCall] = field(default_factory=list)  # in the order in which they were written
     logprobs: list[TokenLogprob] = field(default_factory=list)
     count: int = 0  # tokens, those without text and those of held text included
-    tree: DraftTree | None = None  # the step's
+    tree: Accepted | None = None  # the step's
     seconds: float = 0.0  # decoding time so far
 
     def add(self, other: "Output") -> None:

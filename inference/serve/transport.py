@@ -136,8 +136,7 @@ def error_response(error: ApiError) -> JSONResponse:
 
 def log_entry(request: Request) -> dict[str, Any]:
     """The request's line in the log, to which its route may add."""
-    entry: dict[str, Any] = request.scope[ENTRY]
-    return entry
+    return request.scope[ENTRY]
 
 
 class TimedHeaders(H11Protocol):

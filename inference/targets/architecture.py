@@ -14,8 +14,7 @@ GROWING_ROPES = frozenset({"dynamic", "longrope"})  # all frequencies depend on 
 
 def text_config(model: PreTrainedModel) -> dict[str, Any]:
     """The language model's section of the configuration; multimodal models have others."""
-    found: dict[str, Any] = model.config.get_text_config().to_dict()
-    return found
+    return model.config.get_text_config().to_dict()
 
 
 def attention_windows(model: PreTrainedModel) -> tuple[dict[str, Window | None], tuple[str, ...]]:
@@ -52,8 +51,7 @@ def position_limit(model: PreTrainedModel) -> int | None:
     kinds = {found.get("rope_type")} | {part.get("rope_type") for part in found.values() if isinstance(part, dict)}
     if not kinds & GROWING_ROPES:
         return None
-    limit: int = found.get("original_max_position_embeddings") or config["max_position_embeddings"]
-    return limit
+    return found.get("original_max_position_embeddings") or config["max_position_embeddings"]
 
 
 def attention_code(config: Any) -> str | None:

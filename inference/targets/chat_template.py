@@ -11,7 +11,9 @@ from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from headstart.inference.targets.tokenizer import Tokenizer
+from headstart.heads.target_config import folder_of
+from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
+from headstart.recipes.schema import TargetSection
 
 Json = dict[str, Any]
 
@@ -38,6 +40,11 @@ class ChatTemplate:
         special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self.marks = sorted(special, key=len, reverse=True)
         self.special = re.compile("|".join(map(re.escape, self.marks)) or r"(?!)")
+
+    @classmethod
+    def of(cls, section: TargetSection) -> "ChatTemplate":
+        """That of a recipe's target, from its folder."""
+        return cls(load_tokenizer(folder_of(section), section.trust_remote_code), section.chat_template_kwargs)
 
     @property
     def exists(self) -> bool:

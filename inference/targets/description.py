@@ -86,11 +86,10 @@ def config_of(folder: Path | None, model_type: str) -> PreTrainedConfig:
     if folder is not None:
         return load_config(folder, trust_remote_code=False)
     try:
-        config: PreTrainedConfig = CONFIG_MAPPING[model_type]()
+        return CONFIG_MAPPING[model_type]()
     except Exception as error:  # whatever a class without usable defaults raises
         allowed = "the folder of a model is, as this type has no default configuration"
         raise wrong_value("NAME", repr(model_type), allowed, f"give one ({in_one_line(error)})") from error
-    return config
 
 
 def engines(family: str) -> str:

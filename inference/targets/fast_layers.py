@@ -81,8 +81,7 @@ class HalfLinear(PackedLinear):
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
 
     def product(self, inputs: Tensor) -> Tensor:
-        found: Tensor = HALF_PRODUCT(inputs, self.packed)
-        return found
+        return HALF_PRODUCT(inputs, self.packed)
 
 
 class BlockedLinear(PackedLinear):
@@ -94,8 +93,7 @@ class BlockedLinear(PackedLinear):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def product(self, inputs: Tensor) -> Tensor:
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.own_bias, "none", [], "")
-        return found
+        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.own_bias, "none", [], "")
 
 
 class JointProduct:
@@ -259,8 +257,7 @@ class Fused:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            own: Tensor = type(self.module).forward(self.module, inputs)
-            return own
+            return type(self.module).forward(self.module, inputs)
         return self.compute(inputs)
 
 

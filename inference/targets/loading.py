@@ -110,7 +110,7 @@ def num_devices(kind: str) -> int:
 def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     """The model's configuration; raises ValueError, naming the folder, for one that transformers cannot read."""
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -121,7 +121,6 @@ def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
             f"{folder}/config.json: {in_one_line(error)}; the configuration of a causal language model that "
             f"transformers knows is required: {AGAIN}"
         ) from error
-    return config
 
 
 def model_without_weights(section: TargetSection) -> PreTrainedModel:
@@ -129,13 +128,12 @@ def model_without_weights(section: TargetSection) -> PreTrainedModel:
     folder = folder_of(section, ["config.json"])
     config = load_config(folder, section.trust_remote_code)
     with torch.device("meta"):
-        model: PreTrainedModel = auto_class(config).from_config(
+        return auto_class(config).from_config(
             config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
             trust_remote_code=section.trust_remote_code,
         )
-    return model
 
 
 def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
@@ -145,7 +143,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
     transformers would replace by random numbers.
     """
     try:
-        found: Any = auto_class(load_config(folder, options["trust_remote_code"])).from_pretrained(
+        model, info = auto_class(load_config(folder, options["trust_remote_code"])).from_pretrained(
             folder, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     except (OSError, SafetensorError) as error:
@@ -160,8 +158,6 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: transformers cannot convert its weights (its report above names them and the reason); if "
             f"that is not memory, it may not know their quantisation: give a target that it loads on this device"
         ) from error
-    model: PreTrainedModel = found[0]
-    info: dict[str, Any] = found[1]
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [
         f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
@@ -45,8 +46,7 @@ from headstart.inference.targets.loading import (
     no_bars_of_transformers,
     pick_device,
 )
-from headstart.inference.targets.ranks import Ranks, load_over_ranks
-from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_split
 from headstart.recipes.schema import TargetSection
 
 Kept = TypeVar("Kept")
@@ -115,8 +115,9 @@ class TargetModel(Passes):
             trust_remote_code=section.trust_remote_code,
         )
         if section.split == "tensor" and Ranks().count > 1:
-            model, ranks = load_over_ranks(config, load)
-            target = cls(model, taps, ranks, section.attention, folder)
+            refuse_split(config.get_text_config(), Ranks().count)
+            model = load(distributed_config=DistributedConfig(tp_plan="auto"))
+            target = cls(model, taps, TensorParallel(), section.attention, folder)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
@@ -143,9 +144,7 @@ class TargetModel(Passes):
     def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
         """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
         target = cls.load(section, taps)
-        folder = folder_of(section)
-        tokenizer = load_tokenizer(folder, section.trust_remote_code)
-        added = target.also_end_as(ChatTemplate(tokenizer, section.chat_template_kwargs))
+        added = target.also_end_as(ChatTemplate.of(section))
         if added and target.ranks.rank == 0:
             print(f"{section.path}: {added}")
         return target

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.distributed import DistributedConfig
+from transformers import PreTrainedConfig
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -79,8 +78,7 @@ class TensorParallel(Ranks):
 
     def agreed(self, found: Item) -> Item:
         """Rank 0's."""
-        agreed: Item = broadcast(found)
-        return agreed
+        return broadcast(found)
 
     def least(self, found: int) -> int:
         """The smallest of all ranks'."""
@@ -94,15 +92,6 @@ def broadcast(message: Any) -> Any:
     messages = [message]
     dist.broadcast_object_list(messages, src=0)
     return messages[0]
-
-
-def load_over_ranks(config: PreTrainedConfig, load: Callable[..., PreTrainedModel]) -> tuple[PreTrainedModel, Ranks]:
-    """Load one model split over all ranks, each part on its rank's device; raises ValueError if it cannot be split.
-
-    `load` is from_pretrained with all arguments that do not concern ranks.
-    """
-    refuse_split(config.get_text_config(), Ranks().count)
-    return load(distributed_config=DistributedConfig(tp_plan="auto")), TensorParallel()
 
 
 def refuse_split(config: PreTrainedConfig, count: int) -> None:

@@ -5,13 +5,11 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FastTokenizer = PreTrainedTokenizerFast
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # where bytes are tokens of last resort
-# Byte-level tokenizers name a byte by its character in Latin-1, or by a later one if that would not be visible.
-VISIBLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
-BYTE_OF = {chr(byte): byte for byte in VISIBLE} | {chr(256 + place): byte for place, byte in enumerate(HIDDEN)}
+BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # in names of byte-level tokens
 SPACE = "\u2581"  # in names of SentencePiece's tokens
 REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of a character are still missing
 
@@ -19,13 +17,12 @@ REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
     """The tokenizer saved in a folder; raises ValueError, naming the folder, if it has none that can be read."""
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
         raise ValueError(
             f"{folder}: its tokenizer cannot be loaded ({' '.join(str(error).split())[:200]}); tokenizer.json and "
             f"tokenizer_config.json of the model are required: copy or download them again"
         ) from error
-    return tokenizer
 
 
 def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:

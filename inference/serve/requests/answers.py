@@ -5,7 +5,8 @@ from itertools import pairwise
 from typing import Any
 from uuid import uuid4
 
-from headstart.inference.core.request import DecodeStats, DraftTree
+from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.verify import Accepted
 from headstart.inference.serve.errors import ApiError
 from headstart.inference.serve.exchange import Choice, Exchange, Output, TokenLogprob
 from headstart.inference.serve.requests.fields import CompletionRequest
@@ -76,12 +77,12 @@ class Answer:
         """The chunk that ends a stream in an error."""
         return error.body()
 
-    def tree(self, tree: DraftTree) -> Json:
+    def tree(self, tree: Accepted) -> Json:
         """A draft tree with the texts of its nodes, without padding."""
         kept = [0, *(node for node, parent in enumerate(tree.parents) if node and parent >= 0)]
         number = {node: place for place, node in enumerate(kept)}
         return {
-            "texts": [text_of(self.tokenizer, [tree.tokens[node]]) for node in kept],
+            "texts": [text_of(self.tokenizer, [tree.nodes[node]]) for node in kept],
             "parents": [-1, *(number[tree.parents[node]] for node in kept[1:])],
             "path": [number[node] for node in tree.path],
         }

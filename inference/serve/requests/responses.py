@@ -184,8 +184,7 @@ class ResponsesAnswer(Answer):
 
     def whole(self) -> Json:
         (choice,) = self.exchange.choices
-        response: Json = self.chunks(choice, choice.output)[-1]["response"]
-        return response
+        return self.chunks(choice, choice.output)[-1]["response"]
 
     def opening(self) -> list[Json]:
         return [self.event(kind, response=self.response("in_progress")) for kind in ("created", "in_progress")]
