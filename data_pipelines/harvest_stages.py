@@ -108,23 +108,23 @@ class Harvest:
         recipe, shards = self.recipe, self.shards
         if recipe.data.store is not None:
             return None
-        responses = responses_stage(recipe, prompts)
-        with self.main_rank_first():
-            take_over_responses(recipe, responses, shards)
-        if not responses.is_complete():
-            self.check_disk()
+        responses = self.open_responses(prompts)
         finish = partial(finish_responses, recipe, responses, shards)
         run_stage(responses, self.state, partial(self.make_responses, shards), finish)
         self.say(describe_responses(recipe, responses))
         return responses
 
-    def check_disk(self) -> None:
-        """Raise ValueError if the disk cannot hold the features of the prompts, whatever the responses are."""
+    def open_responses(self, prompts: Stage) -> Stage:
+        """The stage with the responses that are there; raises ValueError if a disk cannot hold the features of all."""
         recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
-        if recipe.data.online is None:
+        responses = responses_stage(recipe, prompts)
+        with self.main_rank_first():
+            take_over_responses(recipe, responses, self.shards)
+        if not responses.is_complete() and recipe.data.online is None:
             given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
             written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
             self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+        return responses
 
     def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
         """Write this rank's share of the responses, by the writer that the recipe names."""
@@ -160,7 +160,7 @@ class Harvest:
         if recipe.data.online is not None:
             return responses
         features = features_stage(recipe, responses, self.taps)
-        identities = shard_identities(features, responses.facts()["files"], shards)
+        identities = self.identities(shards, responses.facts()["files"])
         with self.main_rank_first():
             take_over_features(recipe, features, shards, identities)
         if not features.is_complete():
@@ -174,27 +174,24 @@ class Harvest:
 
     def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
         """Write this rank's share of the features."""
-        if self.recipe.data.states is not None:
-            self.write_features(self.engine.tap, torch.device("cpu"), Ranks().share(shards), identities)
-            return
-        recipe, target = self.recipe, self.load()
-        check_states(recipe, target, shards)
-        check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-        if self.config.has_towers:
-            self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-        share = target.ranks.share(shards)
+        recipe, ranks = self.recipe, Ranks()
+        if recipe.data.states is not None:
+            tap_texts, device = self.engine.tap, torch.device("cpu")
+        else:
+            target = self.load()
+            check_states(recipe, target, shards)
+            check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
+            if self.config.has_towers:
+                self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
+            tap_texts, device, ranks = partial(tap, target), target.device, target.ranks
+        share = ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
-            self.write_features(tap_texts, target.device, share, identities)
+            with ShardProgress(share, self.state, "features") as meter:
+                begun = takewhile(lambda shard: not self.ending(), share)
+                write_features(recipe, self.taps, tap_texts, device, begun, identities, meter)
 
-        target.ranks.carry_out(partial(tap, target), work)
-
-    def write_features(
-        self, tap_texts: TapTexts, device: torch.device, share: Sequence[ShardPrompts], identities: dict[str, str]
-    ) -> None:
-        with ShardProgress(share, self.state, "features") as meter:
-            begun = takewhile(lambda shard: not self.ending(), share)
-            write_features(self.recipe, self.taps, tap_texts, device, begun, identities, meter)
+        ranks.carry_out(tap_texts, work)
 
     @cached_property
     def engine(self) -> EngineStates:
@@ -217,10 +214,8 @@ class Harvest:
     def begin(self) -> tuple[Stage, Stage]:
         """Make the prompts, and record what the shards are made from; the process that calls this holds the folder."""
         prompts = self.prompts()
-        responses = responses_stage(self.recipe, prompts)
-        take_over_responses(self.recipe, responses, self.shards)
+        responses = self.open_responses(prompts)
         if not responses.is_complete():
-            self.check_disk()
             responses.claim()
         if self.recipe.data.online is None:
             claim_features(features_stage(self.recipe, responses if responses.was_complete() else None, self.taps))
@@ -232,17 +227,23 @@ class Harvest:
         if missing:
             self.make_responses(missing)
         if shards and recipe.data.online is None and not self.ending():
-            features = features_stage(recipe, None, self.taps)
-            identities = shard_identities(features, self.texts_of(shards), shards)
-            remove_grown_shards(recipe, shards, identities)
+            identities = self.identities(shards)
+            remove_grown_shards(recipe, features_stage(recipe, None, self.taps), shards, identities)
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
             whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
             if len(whole) < len(names):
                 self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
 
-    def texts_of(self, shards: Sequence[ShardPrompts]) -> dict[str, str]:
-        """Digests of the responses of these shards, by file name."""
-        return {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+    def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
+
+        `texts` are digests of the responses, by file name; without them the files are read.
+        """
+        if texts is None:
+            texts = {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+        inputs = features_stage(self.recipe, None, self.taps).inputs
+        common = {name: value for name, value in inputs.items() if name != "responses"}
+        return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
     def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
         """Write the manifest if all shards are there, else None; the process that calls this holds the folder."""
@@ -274,7 +275,7 @@ class Harvest:
         absent = [shard for shard in shards if not is_there(shard)]
         if absent or recipe.data.online is not None:
             return absent
-        identities = shard_identities(features_stage(recipe, None, self.taps), self.texts_of(shards), shards)
+        identities = self.identities(shards)
         return [
             shard
             for shard in shards
@@ -302,15 +303,6 @@ def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...
     if recipe.data.states is not None:
         inputs["data.states"] = recipe.data.states
     return Stage.of(recipe, "features", inputs)
-
-
-def shard_identities(features: Stage, texts: Mapping[str, str], shards: Sequence[ShardPrompts]) -> dict[str, str]:
-    """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
-
-    `texts` are digests of the responses, by file name.
-    """
-    common = {name: value for name, value in features.inputs.items() if name != "responses"}
-    return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
 
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
