@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.common.files import read_json, write_text
 from headstart.common.remote import cache_limit, delete, fetch, url_of
-from headstart.data_pipelines.features.batches import Order, Sample, SampleStore
+from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, read_tensors, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
@@ -188,9 +188,9 @@ class FeatureStore(SampleStore):
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
-    def follow(self, order: Order, place: int) -> None:
+    def follow(self, sample_at: Callable[[int], int], place: int) -> None:
         if self._cache is not None:
-            self._cache.follow(lambda place: self.places[order[place]][0], place, len(self.places))
+            self._cache.follow(lambda place: self.places[sample_at(place)][0], place, len(self.places))
 
     def finish_checks(self) -> None:
         while self._checks:
