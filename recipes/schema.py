@@ -184,6 +184,11 @@ class DataSection(Section):
         return self
 
     @property
+    def longest_sample(self) -> int:
+        """The most tokens of a sample."""
+        return self.prompt_tokens + self.response_tokens
+
+    @property
     def server_writes(self) -> bool:
         """Whether the servers of data.server write the responses."""
         return self.responses == "target" and (self.server is not None or self.states is not None)

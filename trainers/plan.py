@@ -33,7 +33,6 @@ from headstart.trainers.ranks.memory import (
     GRADIENTS_AND_WEIGHTS,
     Machine,
     Need,
-    longest_sample,
     memory_needs,
     num_parameters,
     target_bytes,
@@ -199,7 +198,7 @@ class DataSizes:
 
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
-        data, longest = recipe.data, longest_sample(recipe)
+        data = recipe.data
         folder = data.store or recipe.features_dir
         if data.online is None and (folder / MANIFEST).is_file():
             stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
@@ -208,8 +207,8 @@ class DataSizes:
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if data.online is None else 0
         samples = most_samples(data)
-        tokens = samples * longest
-        return cls(False, samples, tokens, per_token * (tokens + data.heldout_samples * longest))
+        tokens = samples * data.longest_sample
+        return cls(False, samples, tokens, per_token * (tokens + data.heldout_samples * data.longest_sample))
 
 
 def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
