@@ -35,6 +35,13 @@ def refuse_url(path: object) -> object:
     return path
 
 
+def refuse_file(folder: Path) -> Path:
+    """Raise ValueError for a folder to write to that is a file, or lies below one."""
+    if taken := [each for each in (folder.absolute(), *folder.absolute().parents) if os.path.isfile(each)]:
+        raise ValueError(f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another")
+    return folder
+
+
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[
     Path,
@@ -49,6 +56,7 @@ PathOrUrl = Annotated[
     BeforeValidator(mirrored),
     BeforeValidator(refuse_unusable_path),
     AfterValidator(lambda path: Path(os.path.expanduser(path))),
+    AfterValidator(refuse_file),
     PlainSerializer(shown, when_used="json"),
 ]
 HomeText = Annotated[
