@@ -141,10 +141,10 @@ class TokenCost:
         again = [*head.logits_parameters, *(each for layer in head.decoder_layers for each in layer.parameters())]
         depths = 1 if isinstance(recipe.head, MedusaSection) else recipe.unroll  # that run the same weights again
         looked_up = numel(each.weight for each in head.modules() if isinstance(each, nn.Embedding))
-        multiplied = numel(head.parameters()) - looked_up + (depths - 1) * numel(again)
+        multiplied = num_parameters(head) - looked_up + (depths - 1) * numel(again)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         return cls(
-            weights=(numel(layers.parameters()) + of_output) * step.element,
+            weights=(num_parameters(layers) + of_output) * step.element,
             cached=step.cached,
             layers=len(layers),
             forward=2.0
