@@ -31,6 +31,7 @@ from headstart.recipes.values import (
     Servers,
     SystemPrompts,
     Temperatures,
+    refuse_repeats,
     with_day_as_text,
 )
 
@@ -525,7 +526,7 @@ class ReportSection(Section):
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
-    temperatures: Temperatures = Field(
+    temperatures: Annotated[Temperatures, AfterValidator(refuse_repeats)] = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
     other_heads: Folders = Field(
@@ -542,13 +543,6 @@ class ReportSection(Section):
         "with decode.repeats; untrained: a random head, or the checkpoint's own MTP layer; "
         "others: the drafter of that name.",
     )
-
-    @field_validator("batches", "temperatures", "baselines")
-    @classmethod
-    def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
-        return values
 
     @field_validator("baselines")
     @classmethod
