@@ -159,7 +159,7 @@ class Harvest:
             return existing_store(recipe, recipe.data.store, taps)
         if recipe.data.online is not None:
             return responses
-        features = features_stage(recipe, responses, self.taps)
+        features = self.features_stage(responses)
         identities = self.identities(shards, responses.facts()["files"])
         with self.main_rank_first():
             take_over_features(recipe, features, shards, identities)
@@ -167,7 +167,7 @@ class Harvest:
             tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
             self.say(check_disk(recipe, self.config, self.taps, tokens, tokens))
         make = partial(self.make_features, shards, identities)
-        finish = partial(finish_features, recipe, features, shards, prompts, responses)
+        finish = partial(self.finish_features, features, prompts, responses)
         run_stage(features, self.state, make, finish)
         self.say(describe_store(features.folder))
         return features
@@ -192,6 +192,39 @@ class Harvest:
                 write_features(recipe, self.taps, tap_texts, device, begun, identities, meter)
 
         ranks.carry_out(tap_texts, work)
+
+    def features_stage(self, responses: Stage | None) -> Stage:
+        """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
+        recipe = self.recipe
+        inputs = {
+            "responses": None if responses is None else digest_of(responses.facts()["files"]),
+            WEIGHTS: target_identity(folder_of(recipe.target)),
+            "target.dtype": recipe.target.dtype,
+            "taps": self.taps,
+            "data.dtype": recipe.data.dtype,
+            "format": STORE_FORMAT,
+        }
+        if recipe.data.states is not None:
+            inputs["data.states"] = recipe.data.states
+        return Stage.of(recipe, "features", inputs)
+
+    def finish_features(self, features: Stage, prompts: Stage, responses: Stage) -> None:
+        """Write the manifest: the shards and everything that they depend on."""
+        data, target = self.recipe.data, self.recipe.target
+        identity = target_identity(folder_of(target))
+        about = {
+            "taps": features.inputs["taps"],
+            "dtype": data.dtype,
+            "target": {"path": target.path, "revision": target.revision, "sha256": identity},
+            "mask_rule": f"{data.turns} turns of the assistant" if data.responses == "given" else "response",
+            "written_by": responses.facts().get("written_by"),
+            "temperatures": data.temperatures if data.responses == "target" else None,
+            "prompts_sha256": prompts.facts().get("sha256"),
+            "chat_template_sha256": prompts.facts().get("chat_template"),
+            "made_from": features.inputs,
+        }
+        write_manifest(features.folder, [shard.features_file for shard in self.shards], about)
+        features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
     @cached_property
     def engine(self) -> EngineStates:
@@ -218,7 +251,7 @@ class Harvest:
         if not responses.is_complete():
             responses.claim()
         if self.recipe.data.online is None:
-            claim_features(features_stage(self.recipe, responses if responses.was_complete() else None, self.taps))
+            claim_features(self.features_stage(responses if responses.was_complete() else None))
         return prompts, responses
 
     def make(self, shards: Sequence[ShardPrompts]) -> None:
@@ -228,7 +261,7 @@ class Harvest:
             self.make_responses(missing)
         if shards and recipe.data.online is None and not self.ending():
             identities = self.identities(shards)
-            remove_grown_shards(recipe, features_stage(recipe, None, self.taps), shards, identities)
+            remove_grown_shards(recipe, self.features_stage(None), shards, identities)
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
             whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
             if len(whole) < len(names):
@@ -241,7 +274,7 @@ class Harvest:
         """
         if texts is None:
             texts = {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
-        inputs = features_stage(self.recipe, None, self.taps).inputs
+        inputs = self.features_stage(None).inputs
         common = {name: value for name, value in inputs.items() if name != "responses"}
         return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
@@ -255,10 +288,10 @@ class Harvest:
         self.say(describe_responses(recipe, responses))
         if recipe.data.online is not None:
             return responses
-        features = features_stage(recipe, responses, self.taps)
+        features = self.features_stage(responses)
         if not features.was_complete() or features.changed_inputs():
             features.claim()
-            finish_features(recipe, features, shards, prompts, responses)
+            self.finish_features(features, prompts, responses)
         self.say(describe_store(features.folder))
         return features
 
@@ -290,21 +323,6 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
 
 
-def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...]) -> Stage:
-    """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
-    inputs = {
-        "responses": None if responses is None else digest_of(responses.facts()["files"]),
-        WEIGHTS: target_identity(folder_of(recipe.target)),
-        "target.dtype": recipe.target.dtype,
-        "taps": taps,
-        "data.dtype": recipe.data.dtype,
-        "format": STORE_FORMAT,
-    }
-    if recipe.data.states is not None:
-        inputs["data.states"] = recipe.data.states
-    return Stage.of(recipe, "features", inputs)
-
-
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
     """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
     states, of = tap(target, [shards[0].rows[0]["tokens"]]), "the first prompt"
@@ -319,23 +337,3 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int])
     output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
     frozen = FrozenTarget.from_folder(folder_of(recipe.target), target.dtype, target.device)
     frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)
-
-
-def finish_features(
-    recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
-) -> None:
-    """Write the manifest: the shards and everything that they depend on."""
-    target = folder_of(recipe.target)
-    about = {
-        "taps": features.inputs["taps"],
-        "dtype": recipe.data.dtype,
-        "target": {"path": recipe.target.path, "revision": recipe.target.revision, "sha256": target_identity(target)},
-        "mask_rule": f"{recipe.data.turns} turns of the assistant" if recipe.data.responses == "given" else "response",
-        "written_by": responses.facts().get("written_by"),
-        "temperatures": recipe.data.temperatures if recipe.data.responses == "target" else None,
-        "prompts_sha256": prompts.facts().get("sha256"),
-        "chat_template_sha256": prompts.facts().get("chat_template"),
-        "made_from": features.inputs,
-    }
-    write_manifest(features.folder, [shard.features_file for shard in shards], about)
-    features.finish({"manifest": file_digest(features.folder / MANIFEST)})
