@@ -99,10 +99,10 @@ class DataSection(Section):
     turns: Literal["all", "last"] = Field(
         default="all", description="Assistant turns of a given conversation that are trained on."
     )
-    folder: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
+    folder: PathOrUrl | None = Field(
         default=None, description="Folder of prompts, responses and features; recipes may share it; null is run_dir."
     )
-    store: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
+    store: PathOrUrl | None = Field(
         default=None, description="Folder of an existing feature store to train on; null harvests from the prompts."
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
@@ -151,7 +151,7 @@ class DataSection(Section):
         description="URL, or list of URLs, of OpenAI-compatible servers whose target writes the responses; null is "
         "none.",
     )
-    draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
+    draft_head: HomePath | None = Field(
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
 
@@ -398,7 +398,7 @@ class TrainSection(Section):
     input_noise: float | None = Field(
         default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
     )
-    start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
+    start_from: HomePath | None = Field(
         default=None,
         description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "
         "from; null starts a new head.",
@@ -456,14 +456,14 @@ class DecodeSection(Section):
         description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
         "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
     )
-    head: Annotated[HomePath | None, Field(strict=False)] = Field(
+    head: HomePath | None = Field(
         default=None,
         description="Folder of the head that report, calibrate, export, chat and serve use; null is RUN_DIR/head.",
     )
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
     )
-    corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
+    corpus: HomePath | None = Field(
         default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "adaptive", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
@@ -517,7 +517,7 @@ class DecodeSection(Section):
 class ReportSection(Section):
     """The rows, prompts and conditions of the report."""
 
-    prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
+    prompts: HomePath | None = Field(
         default=None,
         description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's ("
         "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
