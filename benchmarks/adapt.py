@@ -41,8 +41,8 @@ from headstart.inference.report.command import machine
 from headstart.inference.report.questions import Prompt
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import load_tokenizer
-from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.load import RecipeError
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.command_line import named_recipe, recipe_parser
 from headstart.trainers.adapt.candidate import Snapshot
 
 COMMAND = [sys.executable, "-m", "headstart.cli"]
@@ -96,10 +96,10 @@ def ask(address: str, most: int, question: str) -> str:
         return str(json.load(answer)["choices"][0]["message"]["content"])
 
 
-def adapt(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace, console: Console) -> Path:
+def adapt(recipe: Recipe, given: argparse.Namespace, console: Console) -> Path:
     """Serve, ask, train, judge; returns the head that is served at the end."""
     old = write_old_features(recipe, given.head, given.old, given.replay)
-    arguments = [path, *overrides, f"decode.head={given.head}", f"data.store={old}"]
+    arguments = [given.recipe, *given.overrides, f"decode.head={given.head}", f"data.store={old}"]
     questions = python_questions(recipe.seed)[given.questions :][: given.requests]
     shutil.rmtree(recipe.run_dir / "versions", ignore_errors=True)
     with serving(arguments, recipe.run_dir / "server.log") as address:
@@ -110,17 +110,8 @@ def adapt(path: str, overrides: list[str], recipe: Recipe, given: argparse.Names
         console.print(f"traffic: {time.perf_counter() - started:.0f} s")
         before = os.times()
         started = time.perf_counter()
-        command = [
-            *COMMAND,
-            "adapt",
-            *arguments,
-            "--server",
-            f"http://{address}",
-            "--once",
-            "--steps",
-            str(given.steps),
-        ]
-        subprocess.run(command, check=True)
+        own = ["--server", f"http://{address}", "--once", "--steps", str(given.steps)]
+        subprocess.run([*COMMAND, "adapt", *arguments, *own], check=True)
         after = os.times()
         cpu = after.children_user + after.children_system - before.children_user - before.children_system
         console.print(
@@ -130,11 +121,11 @@ def adapt(path: str, overrides: list[str], recipe: Recipe, given: argparse.Names
     return versions / read_json(versions / "served.json")["served"]
 
 
-def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> None:
+def run(recipe: Recipe, given: argparse.Namespace) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
     recipe.run_dir.mkdir(parents=True, exist_ok=True)
-    heads = {"before": given.head, "after": adapt(path, overrides, recipe, given, console)}
+    heads = {"before": given.head, "after": adapt(recipe, given, console)}
     console.print((recipe.run_dir / "versions" / "verdicts.jsonl").read_text())
     target = target_for(heads.values(), recipe)
     python = [chat_tokens(recipe, question) for question in python_questions(recipe.seed)[: given.questions]]
@@ -152,10 +143,8 @@ def chat_tokens(recipe: Recipe, question: str) -> list[int]:
     return template.tokens([{"role": "user", "content": question}])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="of a head whose target is a chat model")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+def options(doc: str | None) -> tuple[Recipe, argparse.Namespace]:
+    parser = recipe_parser(doc)
     parser.add_argument("--head", required=True, type=Path, help="folder of the head that is served at first")
     parser.add_argument("--old", required=True, type=Path, help="run folder with the texts that the head has learned")
     parser.add_argument("--replay", type=int, default=128, help="old texts that may be replayed (default: %(default)s)")
@@ -163,11 +152,8 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=32, help="prompts to measure on (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=120, help="of the candidate (default: %(default)s)")
     given = parser.parse_intermixed_args()
-    try:
-        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given)
-    except (RecipeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+    return named_recipe(given), given
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, run, read=options)

@@ -40,8 +40,8 @@ from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import Prompt
 from headstart.inference.report.rounds import Round, run_rounds
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.load import RecipeError
+from headstart.recipes import Recipe, run_command
+from headstart.recipes.command_line import named_recipe, recipe_parser
 
 MODULES = """
     argparse ast asyncio base64 bisect calendar collections configparser contextlib copy csv dataclasses
@@ -79,7 +79,7 @@ def write_prompts(path: Path, questions: list[str]) -> None:
     path.write_text("".join(json.dumps({"messages": [{"role": "user", "content": q}]}) + "\n" for q in questions))
 
 
-def tune(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> tuple[Path, float]:
+def tune(recipe: Recipe, given: argparse.Namespace) -> tuple[Path, float]:
     """Answers, features and training in a run of its own; returns its folder and the seconds that it took.
 
     Runs at other rates share the answers and features.
@@ -107,19 +107,17 @@ def tune(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namesp
             "train.fitted_start=false",
         ]
         trainer = str(ROOT / "trainers" / "eagle.py")
-        call(
-            [sys.executable, trainer, path, *overrides, *overrides_of(recipe, given.rate, steps, folder), *changes],
-            folder,
-        )
+        command = [sys.executable, trainer, given.recipe, *given.overrides]
+        call([*command, *overrides_of(recipe, given.rate, steps, folder), *changes], folder)
         taken.write_text(json.dumps(time.perf_counter() - started))
     return folder, json.loads(taken.read_text())
 
 
-def run(path: str, overrides: list[str], recipe: Recipe, given: argparse.Namespace) -> None:
+def run(recipe: Recipe, given: argparse.Namespace) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(", ".join(f"{name} {value}" for name, value in machine().items()))
-    folder, seconds = tune(path, overrides, recipe, given)
+    folder, seconds = tune(recipe, given)
     console.print(f"answers, features and training: {seconds / 60:.1f} minutes")
     heads = {"before": Path(given.head), "after": folder / "head"}
     target = target_for(heads.values(), recipe)
@@ -168,21 +166,16 @@ def figures(rounds: list[Round], seed: int) -> Iterator[str]:
     yield f"{gain.low:.3f}-{gain.high:.3f}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="of an EAGLE head whose target is a chat model")
-    parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value")
+def options(doc: str | None) -> tuple[Recipe, argparse.Namespace]:
+    parser = recipe_parser(doc)
     parser.add_argument("--head", required=True, help="folder of the head to begin from")
     parser.add_argument("--prompts", type=int, default=320, help="questions to train on (default: %(default)s)")
     parser.add_argument("--questions", type=int, default=32, help="questions to measure on (default: %(default)s)")
     parser.add_argument("--epochs", type=int, default=3, help="(default: %(default)s)")
     parser.add_argument("--rate", type=float, default=0.1, help="of the recipe's rates (default: %(default)s)")
     given = parser.parse_intermixed_args()
-    try:
-        run(given.recipe, given.overrides, load_recipe(given.recipe, given.overrides), given)
-    except (RecipeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+    return named_recipe(given), given
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, run, read=options)

@@ -17,7 +17,8 @@ from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, writ
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import (
     claim_features,
-    remove_grown_shards,
+    grown_shards,
+    remove_shards,
     take_over_features,
     take_over_responses,
 )
@@ -108,23 +109,23 @@ class Harvest:
         recipe, shards = self.recipe, self.shards
         if recipe.data.store is not None:
             return None
-        responses = responses_stage(recipe, prompts)
-        with self.main_rank_first():
-            take_over_responses(recipe, responses, shards)
-        if not responses.is_complete():
-            self.check_disk()
+        responses = self.open_responses(prompts)
         finish = partial(finish_responses, recipe, responses, shards)
         run_stage(responses, self.state, partial(self.make_responses, shards), finish)
         self.say(describe_responses(recipe, responses))
         return responses
 
-    def check_disk(self) -> None:
-        """Raise ValueError if the disk cannot hold the features of the prompts, whatever the responses are."""
+    def open_responses(self, prompts: Stage) -> Stage:
+        """The stage with the responses that are there; raises ValueError if a disk cannot hold the features of all."""
         recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
-        if recipe.data.online is None:
+        responses = responses_stage(recipe, prompts)
+        with self.main_rank_first():
+            take_over_responses(recipe, responses, self.shards)
+        if not responses.is_complete() and recipe.data.online is None:
             given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
             written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
             self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+        return responses
 
     def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
         """Write this rank's share of the responses, by the writer that the recipe names."""
@@ -159,42 +160,72 @@ class Harvest:
             return existing_store(recipe, recipe.data.store, taps)
         if recipe.data.online is not None:
             return responses
-        features = features_stage(recipe, responses, self.taps)
-        identities = shard_identities(features, responses.facts()["files"], shards)
+        features = self.features_stage(responses)
+        identities = self.identities(shards, responses.facts()["files"])
         with self.main_rank_first():
             take_over_features(recipe, features, shards, identities)
         if not features.is_complete():
             tokens = responses.facts()["prompt_tokens"] + responses.facts()["response_tokens"]
             self.say(check_disk(recipe, self.config, self.taps, tokens, tokens))
         make = partial(self.make_features, shards, identities)
-        finish = partial(finish_features, recipe, features, shards, prompts, responses)
+        finish = partial(self.finish_features, features, prompts, responses)
         run_stage(features, self.state, make, finish)
         self.say(describe_store(features.folder))
         return features
 
     def make_features(self, shards: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
         """Write this rank's share of the features."""
-        if self.recipe.data.states is not None:
-            self.write_features(self.engine.tap, torch.device("cpu"), Ranks().share(shards), identities)
-            return
-        recipe, target = self.recipe, self.load()
-        check_states(recipe, target, shards)
-        check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-        if self.config.has_towers:
-            self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-        share = target.ranks.share(shards)
+        recipe, ranks = self.recipe, Ranks()
+        if recipe.data.states is not None:
+            tap_texts, device = self.engine.tap, torch.device("cpu")
+        else:
+            target = self.load()
+            check_states(recipe, target, shards)
+            check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
+            if self.config.has_towers:
+                self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
+            tap_texts, device, ranks = partial(tap, target), target.device, target.ranks
+        share = ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
-            self.write_features(tap_texts, target.device, share, identities)
+            with ShardProgress(share, self.state, "features") as meter:
+                begun = takewhile(lambda shard: not self.ending(), share)
+                write_features(recipe, self.taps, tap_texts, device, begun, identities, meter)
 
-        target.ranks.carry_out(partial(tap, target), work)
+        ranks.carry_out(tap_texts, work)
 
-    def write_features(
-        self, tap_texts: TapTexts, device: torch.device, share: Sequence[ShardPrompts], identities: dict[str, str]
-    ) -> None:
-        with ShardProgress(share, self.state, "features") as meter:
-            begun = takewhile(lambda shard: not self.ending(), share)
-            write_features(self.recipe, self.taps, tap_texts, device, begun, identities, meter)
+    def features_stage(self, responses: Stage | None) -> Stage:
+        """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
+        recipe = self.recipe
+        inputs = {
+            "responses": None if responses is None else digest_of(responses.facts()["files"]),
+            WEIGHTS: target_identity(folder_of(recipe.target)),
+            "target.dtype": recipe.target.dtype,
+            "taps": self.taps,
+            "data.dtype": recipe.data.dtype,
+            "format": STORE_FORMAT,
+        }
+        if recipe.data.states is not None:
+            inputs["data.states"] = recipe.data.states
+        return Stage.of(recipe, "features", inputs)
+
+    def finish_features(self, features: Stage, prompts: Stage, responses: Stage) -> None:
+        """Write the manifest: the shards and everything that they depend on."""
+        data, target = self.recipe.data, self.recipe.target
+        origin = TargetOrigin.of(folder_of(target))
+        about = {
+            "taps": features.inputs["taps"],
+            "dtype": data.dtype,
+            "target": {"path": target.path, "revision": target.revision, **origin.to_config()},
+            "mask_rule": f"{data.turns} turns of the assistant" if data.responses == "given" else "response",
+            "written_by": responses.facts().get("written_by"),
+            "temperatures": data.temperatures if data.responses == "target" else None,
+            "prompts_sha256": prompts.facts().get("sha256"),
+            "chat_template_sha256": prompts.facts().get("chat_template"),
+            "made_from": features.inputs,
+        }
+        write_manifest(features.folder, [shard.features_file for shard in self.shards], about)
+        features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
     @cached_property
     def engine(self) -> EngineStates:
@@ -217,13 +248,11 @@ class Harvest:
     def begin(self) -> tuple[Stage, Stage]:
         """Make the prompts, and record what the shards are made from; the process that calls this holds the folder."""
         prompts = self.prompts()
-        responses = responses_stage(self.recipe, prompts)
-        take_over_responses(self.recipe, responses, self.shards)
+        responses = self.open_responses(prompts)
         if not responses.is_complete():
-            self.check_disk()
             responses.claim()
         if self.recipe.data.online is None:
-            claim_features(features_stage(self.recipe, responses if responses.was_complete() else None, self.taps))
+            claim_features(self.features_stage(responses if responses.was_complete() else None))
         return prompts, responses
 
     def make(self, shards: Sequence[ShardPrompts]) -> None:
@@ -232,17 +261,23 @@ class Harvest:
         if missing:
             self.make_responses(missing)
         if shards and recipe.data.online is None and not self.ending():
-            features = features_stage(recipe, None, self.taps)
-            identities = shard_identities(features, self.texts_of(shards), shards)
-            remove_grown_shards(recipe, shards, identities)
+            identities = self.identities(shards)
+            remove_shards(grown_shards(recipe, self.features_stage(None), shards, identities))
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
             whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
             if len(whole) < len(names):
                 self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
 
-    def texts_of(self, shards: Sequence[ShardPrompts]) -> dict[str, str]:
-        """Digests of the responses of these shards, by file name."""
-        return {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+    def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
+        """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
+
+        `texts` are digests of the responses, by file name; without them the files are read.
+        """
+        if texts is None:
+            texts = {shard.responses_file: file_digest(responses_path(self.recipe, shard)) for shard in shards}
+        inputs = self.features_stage(None).inputs
+        common = {name: value for name, value in inputs.items() if name != "responses"}
+        return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
     def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
         """Write the manifest if all shards are there, else None; the process that calls this holds the folder."""
@@ -254,10 +289,10 @@ class Harvest:
         self.say(describe_responses(recipe, responses))
         if recipe.data.online is not None:
             return responses
-        features = features_stage(recipe, responses, self.taps)
+        features = self.features_stage(responses)
         if not features.was_complete() or features.changed_inputs():
             features.claim()
-            finish_features(recipe, features, shards, prompts, responses)
+            self.finish_features(features, prompts, responses)
         self.say(describe_store(features.folder))
         return features
 
@@ -274,7 +309,7 @@ class Harvest:
         absent = [shard for shard in shards if not is_there(shard)]
         if absent or recipe.data.online is not None:
             return absent
-        identities = shard_identities(features_stage(recipe, None, self.taps), self.texts_of(shards), shards)
+        identities = self.identities(shards)
         return [
             shard
             for shard in shards
@@ -287,30 +322,6 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
     found = Stage("features", recipe.features_dir, {}).claimed_for()
     return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
-
-
-def features_stage(recipe: Recipe, responses: Stage | None, taps: tuple[int, ...]) -> Stage:
-    """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
-    inputs = {
-        "responses": None if responses is None else digest_of(responses.facts()["files"]),
-        WEIGHTS: target_identity(folder_of(recipe.target)),
-        "target.dtype": recipe.target.dtype,
-        "taps": taps,
-        "data.dtype": recipe.data.dtype,
-        "format": STORE_FORMAT,
-    }
-    if recipe.data.states is not None:
-        inputs["data.states"] = recipe.data.states
-    return Stage.of(recipe, "features", inputs)
-
-
-def shard_identities(features: Stage, texts: Mapping[str, str], shards: Sequence[ShardPrompts]) -> dict[str, str]:
-    """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
-
-    `texts` are digests of the responses, by file name.
-    """
-    common = {name: value for name, value in features.inputs.items() if name != "responses"}
-    return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
 
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
@@ -327,27 +338,3 @@ def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int])
     output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
     frozen = FrozenTarget.from_folder(folder_of(recipe.target), target.dtype, target.device)
     frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)
-
-
-def finish_features(
-    recipe: Recipe, features: Stage, shards: list[ShardPrompts], prompts: Stage, responses: Stage
-) -> None:
-    """Write the manifest: the shards and everything that they depend on."""
-    target = folder_of(recipe.target)
-    about = {
-        "taps": features.inputs["taps"],
-        "dtype": recipe.data.dtype,
-        "target": {
-            "path": recipe.target.path,
-            "revision": recipe.target.revision,
-            **TargetOrigin.of(target).to_config(),
-        },
-        "mask_rule": f"{recipe.data.turns} turns of the assistant" if recipe.data.responses == "given" else "response",
-        "written_by": responses.facts().get("written_by"),
-        "temperatures": recipe.data.temperatures if recipe.data.responses == "target" else None,
-        "prompts_sha256": prompts.facts().get("sha256"),
-        "chat_template_sha256": prompts.facts().get("chat_template"),
-        "made_from": features.inputs,
-    }
-    write_manifest(features.folder, [shard.features_file for shard in shards], about)
-    features.finish({"manifest": file_digest(features.folder / MANIFEST)})

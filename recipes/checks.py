@@ -30,7 +30,6 @@ def recipe_mistakes(values: Values) -> Iterator[RecipeMistake]:
     yield from split_mistakes(recipe)
     yield from target_mistakes(recipe)
     yield from baseline_mistakes(recipe["report"], recipe["decode"])
-    yield from folder_mistakes(recipe, values.get("run_dir"))
     yield from magnitude_mistakes(values)
 
 
@@ -127,17 +126,6 @@ def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]
         yield "report.baselines", f"{allowed}; remove cost_aware"
 
 
-def folder_mistakes(recipe: dict[str, Values], run_dir: object) -> Iterator[RecipeMistake]:
-    """A folder to write to must not be a file, nor lie below one."""
-    places = {"run_dir": run_dir, "data.folder": recipe["data"]["folder"]}
-    for field, folder in places.items():
-        if not isinstance(folder, str) or not folder:
-            continue
-        path = Path(os.path.expanduser(folder)).absolute()
-        if taken := [each for each in (path, *path.parents) if os.path.isfile(each)]:
-            yield field, f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another"
-
-
 def magnitude_mistakes(values: Values) -> Iterator[RecipeMistake]:
     """No whole number may exceed 64 bits, which no library below takes."""
     for name, section in values.items():
@@ -177,8 +165,10 @@ def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeM
     """Yield every size that does not fit a target with this config.json."""
     sizes = text_section(config)
     head, data, decode = recipe["head"], recipe["data"], recipe["decode"]
-    if is_count(layers := first(sizes, *LAYERS)):
-        yield from layer_mistakes(layers, head, decode)
+    layers, taps = first(sizes, *LAYERS), head.get("taps")
+    if is_count(layers) and isinstance(taps, list) and (beyond := [t for t in taps if is_count(t) and t > layers]):
+        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
+        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
     if is_count(vocab_size := first(sizes, *VOCABULARY)):
         yield from vocabulary_mistakes(vocab_size, head, decode)
     if is_count(positions := first(sizes, *POSITIONS)):
@@ -188,13 +178,6 @@ def size_mistakes(config: Values, recipe: dict[str, Values]) -> Iterator[RecipeM
     if not own_heads and is_count(num_heads) and is_count(num_kv_heads) and num_heads % num_kv_heads:
         allowed = f"a divisor of the target's {num_heads} attention heads is allowed"
         yield "head.num_kv_heads", f"{allowed}; change it, or set head.num_heads"
-
-
-def layer_mistakes(layers: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:
-    taps = head.get("taps")
-    if isinstance(taps, list) and (beyond := [tap for tap in taps if is_count(tap) and tap > layers]):
-        allowed = f"hidden states 0 to {layers} of a target with {layers} layers are allowed"
-        yield "head.taps", f"{allowed}; replace {', '.join(map(str, beyond))}"
 
 
 def vocabulary_mistakes(vocab_size: int, head: Values, decode: Values) -> Iterator[RecipeMistake]:

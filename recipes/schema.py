@@ -31,6 +31,7 @@ from headstart.recipes.values import (
     Servers,
     SystemPrompts,
     Temperatures,
+    refuse_repeats,
     with_day_as_text,
 )
 
@@ -98,10 +99,10 @@ class DataSection(Section):
     turns: Literal["all", "last"] = Field(
         default="all", description="Assistant turns of a given conversation that are trained on."
     )
-    folder: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
+    folder: PathOrUrl | None = Field(
         default=None, description="Folder of prompts, responses and features; recipes may share it; null is run_dir."
     )
-    store: Annotated[PathOrUrl | None, Field(strict=False)] = Field(
+    store: PathOrUrl | None = Field(
         default=None, description="Folder of an existing feature store to train on; null harvests from the prompts."
     )
     num_prompts: int = Field(gt=0, description="Number of prompts to train on.")
@@ -150,7 +151,7 @@ class DataSection(Section):
         description="URL, or list of URLs, of OpenAI-compatible servers whose target writes the responses; null is "
         "none.",
     )
-    draft_head: Annotated[HomePath | None, Field(strict=False)] = Field(
+    draft_head: HomePath | None = Field(
         default=None, description="Folder of a head that speeds up writing the responses; null is none."
     )
 
@@ -182,6 +183,11 @@ class DataSection(Section):
         if self.online is not None and "auto" in self.online and len(self.online) > 1:
             raise ValueError("online: auto is allowed alone; remove it, or remove the other devices")
         return self
+
+    @property
+    def longest_sample(self) -> int:
+        """The most tokens of a sample."""
+        return self.prompt_tokens + self.response_tokens
 
     @property
     def server_writes(self) -> bool:
@@ -392,7 +398,7 @@ class TrainSection(Section):
     input_noise: float | None = Field(
         default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
     )
-    start_from: Annotated[HomePath | None, Field(strict=False)] = Field(
+    start_from: HomePath | None = Field(
         default=None,
         description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "
         "from; null starts a new head.",
@@ -450,14 +456,14 @@ class DecodeSection(Section):
         description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
         "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
     )
-    head: Annotated[HomePath | None, Field(strict=False)] = Field(
+    head: HomePath | None = Field(
         default=None,
         description="Folder of the head that report, calibrate, export, chat and serve use; null is RUN_DIR/head.",
     )
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
     )
-    corpus: Annotated[HomePath | None, Field(strict=False)] = Field(
+    corpus: HomePath | None = Field(
         default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "adaptive", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
@@ -511,7 +517,7 @@ class DecodeSection(Section):
 class ReportSection(Section):
     """The rows, prompts and conditions of the report."""
 
-    prompts: Annotated[HomePath | None, Field(strict=False)] = Field(
+    prompts: HomePath | None = Field(
         default=None,
         description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's ("
         "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
@@ -520,7 +526,7 @@ class ReportSection(Section):
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."
     )
     batches: Batches = Field(default=(1,), description="Batch sizes; every row is measured with each.")
-    temperatures: Temperatures = Field(
+    temperatures: Annotated[Temperatures, AfterValidator(refuse_repeats)] = Field(
         default=(0.0, 0.7), description="Sampling temperatures; every row is measured at each."
     )
     other_heads: Folders = Field(
@@ -537,13 +543,6 @@ class ReportSection(Section):
         "with decode.repeats; untrained: a random head, or the checkpoint's own MTP layer; "
         "others: the drafter of that name.",
     )
-
-    @field_validator("batches", "temperatures", "baselines")
-    @classmethod
-    def each_has_its_own_row(cls, values: tuple[object, ...]) -> tuple[object, ...]:
-        if len(set(values)) < len(values):
-            raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
-        return values
 
     @field_validator("baselines")
     @classmethod

@@ -35,6 +35,13 @@ def refuse_url(path: object) -> object:
     return path
 
 
+def refuse_file(folder: Path) -> Path:
+    """Raise ValueError for a folder to write to that is a file, or lies below one."""
+    if taken := [each for each in (folder.absolute(), *folder.absolute().parents) if os.path.isfile(each)]:
+        raise ValueError(f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another")
+    return folder
+
+
 # Sections are strict: a quoted "600" is not a number. YAML has neither tuples nor paths, so those types convert.
 HomePath = Annotated[
     Path,
@@ -49,6 +56,7 @@ PathOrUrl = Annotated[
     BeforeValidator(mirrored),
     BeforeValidator(refuse_unusable_path),
     AfterValidator(lambda path: Path(os.path.expanduser(path))),
+    AfterValidator(refuse_file),
     PlainSerializer(shown, when_used="json"),
 ]
 HomeText = Annotated[
@@ -86,10 +94,10 @@ def refuse_other_schemes(url: str) -> str:
     return url
 
 
-def refuse_repeated_urls(urls: tuple[str, ...]) -> tuple[str, ...]:
-    if len({*urls}) < len(urls):
-        raise ValueError(f"URLs without repeats are allowed; write {list(dict.fromkeys(urls))}")
-    return urls
+def refuse_repeats(values: tuple[object, ...]) -> tuple[object, ...]:
+    if len({*values}) < len(values):
+        raise ValueError(f"a list without repeats is allowed; write {list(dict.fromkeys(values))}")
+    return values
 
 
 DeviceName = Annotated[str, AfterValidator(refuse_unknown_device)]
@@ -98,9 +106,11 @@ Servers = Annotated[
     tuple[Url, ...],
     Field(strict=False, min_length=1),
     BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls),
-    AfterValidator(refuse_repeated_urls),
+    AfterValidator(refuse_repeats),
 ]
-Batches = Annotated[tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1)]
+Batches = Annotated[
+    tuple[Annotated[int, Field(gt=0)], ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)
+]
 Devices = Annotated[tuple[DeviceName, ...], Field(strict=False, min_length=1)]
 SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
@@ -110,4 +120,4 @@ DrafterKind = Literal["head", "draft_model", "prompt_lookup", "suffix"]
 DrafterRow = Literal["draft_model", "prompt_lookup", "suffix"]
 HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
 Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
-Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1)]
+Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)]

@@ -273,7 +273,7 @@ a head without a name | report.other_heads={'': head}
 a server without http | data.server=localhost:8000
     data.server | 'localhost:8000' given | http:// or https:// | write http://localhost:8000
 a server twice | data.server=[http://x, http://x]
-    data.server | given | URLs without repeats are allowed | write ['http://x']
+    data.server | given | a list without repeats is allowed | write ['http://x']
 one of the servers without http | data.server=[http://x, y:8000]
     data.server | given | http:// or https:// | write http://y:8000
 another engine's states | data.states=sglang

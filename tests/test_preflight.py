@@ -61,10 +61,10 @@ CASES: list[Case] = [
     (
         "one row",
         ["data.prompts={folder}/one.jsonl"],
-        "data.prompts",
-        "which has 1 row;",
-        "3 or more",
-        "train.batch_size=1",
+        "train.batch_size",
+        "3 given",
+        "up to 1 is allowed",
+        "give more rows",
     ),
     (
         "no row",
@@ -236,7 +236,7 @@ def test_wandb_that_would_ask_for_a_key_is_refused(
 def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("headstart.trainers.tracking.find_spec", lambda name: None)
+    monkeypatch.setattr("headstart.trainers.tracking.is_wandb_available", lambda: False)
     monkeypatch.setenv("WANDB_MODE", "online")
     says = Says("log.wandb", "offline given", "auto or disabled is allowed", "pip install -e '.[wandb]'")
     assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline")), says)

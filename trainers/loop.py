@@ -52,12 +52,12 @@ def train(
         if not measured:  # the process was stopped between saving and measuring
             measure(training, tracker, done)
         seconds, num_tokens = 0.0, 0  # spent in steps since the last logged one
-        inputs.train.follow(order, done * section.batch_size)
+        inputs.train.follow(order.__getitem__, done * section.batch_size)
         expect_step(training, order.of_step(done, section.batch_size))
         for step in range(done, section.steps):
             factor = training.head.set_learning_rates(section, step)
             started = time.perf_counter()
-            inputs.train.follow(order, step * section.batch_size)
+            inputs.train.follow(order.__getitem__, step * section.batch_size)
             numbers = order.of_step(step, section.batch_size)
             if step + 1 < section.steps:  # read while this step is computed
                 expect_step(training, order.of_step(step + 1, section.batch_size))

@@ -10,6 +10,7 @@ from accelerate.utils import broadcast
 from jaxtyping import Float
 from torch import Tensor
 
+from headstart.common.errors import named_errors
 from headstart.data_pipelines.features.batches import Sample, SampleStore, tapped
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
@@ -120,11 +121,8 @@ def load_start(recipe: Recipe, frozen: FrozenTarget) -> DraftHead:
     """The head that the run starts from; raises ValueError that names every difference from the recipe's head."""
     folder = recipe.train.start_from
     assert folder is not None
-    try:
+    with named_errors(f"train.start_from: {folder} given, a head of the recipe's target is allowed"):
         head = load_head_for(folder, frozen)
-    except ValueError as error:
-        allowed = f"a head of the recipe's target is allowed: {error}"
-        raise ValueError(f"train.start_from: {folder} given, {allowed}") from error
     wrong = differences_from(recipe, head, frozen)
     if wrong:
         found = f"train.start_from: {folder} given, whose head differs from the recipe's: {'; '.join(wrong)}"

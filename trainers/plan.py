@@ -33,7 +33,6 @@ from headstart.trainers.ranks.memory import (
     GRADIENTS_AND_WEIGHTS,
     Machine,
     Need,
-    longest_sample,
     memory_needs,
     num_parameters,
     target_bytes,
@@ -59,9 +58,8 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
     The run's whole memory is left to `refuse_more_than_memory`.
     """
     target = check_harvest(recipe, machine.is_here)
-    samples = recipe.data.num_prompts
     if recipe.data.store is None:
-        refuse_few_rows(recipe)
+        samples = most_samples(recipe.data, enough=recipe.train.batch_size)
     else:
         samples = len(FeatureStore(recipe.data.store, "train"))
     refuse_sizes(recipe, machine.ranks, samples)
@@ -81,7 +79,7 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
     """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
     size, accumulate = recipe.train.batch_size, recipe.train.accumulate
     if num_samples == 0:
-        raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
+        raise ValueError("there are no samples to train on; check data.prompts and data.num_prompts, and harvest again")
     if num_heldout == 0:
         given = recipe.data.heldout_prompts
         raise ValueError(f"data.heldout_prompts: {given} given, which yields no held-out sample; add prompts")
@@ -91,19 +89,8 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
         remedy = f"lower it or raise train.batch_size, {size} for {num_ranks} ranks"
         raise wrong_value("train.accumulate", accumulate, f"up to {most} is", remedy)
     if size > num_samples:
-        remedy = f"lower it, or raise data.num_prompts for more training samples than {num_samples}"
+        remedy = f"lower it, or give more rows and raise data.num_prompts for more training samples than {num_samples}"
         raise wrong_value("train.batch_size", size, f"up to {num_samples} is", remedy)
-
-
-def refuse_few_rows(recipe: Recipe) -> None:
-    """Raise ValueError if the prompts cannot fill one training step."""
-    data, step = recipe.data, recipe.train.batch_size
-    rows = most_samples(data, enough=step)
-    if rows < min(step, data.num_prompts):
-        raise ValueError(
-            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, "
-            f"as many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
-        )
 
 
 def refuse_large_head(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
@@ -142,10 +129,10 @@ class TokenCost:
         again = [*head.logits_parameters, *(each for layer in head.decoder_layers for each in layer.parameters())]
         depths = 1 if isinstance(recipe.head, MedusaSection) else recipe.unroll  # that run the same weights again
         looked_up = numel(each.weight for each in head.modules() if isinstance(each, nn.Embedding))
-        multiplied = numel(head.parameters()) - looked_up + (depths - 1) * numel(again)
+        multiplied = num_parameters(head) - looked_up + (depths - 1) * numel(again)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         return cls(
-            weights=(numel(layers.parameters()) + of_output) * step.element,
+            weights=(num_parameters(layers) + of_output) * step.element,
             cached=step.cached,
             layers=len(layers),
             forward=2.0
@@ -199,7 +186,7 @@ class DataSizes:
 
     @classmethod
     def of(cls, recipe: Recipe, target: TargetConfig) -> "DataSizes":
-        data, longest = recipe.data, longest_sample(recipe)
+        data = recipe.data
         folder = data.store or recipe.features_dir
         if data.online is None and (folder / MANIFEST).is_file():
             stores = [FeatureStore(folder, split) for split in ("train", "heldout")]
@@ -208,8 +195,8 @@ class DataSizes:
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         per_token = bytes_per_token(target.hidden_size, len(taps), data.dtype) if data.online is None else 0
         samples = most_samples(data)
-        tokens = samples * longest
-        return cls(False, samples, tokens, per_token * (tokens + data.heldout_samples * longest))
+        tokens = samples * data.longest_sample
+        return cls(False, samples, tokens, per_token * (tokens + data.heldout_samples * data.longest_sample))
 
 
 def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:

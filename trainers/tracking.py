@@ -2,9 +2,10 @@
 
 import os
 import uuid
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
+
+from accelerate.utils import is_wandb_available
 
 from headstart.common.errors import wrong_value
 from headstart.common.files import append_jsonl, read_growing_jsonl, write_jsonl, write_text
@@ -86,17 +87,11 @@ class Tracker:
             write_jsonl(path, [row for row in read_growing_jsonl(path) if row.get("step", 0) <= step])
 
 
-def has_wandb() -> bool:
-    """Whether wandb is installed; the folder `wandb` that it writes would be found too, but has no origin."""
-    spec = find_spec("wandb")
-    return spec is not None and spec.origin is not None
-
-
 def wandb_mode(setting: str) -> Any:
     if setting != "auto":
         return setting
     configured = "online" if "WANDB_API_KEY" in os.environ else "disabled"
-    return os.environ.get("WANDB_MODE", configured) if has_wandb() else "disabled"
+    return os.environ.get("WANDB_MODE", configured) if is_wandb_available() else "disabled"
 
 
 def refuse_unusable_wandb(recipe: Recipe) -> None:
@@ -106,7 +101,7 @@ def refuse_unusable_wandb(recipe: Recipe) -> None:
     if mode not in allowed:
         given = f"{setting} with WANDB_MODE={mode}"
         raise wrong_value("log.wandb", given, f"one of {', '.join(allowed)} is", "change either")
-    if mode != "disabled" and not has_wandb():
+    if mode != "disabled" and not is_wandb_available():
         remedy = "wandb is not installed: run pip install -e '.[wandb]', or write log.wandb=disabled"
         raise wrong_value("log.wandb", setting, "auto or disabled is", remedy)
     if mode != "online" or "WANDB_API_KEY" in os.environ:  # with a key, login would wait for the network

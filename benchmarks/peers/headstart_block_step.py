@@ -26,11 +26,8 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
     head = new_head(section, frozen, vocab, seed=0).to(case.device, case.torch_dtype)
     objective = Objective(
-        name="soft_cross_entropy",
         weight=0.0 if case.to_text else 1.0,
         text_weight=1.0 if case.to_text else 0.0,
-        regression_weight=0.0,
-        input_noise=0.0,
         unroll_weights=tuple(decay_of(section) ** k for k in range(section.levels)),
     )
     trained = TrainedBlocks(head, Teacher(frozen, vocab), objective, case.anchors)

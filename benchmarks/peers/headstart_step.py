@@ -17,13 +17,7 @@ from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
 def make_step(case: Case, inputs: Inputs) -> Step:
     frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
-    objective = Objective(
-        name="soft_cross_entropy",
-        weight=1.0,
-        regression_weight=0.0,
-        input_noise=0.0,
-        unroll_weights=tuple(0.8**k for k in range(case.unroll)),
-    )
+    objective = Objective(unroll_weights=tuple(0.8**k for k in range(case.unroll)))
     teacher = Teacher(frozen, vocab)
     unrolled = UnrolledHead(head, teacher, objective)
     batch = batch_of(case, inputs)

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,12 +26,6 @@ class Sample:
 def tapped(stored: Tensor, last_hidden: Tensor, taps: tuple[int, ...], num_layers: int) -> Tensor:
     """The input of a head with these taps: the stored taps, plus the last hidden state if it is one of them."""
     return torch.cat([stored, last_hidden], dim=-1) if taps[-1] == num_layers else stored
-
-
-class Order(Protocol):
-    """The samples of a training run, by place."""
-
-    def __getitem__(self, place: int) -> int: ...
 
 
 class SampleStore(ABC):
@@ -63,8 +57,8 @@ class SampleStore(ABC):
         samples = [self[number] for number in numbers]
         return Batch.collate(samples, packing=pack([len(sample.tokens) for sample in samples], limit))
 
-    def follow(self, order: Order, place: int) -> None:  # noqa: B027
-        """Prepare to read samples in this order, from a place in it on; called before each step of training."""
+    def follow(self, sample_at: Callable[[int], int], place: int) -> None:  # noqa: B027
+        """Prepare to read the samples of a run from a place in it on; called before each step of training."""
 
     def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:  # noqa: B027
         """Announce the batches of a step, in the order in which they will be requested."""

@@ -20,7 +20,6 @@ from headstart.common.process import user_cache
 from headstart.common.remote import url_of
 from headstart.data_pipelines.features.features import States
 from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
-from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.cache_memory import free_memory
@@ -47,7 +46,7 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
     options = {
         "--revision": recipe.target.revision,
         "--dtype": recipe.target.dtype,
-        "--max-model-len": str(longest_sample(recipe) + 1),  # one token is written
+        "--max-model-len": str(recipe.data.longest_sample + 1),  # one token is written
         "--speculative-config": json.dumps({**method, "draft_model_config": {"hf_config": layers}}),
         "--kv-transfer-config": json.dumps({**connector, "kv_connector_extra_config": folder}),
     }
@@ -65,7 +64,7 @@ class EngineStates:
     def __init__(self, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -> None:
         self.recipe, self.config, self.layers = recipe, config, (*taps, config.num_layers)
         self.advice = f"a server for these taps is started by\n  {serve_command(recipe, config, taps)}"
-        if longest_sample(recipe) >= config.max_positions:
+        if recipe.data.longest_sample >= config.max_positions:
             most = config.max_positions - recipe.data.prompt_tokens - 1
             allowed = f"up to {most} is allowed with data.states vllm, which writes a token after each text; lower it"
             raise ValueError(f"data.response_tokens: {recipe.data.response_tokens} given, {allowed}")

@@ -3,7 +3,7 @@
 import multiprocessing
 import signal
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
@@ -17,7 +17,6 @@ from torch import Tensor
 from headstart.common.process import end_with_parent
 from headstart.data_pipelines.features.batches import (
     Batch,
-    Order,
     Sample,
     SampleStore,
     length_buckets,
@@ -176,8 +175,8 @@ class ReadAhead(SampleStore):
         self._announced: deque[tuple[Sequence[int], int | None]] = deque()
         self._coming: deque[tuple[tuple[Sequence[int], int | None], Future[Batch]]] = deque()
 
-    def follow(self, order: Order, place: int) -> None:
-        self._thread.submit(self.store.follow, order, place)
+    def follow(self, sample_at: Callable[[int], int], place: int) -> None:
+        self._thread.submit(self.store.follow, sample_at, place)
 
     def expect(self, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
         self._thread.submit(self.store.expect, batches, limit)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from headstart.common.files import read_json, write_text
 from headstart.common.remote import cache_limit, delete, fetch, url_of
-from headstart.data_pipelines.features.batches import Order, Sample, SampleStore
+from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.shard_files import decode, note_path, open_shard, read_tensors, shard_entry
 from headstart.data_pipelines.stages.stage import CHECKSUM, Json, checksum
 
@@ -142,7 +142,8 @@ class FeatureStore(SampleStore):
         self, folder: Path, split: str, taps: tuple[int, ...] | None = None, checks_later: bool = False
     ) -> None:
         self.folder = folder
-        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") if checks_later else None
+        self.checks_later = checks_later
+        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
         self._checks: list[Future[None]] = []
         self.about = read_manifest(folder)
         stored = tuple(self.about["taps"])
@@ -188,9 +189,9 @@ class FeatureStore(SampleStore):
         """The number of tokens to train on."""
         return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
 
-    def follow(self, order: Order, place: int) -> None:
+    def follow(self, sample_at: Callable[[int], int], place: int) -> None:
         if self._cache is not None:
-            self._cache.follow(lambda place: self.places[order[place]][0], place, len(self.places))
+            self._cache.follow(lambda place: self.places[sample_at(place)][0], place, len(self.places))
 
     def finish_checks(self) -> None:
         while self._checks:
@@ -200,8 +201,7 @@ class FeatureStore(SampleStore):
         self._opened.clear()
         if self._cache is not None:
             self._cache.close()
-        if self._checker is not None:
-            self._checker.shutdown(cancel_futures=True)
+        self._checker.shutdown(cancel_futures=True)
 
     def _shard(self, shard: int) -> Any:
         """An open shard; it is opened and checked on first use."""
@@ -214,10 +214,9 @@ class FeatureStore(SampleStore):
             return opened
         if shard in self._opened:
             return self._opened[shard]
-        if self._checker is None:
-            refuse_damaged(self.folder, self.shards[shard])
-        else:
-            self._checks.append(self._checker.submit(refuse_damaged, self.folder, self.shards[shard]))
+        self._checks.append(self._checker.submit(refuse_damaged, self.folder, self.shards[shard]))
+        if not self.checks_later:
+            self.finish_checks()
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]

@@ -183,10 +183,9 @@ def samples_of(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection) ->
         tokens = encode_prompt(chat, parsed)
         yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
         return
-    longest = data.prompt_tokens + data.response_tokens
     for given in given_samples(chat, parsed, row, data):
-        if len(given.tokens) > longest:
-            why = f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {longest}"
+        if len(given.tokens) > data.longest_sample:
+            why = f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {data.longest_sample}"
             raise BadRow(TOO_LONG, why)
         prompt = given.tokens[: given.spans[-1][0]]
         yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}

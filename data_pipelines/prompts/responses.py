@@ -8,7 +8,7 @@ from pathlib import Path
 from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
-from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, longest_sample, texts_together
+from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.checkpoint import load_head_for, load_taps
 from headstart.heads.target_config import TargetConfig, folder_of, target_identity
@@ -221,7 +221,7 @@ def target_writer(recipe: Recipe, target: TargetModel, ending: Ending = never) -
 
     Raises ValueError for a target whose generation_config.json asks for what we do not support.
     """
-    return decoding_writer(recipe, target, None, texts_together(recipe, target, longest_sample(recipe)), ending)
+    return decoding_writer(recipe, target, None, texts_together(recipe, target, recipe.data.longest_sample), ending)
 
 
 def decoding_writer(
@@ -245,7 +245,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     config = TargetConfig.from_folder(folder_of(recipe.target))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
-    max_batch = texts_together(recipe, target, longest_sample(recipe), tree_nodes(recipe.decode))
+    max_batch = texts_together(recipe, target, recipe.data.longest_sample, tree_nodes(recipe.decode))
     growth = growth_from_recipe(recipe.decode, target, head, batch=max_batch)
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
 

@@ -114,10 +114,6 @@ class ShardProgress(Progress):
         self.advance(samples, f"{speed:,.0f} tokens/s")
 
 
-def longest_sample(recipe: Recipe) -> int:
-    return recipe.data.prompt_tokens + recipe.data.response_tokens
-
-
 def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int = 1) -> int:
     """How many texts of up to `length` tokens, with draft trees of `nodes` nodes, decode together.
 

@@ -14,7 +14,6 @@ from headstart.common.files import read_json
 from headstart.data_pipelines.features.sample_stores import ON_DEVICE, STEPS
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
-from headstart.data_pipelines.stages.shard_work import longest_sample
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.cache_memory import free_memory
@@ -81,7 +80,7 @@ def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int
 
     Samples may be as long as the recipe allows: most batches of texts hold one, to which the others are padded.
     """
-    samples, longest = recipe.train.samples_at_once(machine.ranks), longest_sample(recipe)
+    samples, longest = recipe.train.samples_at_once(machine.ranks), recipe.data.longest_sample
     needs = head_needs(recipe, head, samples, longest, machine)
     if recipe.joint.mode is not None:
         model = model_without_weights(trainable_section(recipe, machine.device))
@@ -123,7 +122,7 @@ def refuse_large_harvest(recipe: Recipe, target: TargetConfig, machine: Machine,
         return
     shares = machine.devices_of_target(split)
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
-    needed = (weights + step.needed(1, 1, longest_sample(recipe))) // shares
+    needed = (weights + step.needed(1, 1, recipe.data.longest_sample)) // shares
     if needed > machine.memory:
         raise ValueError(
             f"target.split: {split or 'null'} given, with which the harvest needs about {decimal(needed)} on each "
@@ -229,7 +228,7 @@ def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: i
     spread = f", over {devices} devices" if devices > 1 else ""
     yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
     if recipe.data.online == ("auto",):
-        tokens = recipe.train.batch_size // machine.ranks * longest_sample(recipe)
+        tokens = recipe.train.batch_size // machine.ranks * recipe.data.longest_sample
         taps = len(stored_taps(head.taps, config.num_layers))
         states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)
         yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online [auto]")
