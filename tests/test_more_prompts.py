@@ -207,8 +207,10 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path,
     shutil.rmtree(folder / "run" / "prompts")
     if stage == "features":
         shutil.rmtree(folder / "run" / "responses")
+    before = modified(folder / "run" / stage)
     with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
         harvest(tiny_recipe(folder))
+    assert modified(folder / "run" / stage) == before
 
 
 @pytest.mark.slow
