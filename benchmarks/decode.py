@@ -25,7 +25,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
-from headstart.inference.drafters.costs import AdaptiveChain, CostAware
+from headstart.inference.drafters.costs import CostAware
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
@@ -210,9 +210,9 @@ def run(recipe: Recipe) -> None:
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"
         sweep = [Row(name_of(growth), with_head(growth, sampling)) for growth in SWEEP]
-        adaptive = Row("adaptive chain", with_head(AdaptiveChain(8, cost_table(target, head, 1, 8)), sampling))
+        chain = Row("cost-aware chain", with_head(CostAware(8, 1, 8, cost_table(target, head, 1, 8)), sampling))
         cost_aware = Row("cost-aware", with_head(CostAware(8, 4, 32, cost_table(target, head, 4, 32)), sampling))
-        rows = [*sweep, adaptive, cost_aware]
+        rows = [*sweep, chain, cost_aware]
         measure(rows, prompts, target, head, title)
         console.print(growth_table(rows, max(row.rate for row in sweep), title))
         # The maximum of many noisy rates is biased upwards, so the best trees run again.

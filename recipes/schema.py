@@ -466,12 +466,11 @@ class DecodeSection(Section):
     corpus: HomePath | None = Field(
         default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
-    growth: Literal["chain", "adaptive", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
+    growth: Literal["chain", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
-        description="Shape of the draft tree. chain: one token per level; adaptive: a chain whose length follows "
-        "recent acceptance; searched: the fixed shape fitted to the head; dynamic: the likeliest nodes (EAGLE-2); "
-        "cost_aware, searched_cost_aware: dynamic and searched, with depth and size chosen from the step times "
-        "measured on this machine.",
+        description="Shape of the draft tree. chain: one token per level; searched: the fixed shape fitted to "
+        "the head; dynamic: the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with "
+        "depth and size chosen from the step times measured on this machine.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step; the most, if growth chooses the depth."

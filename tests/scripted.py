@@ -18,7 +18,6 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import (
     NODES,
-    AdaptiveChain,
     CostAware,
     CostSurface,
     CostTable,
@@ -330,8 +329,8 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "half right head, cost-aware, and repeats": lambda texts: HeadDrafter(
         HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts()), Repeats(6)
     ),
-    "half right head, adaptive": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), AdaptiveChain(6, SetCosts())
+    "half right head, cost-aware chain": lambda texts: HeadDrafter(
+        HalfRightHead(texts.target, *texts.whole), CostAware(6, 1, 6, SetCosts())
     ),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),

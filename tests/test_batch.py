@@ -67,15 +67,15 @@ BATCH_DRAFTERS = [
     "half right head, tree",
     "half right head, fixed tree",
     "half right head, cost-aware",
-    "half right head, adaptive",
+    "half right head, cost-aware chain",
     "moody oracle",
     "careless oracle",
     "truth hidden in a tree",
     "duplicate siblings",
 ]
-SOME = ("head, wide tree", "half right head, fixed tree", "half right head, adaptive", "truth hidden in a tree")
+SOME = ("head, wide tree", "half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
 # These choose one tree shape for all rows, so a row's steps depend on the others.
-ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, adaptive")
+ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
 
 
 # A warning may be about a row in which no token has any probability left.

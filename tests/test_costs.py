@@ -27,9 +27,7 @@ from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, su
 from headstart.inference.drafters.costs import (
     NODES,
     WINDOW,
-    AdaptiveChain,
     CostAware,
-    CostAwareShape,
     CostSurface,
     CostTable,
     Situation,
@@ -62,10 +60,11 @@ def refuse(*_: Any) -> CostSurface:
     raise AssertionError("measured")
 
 
-def growths(target: TargetModel, head: Eagle3Head) -> Iterator[CostAware | CostAwareShape]:
-    for growth in ("cost_aware", "adaptive"):
-        found = growth_from_recipe(DecodeSection(growth=growth, depth=3, width=3, nodes=12), target, head)
-        assert isinstance(found, CostAware | CostAwareShape)
+def growths(target: TargetModel, head: Eagle3Head) -> Iterator[CostAware]:
+    for width, nodes in ((3, 12), (1, 3)):
+        section = DecodeSection(growth="cost_aware", depth=3, width=width, nodes=nodes)
+        found = growth_from_recipe(section, target, head)
+        assert isinstance(found, CostAware)
         yield found
 
 
@@ -346,7 +345,8 @@ def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
     head = new_head(Eagle3Section(kind="eagle3", taps=target.taps), target.frozen, DraftVocab.full(97), seed=1).eval()
     section = DecodeSection(growth="cost_aware", depth=3)
     growth = growth_from_recipe(section, target, head)
-    assert isinstance(growth, AdaptiveChain)
+    assert isinstance(growth, CostAware)
+    assert growth.width == 1
     assert growth.watch.costs.surface.tokens[-1] >= states.WINDOW + 4  # a pass reads accepted tokens again
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     assert load_costs(section, target, HeadDrafter(head, growth)) is growth.watch.costs

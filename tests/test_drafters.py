@@ -307,7 +307,7 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
-        ({"drafter": "prompt_lookup", "growth": "adaptive"}, "growth adaptive needs a trained head"),
+        ({"drafter": "prompt_lookup", "growth": "cost_aware"}, "growth cost_aware needs a trained head"),
         (
             {"drafter": "suffix", "corpus": "x", "repeats": 4},
             "repeats needs drafter head and acceptance seeded",

@@ -60,7 +60,7 @@ def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(harvested: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("growth", ["dynamic", "cost_aware", "adaptive"])
+@pytest.mark.parametrize("growth", ["dynamic", "cost_aware"])
 def test_drafting_with_a_head_for_a_shared_target_leaves_its_text_the_same(
     harvested: Path, tmp_path: Path, growth: str
 ) -> None:

@@ -15,7 +15,7 @@ from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
-from headstart.inference.drafters.costs import AdaptiveChain, CostAware, CostAwareShape, Costly, CostTable
+from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
@@ -63,13 +63,15 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
             f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
-    if section.growth in ("chain", "adaptive"):
+    if section.growth == "chain":
         return section
-    growth = "adaptive" if section.growth in ("cost_aware", "searched_cost_aware") else "chain"
+    is_cost_aware = section.growth in ("cost_aware", "searched_cost_aware")
     if "growth" in section.model_fields_set and target.ranks.rank == 0:
         why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
-        say_once(f"decode.growth: {growth} in place of {section.growth}: {why}")
-    return section.model_copy(update={"growth": growth})
+        shape = "chains of cost-aware length" if is_cost_aware else "chain"
+        say_once(f"decode.growth: {shape} in place of {section.growth}: {why}")
+    chain = {"growth": "cost_aware", "width": 1, "nodes": section.depth} if is_cost_aware else {"growth": "chain"}
+    return section.model_copy(update=chain)
 
 
 @cache
@@ -136,7 +138,7 @@ def model_growth(section: DecodeSection) -> Growth:
     """The recipe's growth for a drafter without measured costs: a chain or a dynamic tree."""
     if section.acceptance == "rejection":
         return Fixed.chain(section.depth)  # rejection sampling needs a fixed shape
-    if section.growth in ("chain", "adaptive"):
+    if section.growth == "chain":
         return Dynamic.chain(section.depth)
     return Dynamic(section.depth, section.width, section.nodes)
 
@@ -159,8 +161,6 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     if section.growth == "searched_cost_aware":
         tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
         return CostAwareShape.searched(tree, section.nodes, costs)
-    if section.growth == "adaptive":
-        return AdaptiveChain(section.depth, cost_table(target, head, 1, section.depth, batch))
     if section.growth == "cost_aware":
         costs = cost_table(target, head, section.width, section.nodes, batch)
         return CostAware(section.depth, section.width, section.nodes, costs)
@@ -178,7 +178,7 @@ def searched_tree(head: DraftHead) -> StaticTree:
 
 def lookup_limits(section: DecodeSection) -> TreeLimits:
     """How large the trees of a lookup may grow under the recipe."""
-    if section.growth in ("chain", "adaptive"):
+    if section.growth == "chain":
         return TreeLimits(section.depth, 1, section.depth)
     return TreeLimits(section.depth, section.width, section.nodes)
 

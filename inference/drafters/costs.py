@@ -31,7 +31,6 @@ PRIOR = 4  # observed steps that a correction must outweigh
 APART = math.log(1.5)  # most that the steps of one size differ from all steps of the batch
 RENEWED = 32  # observations after which corrections are applied; a step gives a few
 TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
-MEMORY = 0.95  # weight of each draft relative to the one after it
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -394,22 +393,3 @@ class CostAwareShape(Costly):
         tree = self.chosen.prune(pool, roots)
         self.watch.end(tree.shape[1], len(pool.scores))
         return tree
-
-
-class AdaptiveChain(CostAwareShape):
-    """A chain whose length follows the recent acceptance rate; a node's chance is a power of it."""
-
-    def __init__(self, depth: int, costs: CostTable) -> None:
-        self.accepted, self.verified = 1.0, 2.0  # weighted numbers of draft tokens; the rate starts at 1 of 2
-        super().__init__([Fixed.chain(length) for length in range(1, depth + 1)], numpy.ones(depth), costs)
-
-    def levels(self, verified: Verified) -> int:
-        assert isinstance(verified, VerifiedOnHost)
-        for count, drafted in zip(verified.counts, verified.drafted, strict=True):
-            if drafted:
-                taken = count - 1
-                self.accepted = MEMORY * self.accepted + taken
-                # Tokens after a rejected one were not tested.
-                self.verified = MEMORY * self.verified + min(taken + 1, drafted)
-        self.chances = numpy.power(self.accepted / self.verified, numpy.arange(1, self.depth + 1))
-        return super().levels(verified)

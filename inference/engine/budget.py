@@ -201,6 +201,6 @@ def refuse_large_trees(
 
 def tree_nodes(section: DecodeSection) -> int:
     """The nodes of the largest tree that the recipe's drafter proposes, the root included."""
-    if section.growth in ("chain", "adaptive"):
+    if section.growth == "chain":
         return section.depth + 1
     return max(section.nodes, section.width * section.depth) + 1

@@ -196,7 +196,7 @@ class Learner:
     def offer(self, made: Path, snapshot: Snapshot) -> None:
         """Judge the head in a folder on held-out traffic, print the verdict, and serve the head if it is better."""
         served = self.versions.folder / snapshot.served
-        width = 1 if self.recipe.decode.growth in ("chain", "adaptive") else min(self.recipe.decode.width, WIDTH)
+        width = 1 if self.recipe.decode.growth == "chain" else min(self.recipe.decode.width, WIDTH)
         candidate, before = load_head_for(made, self.frozen), load_head_for(served, self.frozen)
         verdict = judge(candidate, before, snapshot.heldout, depth_for(self.recipe.decode, before), width)
         print(verdict, flush=True)
