@@ -17,8 +17,7 @@ from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, writ
 from headstart.data_pipelines.features.store import describe_store, existing_store
 from headstart.data_pipelines.more_prompts import (
     claim_features,
-    grown_shards,
-    remove_shards,
+    remove_grown_shards,
     take_over_features,
     take_over_responses,
 )
@@ -262,7 +261,7 @@ class Harvest:
             self.make_responses(missing)
         if shards and recipe.data.online is None and not self.ending():
             identities = self.identities(shards)
-            remove_shards(grown_shards(recipe, self.features_stage(None), shards, identities))
+            remove_grown_shards(recipe, shards, identities)
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
             whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
             if len(whole) < len(names):

@@ -55,17 +55,25 @@ def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
 def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:
     """Keep the shards of features whose texts are still there, if nothing else of the stage changed.
 
-    Raises ValueError if a shard was made from other texts.
+    A shard that holds only the first of its texts (`identities` differ) is removed, to be made anew. Raises ValueError
+    if a shard was made from other texts.
     """
     if stage.changed_inputs() != {"responses"}:
         return
-    grown = grown_shards(recipe, stage, prompts, identities)
+    shards = {shard.features_file: shard for shard in prompts}
+    there = files_in(stage.folder, ".safetensors")
+    grown = [path for path in there if path.name not in shards or made_from(path) != identities[path.name]]
+    for path in grown:
+        if path.name not in shards or not starts_with(path, responses_path(recipe, shards[path.name])):
+            stage.refuse(f"{path.name} was made from other texts, so the run cannot continue from these features")
     stage.claim(stage.claimed_for())  # not complete from here on
-    keep_manifest_entries(stage.folder)
-    remove_shards(grown)
+    keep_manifest_entries(stage.folder, {path.name for path in there} - {path.name for path in grown})
+    for path in grown:
+        remove(path)
+        remove(note_path(path))
     stage.claim()
-    kept = len(files_in(stage.folder, ".safetensors"))
-    print(f"features: {kept:,} of {len(prompts):,} shards are there and reused, {len(prompts) - kept:,} are made now")
+    kept = len(there) - len(grown)
+    print(f"features: {kept:,} of {len(shards):,} shards are there and reused, {len(shards) - kept:,} are made now")
 
 
 def claim_features(stage: Stage) -> None:
@@ -80,28 +88,19 @@ def claim_features(stage: Stage) -> None:
         stage.inputs["responses"] = found["responses"]
     stage.refuse()
     stage.claim()
-    keep_manifest_entries(stage.folder)
+    keep_manifest_entries(stage.folder, {path.name for path in files_in(stage.folder, ".safetensors")})
 
 
-def grown_shards(
-    recipe: Recipe, stage: Stage, prompts: Sequence[ShardPrompts], identities: dict[str, str]
-) -> list[Path]:
-    """The features of shards that hold only the first of their texts (`identities` differ), to be made anew.
-
-    Raises ValueError if a shard was made from other texts.
-    """
-    there = {recipe.features_dir / shard.features_file: responses_path(recipe, shard) for shard in prompts}
-    grown = [path for path in there if is_there(path) and made_from(path) != identities[path.name]]
-    for path in grown:
-        if not starts_with(path, there[path]):
-            stage.refuse(f"{path.name} was made from other texts, so the run cannot continue from these features")
-    return grown
-
-
-def remove_shards(paths: list[Path]) -> None:
-    for path in paths:
-        remove(path)
-        remove(note_path(path))
+def remove_grown_shards(recipe: Recipe, prompts: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
+    """Remove the features of shards that hold only the first of their texts, to be made anew."""
+    for shard in prompts:
+        path = recipe.features_dir / shard.features_file
+        if not is_there(path) or made_from(path) == identities[path.name]:
+            continue
+        is_shorter = len(read_tensors(path, ["offsets"])["offsets"]) - 1 < len(shard.rows)
+        if is_shorter and starts_with(path, responses_path(recipe, shard)):
+            remove(path)
+            remove(note_path(path))
 
 
 def starts_with(shard: Path, responses: Path) -> bool:
@@ -113,11 +112,10 @@ def starts_with(shard: Path, responses: Path) -> bool:
     return ends and all(stored[name].equal(tensor) for name, tensor in wanted.items())
 
 
-def keep_manifest_entries(folder: Path) -> None:
-    """Move the manifest's entries next to their shards again, so that damage since then is still noticed."""
+def keep_manifest_entries(folder: Path, names: set[str]) -> None:
+    """Move the manifest's entries of these shards next to them again, so that damage since then is still noticed."""
     if not (folder / MANIFEST).is_file():
         return
-    names = {path.name for path in files_in(folder, ".safetensors")}
     for entry in read_manifest(folder)["shards"]:
         if entry["file"] in names:
             write_text(note_path(folder / entry["file"]), json.dumps(entry))
