@@ -562,12 +562,12 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: a head of another vocabulary": (
         config(lambda found: found.update(vocab_size=32000)),
         CONVERT,
-        Says("vocab_size", "32000", "the target's 97 is allowed", "name the head's own target"),
+        Says("vocab_size", "32000", "only the target's 97 is allowed", "name the target that"),
     ),
     "convert: a head for another target": (
         replaced_by("foreign"),
         CONVERT,
-        Says("vocab_size", "300", "the target's 97 is allowed", "name the head's own target"),
+        Says("vocab_size", "300", "only the target's 97 is allowed", "name the target that the head was trained for"),
     ),
     "lint: a head for another target": (
         replaced_by("foreign"),

@@ -61,10 +61,10 @@ CASES: list[Case] = [
     (
         "one row",
         ["data.prompts={folder}/one.jsonl"],
-        "train.batch_size",
-        "3 given",
-        "up to 1 is allowed",
-        "give more rows",
+        "data.prompts",
+        "which has 1 row;",
+        "3 or more",
+        "train.batch_size=1",
     ),
     (
         "no row",

@@ -58,8 +58,9 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
     The run's whole memory is left to `refuse_more_than_memory`.
     """
     target = check_harvest(recipe, machine.is_here)
+    samples = recipe.data.num_prompts
     if recipe.data.store is None:
-        samples = most_samples(recipe.data, enough=recipe.train.batch_size)
+        refuse_few_rows(recipe)
     else:
         samples = len(FeatureStore(recipe.data.store, "train"))
     refuse_sizes(recipe, machine.ranks, samples)
@@ -79,7 +80,7 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
     """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
     size, accumulate = recipe.train.batch_size, recipe.train.accumulate
     if num_samples == 0:
-        raise ValueError("there are no samples to train on; check data.prompts and data.num_prompts, and harvest again")
+        raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
         given = recipe.data.heldout_prompts
         raise ValueError(f"data.heldout_prompts: {given} given, which yields no held-out sample; add prompts")
@@ -89,8 +90,19 @@ def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: 
         remedy = f"lower it or raise train.batch_size, {size} for {num_ranks} ranks"
         raise wrong_value("train.accumulate", accumulate, f"up to {most} is", remedy)
     if size > num_samples:
-        remedy = f"lower it, or give more rows and raise data.num_prompts for more training samples than {num_samples}"
+        remedy = f"lower it, or raise data.num_prompts for more training samples than {num_samples}"
         raise wrong_value("train.batch_size", size, f"up to {num_samples} is", remedy)
+
+
+def refuse_few_rows(recipe: Recipe) -> None:
+    """Raise ValueError if the prompts cannot fill one training step."""
+    data, step = recipe.data, recipe.train.batch_size
+    rows = most_samples(data, enough=step)
+    if rows < min(step, data.num_prompts):
+        raise ValueError(
+            f"data.prompts: {data.prompts} given, which has {rows} row{'s' * (rows != 1)}; {step} or more are allowed, "
+            f"as many as train.batch_size; add prompts, or write train.batch_size={max(rows, 1)}"
+        )
 
 
 def refuse_large_head(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:

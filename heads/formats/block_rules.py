@@ -125,13 +125,13 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
     """The sizes of the target that the head was trained for, as the files name them."""
     config, target = subject.config, subject.frozen.config
-    for key, found, its in (
-        ("num_target_layers", config.get("num_target_layers"), target.num_layers),
-        ("hidden_size", subject.target_hidden_size, target.hidden_size),
-        ("vocab_size", config.get("vocab_size"), target.vocab_size),
+    for key, its in (
+        ("num_target_layers", target.num_layers),
+        ("hidden_size", target.hidden_size),
+        ("vocab_size", target.vocab_size),
     ):
-        if found not in (None, its):
-            yield config_error(engine, key, found, f"the target's {its} is allowed: name the head's own target")
+        if config.get(key) not in (None, its):
+            yield config_error(engine, key, config[key], f"the target's {its} is allowed: name the head's own target")
 
 
 def draft_length(subject: Subject, engine: str) -> Iterator[Violation]:

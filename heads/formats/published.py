@@ -97,7 +97,14 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
-    translation.refused += [each.text for each in block_rules.target_layers(subject, "headstart")]
+    target = subject.frozen.config
+    for name, found, its in (
+        ("vocab_size", config.get("vocab_size"), target.vocab_size),
+        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
+    ):
+        if found not in (None, its):
+            allowed = f"only the target's {its} is allowed; name the target that the head was trained for"
+            translation.refused.append(f"{name} {found}: {allowed}")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
