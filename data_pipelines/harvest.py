@@ -15,6 +15,7 @@ if __name__ == "__main__":
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -130,7 +131,10 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
-        refuse_differences(state, {"config and weights of target.path": str(TargetOrigin.of(folder_of(recipe.target)))})
+        refuse_differences(
+            state,
+            {"config and weights of target.path": str(replace(TargetOrigin.of(folder_of(recipe.target)), source=None))},
+        )
         yield stack.enter_context(harvest_of(recipe, state))
 
 

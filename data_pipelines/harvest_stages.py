@@ -115,7 +115,7 @@ class Harvest:
         return responses
 
     def open_responses(self, prompts: Stage) -> Stage:
-        """The stage with the responses that are there; raises ValueError if a disk cannot hold the features of all."""
+        """The stage, with earlier responses taken over; raises ValueError if a disk cannot hold all features."""
         recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
         responses = responses_stage(recipe, prompts)
         with self.main_rank_first():

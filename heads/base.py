@@ -32,7 +32,7 @@ class DraftHead(nn.Module, ABC):
     """
 
     kind: str
-    shape: Any  # everything about it that is not a weight, with the shape of its cache: a frozen dataclass of its kind
+    shape: Any  # everything about it but its weights: a frozen dataclass of its kind, which has a `cache_shape`
     target: TargetConfig
     taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
     vocab: DraftVocab

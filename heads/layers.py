@@ -115,6 +115,8 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     The formulas of scaled ones are transformers' own, which also rotate the target.
     """
     frequencies, scale = rope.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), 1.0
+    if rope.kind in SCALINGS and rope.scaling.get("factor") is None:
+        raise ValueError(f"rope_scaling.factor in config.json: missing, rope_type {rope.kind} needs a number; add it")
     if rope.kind in SCALINGS:
         given = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
         sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}

@@ -242,11 +242,11 @@ class TargetConfig:
 
 @dataclass(frozen=True)
 class TargetOrigin:
-    """The target that a head was trained for."""
+    """The target that a head was trained for, or that a store was made with."""
 
     sha256: str
     source: str | None = None
-    sampled: str | None = None  # `sampled_identity`, which heads of earlier versions do not record
+    sampled: str | None = None  # `sampled_identity`, which earlier versions did not record
 
     @classmethod
     def of(cls, folder: Path) -> "TargetOrigin":

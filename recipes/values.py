@@ -36,7 +36,7 @@ def refuse_url(path: object) -> object:
 
 
 def refuse_file(folder: Path) -> Path:
-    """Raise ValueError for a folder to write to that is a file, or lies below one."""
+    """Raise ValueError for a folder that is a file, or lies below one."""
     if taken := [each for each in (folder.absolute(), *folder.absolute().parents) if os.path.isfile(each)]:
         raise ValueError(f"a folder that exists or can be made is allowed, and {taken[0]} is a file; choose another")
     return folder

@@ -168,7 +168,7 @@ GROWTHS: list[Growth] = [
     Dynamic.chain(3),
     Dynamic(3, 3, 7),
     Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
-    CostAwareShape.searched(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
+    CostAwareShape(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
 ]
 
 
@@ -254,7 +254,7 @@ def test_more_nodes_than_were_searched_are_refused() -> None:
 def test_expensive_nodes_give_a_small_tree() -> None:
     tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
     costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # each node adds a cost of 1 / nodes
-    sizes = [CostAwareShape.searched(tree, 12, table).fastest(table.costs).nodes for table in costs]
+    sizes = [CostAwareShape(tree, 12, table).fastest(table.costs).nodes for table in costs]
     assert sizes == sorted(sizes, reverse=True)
     assert (sizes[0], sizes[-1]) == (12, 1)
 

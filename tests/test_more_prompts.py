@@ -6,15 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from accelerate import PartialState
 from bad_inputs import Says, assert_told, type_command
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
-from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.data_pipelines.prompts.responses import journal_of
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.recipes import Recipe
+from headstart.recipes.command_line import Part
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
 MORE = "data.num_prompts=40"
@@ -211,6 +213,28 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path,
     with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
         harvest(tiny_recipe(folder))
     assert modified(folder / "run" / stage) == before
+
+
+def test_features_of_prompts_that_are_gone_are_refused_and_left(folder: Path) -> None:
+    """They were counted as reused, and every reader of the store that was written refused it."""
+    for stage in ("prompts", "responses"):
+        shutil.rmtree(folder / "run" / stage)
+    before = modified(folder / "run" / "features")
+    with pytest.raises(ValueError, match=r"the features in .* were made from other inputs"):
+        harvest(tiny_recipe(folder, "data.num_prompts=10"))
+    assert modified(folder / "run" / "features") == before
+
+
+def test_a_part_leaves_features_of_other_prompts_as_they_are(folder: Path) -> None:
+    shutil.rmtree(folder / "run")
+    harvest_part(tiny_recipe(folder), Part(1, 2), PartialState())
+    write_prompts(folder / "prompts.jsonl", count=14, first=50)
+    for stage in ("prompts", "responses"):
+        shutil.rmtree(folder / "run" / stage)
+    before = contents(folder / "run" / "features")
+    with pytest.raises(ValueError, match=r"train-00000\.safetensors .*another run"):
+        harvest_part(tiny_recipe(folder), Part(1, 2), PartialState())
+    assert contents(folder / "run" / "features") == before
 
 
 @pytest.mark.slow

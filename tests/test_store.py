@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -294,9 +294,12 @@ def test_stores_of_a_target_that_was_tuned_in_its_middle_were_merged(harvested: 
         del about["target"]["sampled"]
         about["target"] |= sampled
         (source / "manifest.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match="cannot be merged:\n  sampled: "):
-        merge(tmp_path / "merged", [harvested / "run" / "features", sources[0]])
-    merge(tmp_path / "merged", [harvested / "run" / "features", sources[1]])  # as far as both are known
+    (tuned, earlier), known = sources, harvested / "run" / "features"
+    for given in permutations([tuned, earlier, known]):
+        with pytest.raises(ValueError, match="cannot be merged:\n  the target's weights, sampled: "):
+            merge(tmp_path / "merged", [*given])
+    merge(tmp_path / "merged", [earlier, known])
+    assert read_manifest(tmp_path / "merged")["target"] == read_manifest(known)["target"]
 
 
 def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:

@@ -142,8 +142,7 @@ class FeatureStore(SampleStore):
         self, folder: Path, split: str, taps: tuple[int, ...] | None = None, checks_later: bool = False
     ) -> None:
         self.folder = folder
-        self.checks_later = checks_later
-        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums")
+        self._checker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checksums") if checks_later else None
         self._checks: list[Future[None]] = []
         self.about = read_manifest(folder)
         stored = tuple(self.about["taps"])
@@ -201,7 +200,8 @@ class FeatureStore(SampleStore):
         self._opened.clear()
         if self._cache is not None:
             self._cache.close()
-        self._checker.shutdown(cancel_futures=True)
+        if self._checker is not None:
+            self._checker.shutdown(cancel_futures=True)
 
     def _shard(self, shard: int) -> Any:
         """An open shard; it is opened and checked on first use."""
@@ -214,9 +214,10 @@ class FeatureStore(SampleStore):
             return opened
         if shard in self._opened:
             return self._opened[shard]
-        self._checks.append(self._checker.submit(refuse_damaged, self.folder, self.shards[shard]))
-        if not self.checks_later:
-            self.finish_checks()
+        if self._checker is None:
+            refuse_damaged(self.folder, self.shards[shard])
+        else:
+            self._checks.append(self._checker.submit(refuse_damaged, self.folder, self.shards[shard]))
         self._opened[shard] = open_shard(self.folder / self.shards[shard]["file"])
         self._offsets[shard] = self._opened[shard].get_tensor("offsets")
         return self._opened[shard]

@@ -26,13 +26,13 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, differences, file_digest
+from headstart.data_pipelines.stages.stage import CHECKSUM, SAMPLED, Json, Stage, differences, file_digest
 from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
 
 SPLITS = ("train", "heldout")
-MERGE_KEYS = ("taps", "dtype", "target")  # what the merged manifest takes from the first, and all must share
+MERGE_KEYS = ("taps", "dtype", "target")  # of the manifest; all stores must share them
 
 
 def verify(folder: Path) -> dict[Path, str]:
@@ -85,11 +85,11 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     """
     refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
-    for source, about in zip(sources[1:], abouts[1:], strict=True):
-        mine, its = merge_values(abouts[0]), merge_values(about)
-        if None in (mine["sampled"], its["sampled"]):  # stores of earlier versions do not record it
-            mine["sampled"] = its["sampled"] = None
-        if different := differences(mine, its, f"{{}} in {sources[0]}, {{}} in {source}"):
+    values = [merge_values(about) for about in abouts]
+    model = next((place for place, each in enumerate(values) if each[SAMPLED]), 0)  # earlier versions record no SAMPLED
+    for source, its in zip(sources, values, strict=True):
+        wanted = values[model] if its[SAMPLED] else {**values[model], SAMPLED: None}
+        if different := differences(wanted, its, f"{{}} in {sources[model]}, {{}} in {source}"):
             lines = "\n  ".join(["these stores cannot be merged:", *different])
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
     for source in sources:
@@ -97,7 +97,10 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     with whole_folder(into) as partial:
         shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
         merged_from = [file_digest(source / MANIFEST) for source in sources]
-        about = {**{key: abouts[0].get(key) for key in MERGE_KEYS}, "merged_from": [origin(found) for found in abouts]}
+        about = {
+            **{key: abouts[model].get(key) for key in MERGE_KEYS},
+            "merged_from": [origin(found) for found in abouts],
+        }
         write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
         stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})
         stage.claim()
@@ -131,10 +134,8 @@ def refuse_sources(into: Path, sources: list[Path]) -> None:
 def merge_values(about: Json) -> Json:
     """The values that must be equal in manifests to merge."""
     target = target_of(about)
-    digests = (
-        {"target": None, "sampled": None} if target is None else {"target": target.sha256, "sampled": target.sampled}
-    )
-    return {**{key: about.get(key) for key in MERGE_KEYS}, **digests}
+    sha256, sampled = (None, None) if target is None else (target.sha256, target.sampled)
+    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": sha256, SAMPLED: sampled}
 
 
 def target_of(about: Json) -> TargetOrigin | None:

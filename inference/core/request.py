@@ -99,6 +99,7 @@ class DecodeStats:
 
     @classmethod
     def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
+        """The statistics of several generations, summed."""
         found = [vars(part) for part in parts]
         by_depth = zip_longest(*(part["accepted_at_depth"] for part in found), fillvalue=0)
         names = (each.name for each in fields(cls) if each.name != "accepted_at_depth")

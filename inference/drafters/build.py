@@ -63,14 +63,16 @@ def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
             f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
-    if section.growth == "chain":
+    if section.growth == "chain" or (section.growth == "cost_aware" and section.width == 1):
         return section
-    is_cost_aware = section.growth in ("cost_aware", "searched_cost_aware")
+    chain: dict[str, Any] = {"growth": "chain"}
+    shape = "chain"
+    if section.growth in ("cost_aware", "searched_cost_aware"):
+        nodes = min(section.nodes, section.depth)
+        chain, shape = {"growth": "cost_aware", "width": 1, "nodes": nodes}, "cost_aware of width 1"
     if "growth" in section.model_fields_set and target.ranks.rank == 0:
         why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
-        shape = "chains of cost-aware length" if is_cost_aware else "chain"
         say_once(f"decode.growth: {shape} in place of {section.growth}: {why}")
-    chain = {"growth": "cost_aware", "width": 1, "nodes": section.depth} if is_cost_aware else {"growth": "chain"}
     return section.model_copy(update=chain)
 
 
@@ -160,7 +162,7 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
         return Fixed(searched_tree(head).best(section.nodes))
     if section.growth == "searched_cost_aware":
         tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
-        return CostAwareShape.searched(tree, section.nodes, costs)
+        return CostAwareShape(tree, section.nodes, costs)
     if section.growth == "cost_aware":
         costs = cost_table(target, head, section.width, section.nodes, batch)
         return CostAware(section.depth, section.width, section.nodes, costs)

@@ -6,7 +6,7 @@ Costs are measured at load, then corrected by the steps that run.
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -355,20 +355,16 @@ def largest(chances: Iterable[float], count: int) -> list[float]:
 
 
 class CostAwareShape(Costly):
-    """Before drafting, picks the fixed shape with the most expected tokens per second, from shapes of every size."""
+    """Before drafting, cuts a head's searched tree to the size with the most expected tokens per second."""
 
-    def __init__(self, sizes: Sequence[Fixed], chances: NDArray[numpy.float64], costs: CostTable) -> None:
-        """`sizes[i]` has i + 1 nodes, and each holds the one before it; `chances[i]` is that of the node it adds."""
-        self.sizes, self.chances, self.watch = sizes, chances, StepWatch(costs)
-        self.depths = numpy.array([size.depth for size in sizes])
-        self.chosen = sizes[-1]
-        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, len(sizes)
-
-    @classmethod
-    def searched(cls, tree: StaticTree, nodes: int, costs: CostTable) -> "CostAwareShape":
-        """A head's searched tree, cut to its best 1, 2, ... up to `nodes` nodes."""
-        sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
-        return cls(sizes, numpy.asarray(tree.chances[:nodes]), costs)
+    def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
+        """The sizes are the tree's best 1, 2, ... up to `nodes` nodes."""
+        self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
+        self.chances = numpy.asarray(tree.chances[:nodes])  # that of the node which each size adds
+        self.watch = StepWatch(costs)
+        self.depths = numpy.array([size.depth for size in self.sizes])
+        self.chosen = self.sizes[-1]
+        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
 
     def levels(self, verified: Verified) -> int:
         assert isinstance(verified, VerifiedOnHost)
