@@ -203,13 +203,16 @@ def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Typ
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", [300, 1500, 12_000, 40_000, 100_000])
 def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_path: Path, limit: int) -> None:
-    """A limit on file size stands in for a full disk, in a process of its own: prompts, ..., optimizer state."""
+    """A limit on file size stands in for a full disk, in a process of its own: prompts, ..., optimizer state.
+
+    Python would cut its compiled modules at the limit, too, and every later process would fail to import them.
+    """
     command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run"]
 
     def train(limit: int) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             command,
-            env=quiet_environment(ROOT),
+            env={**quiet_environment(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
             capture_output=True,
             text=True,
