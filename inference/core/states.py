@@ -191,6 +191,10 @@ class OwnCaches(RowStates):
         self.kept[self.first + goal], self.kept[self.first + source] = self.kept[self.first + source], None
 
 
+def snapshot_bytes(snapshot: Snapshot) -> int:
+    return sum(tensor.nbytes for tensor in tensors_of(snapshot))
+
+
 def tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
     """The tensors that an object holds, at any depth."""
     seen = set() if seen is None else seen

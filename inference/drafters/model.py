@@ -17,7 +17,6 @@ from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.core.verify import Verified
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
-from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.model import TargetModel
 
 
@@ -77,7 +76,7 @@ class ModelDrafter(HeadDrafter):
                 f"{target.max_positions} or more are allowed; choose another draft model"
             )
         super().__init__(ModelAsHead(model, target), growth)
-        self.model = model
+        self.model, self.masks = model, model.masks
 
     @property
     def max_nodes(self) -> int:
@@ -109,7 +108,7 @@ class ModelDrafter(HeadDrafter):
         return last[..., :0], last
 
     def level_masks(self, cache: KVCache) -> LevelMasks:
-        """Masks over draft tokens only; the model's add the text, which some layers see through a sliding window."""
+        """Masks over draft tokens only; `masks` adds the text, which some layers see through a sliding window."""
         return LevelMasks(0, self.siblings)
 
     def expand(
@@ -131,5 +130,7 @@ class ModelDrafter(HeadDrafter):
 
         A token outside the model's vocabulary is read as the model's last one.
         """
-        known = tokens.clamp(max=self.model.config.vocab_size - 1)
-        return self.model.forward_part(Part(slots, known, block, last_only), KVCache(slots, None)).logits
+        assert block.depths is not None
+        positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]
+        known, masks = tokens.clamp(max=self.model.config.vocab_size - 1), self.masks(slots, block)
+        return self.model.forward(known, positions, masks, KVCache(slots, None), last_only=last_only).logits

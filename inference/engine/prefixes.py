@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.inference.core.cache import SlotContents
-from headstart.inference.core.states import Snapshot, tensors_of
+from headstart.inference.core.states import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends at a whole block, unless states were kept within one
 MESSAGE, LONG = 64, 192  # tokens of a last message whose start is not known, and of what comes before it, at least
@@ -37,7 +37,8 @@ class Cached:
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.taps, *self.target, *(self.head or ()), *tensors_of(self.states)))
+        slots = sum(states.nbytes for states in (*self.target, *(self.head or ())))
+        return self.taps.nbytes + slots + snapshot_bytes(self.states)
 
 
 @dataclass(frozen=True)

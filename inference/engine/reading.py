@@ -224,7 +224,8 @@ def read_chunk(
         return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
     part = chunk_part(target, tokens, row, before, last_only)
     if before:
-        return target.forward_part(part, row)
+        masks = target.masks(part.slots, part.block)
+        return target.forward(part.tokens, part.positions, masks, row, last_only)
     return target.forward(part.tokens, cache=row, last_only=last_only)
 
 

@@ -160,11 +160,9 @@ class Passes:
         """
         if cache.states is not None:
             return self._forward_chains(tree, cache)
-        return self.forward_part(self.tree_part(tree, cache), cache)
-
-    def forward_part(self, part: Part, cache: Cache) -> TargetOutput:
-        """One pass over a part alone; `cache` shows its slots to the model."""
-        return self.forward(part.tokens, part.positions, self.masks(part.slots, part.block), cache, part.last_only)
+        block = PendingTokens(tree.ancestors, tree.depths)
+        positions = cache.target.starts.unsqueeze(1) + tree.depths
+        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
 
     def _forward_chains(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """A pass over each row's window, its root and its chain."""

@@ -28,7 +28,7 @@ class Part(NamedTuple):
     @property
     def positions(self) -> Int[Tensor, "rows count"]:
         assert self.block.depths is not None
-        return self.slots.starts.unsqueeze(1) + self.block.depths[:, -self.tokens.shape[1] :]
+        return self.slots.starts.unsqueeze(1) + self.block.depths
 
     @property
     def kept(self) -> range:
