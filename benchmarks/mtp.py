@@ -1,6 +1,7 @@
 """A target's own multi-token-prediction layer as a draft head: untuned, as transformers drafts with it, and tuned.
 
-    python benchmarks/mtp.py [NAME ...] [--folder runs/mtp]
+    python benchmarks/mtp.py             # RUN_DIR of each target: runs/mtp/NAME
+    python benchmarks/mtp.py dense
 
 It trains tiny targets together with an MTP layer on Python source: one of Qwen3.5's hybrid architecture (recurrent and
 full attention layers), one of its full attention layers alone, and one of DeepSeek-V3's (latent attention, experts).
@@ -261,6 +262,8 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of {', '.join(TARGETS)}; default: all")
     parser.add_argument("--folder", type=Path, default=Path("runs/mtp"), help="default: %(default)s")
     given = parser.parse_args()
+    if unknown := set(given.names) - set(TARGETS):
+        parser.error(f"NAME: {', '.join(sorted(unknown))} given, {', '.join(TARGETS)} are allowed")
     console, good = Console(highlight=False, width=None if sys.stdout.isatty() else 130), True
     columns = ("target", "MTP layer", "drafts", "T", "same text", "tokens per pass", "by untuned")
     table = Table(*columns, "passes: ours", "by transformers")
