@@ -192,6 +192,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/hybrid_heads"), help="default: %(default)s")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="default: all cores")
     given = parser.parse_args()
+    if unknown := set(given.names) - set(TARGETS):
+        parser.error(f"NAME: {', '.join(sorted(unknown))} given, {' or '.join(TARGETS)} is allowed")
     torch.set_num_threads(given.threads)
     console, good = Console(highlight=False, width=None if sys.stdout.isatty() else 120), True
     table = Table("target", "drafts", "rows", "same text", "acceptance", "by the doctor", "ratio", "drafting steps")
