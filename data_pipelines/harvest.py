@@ -131,10 +131,8 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
         on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
-        refuse_differences(
-            state,
-            {"config and weights of target.path": str(replace(TargetOrigin.of(folder_of(recipe.target)), source=None))},
-        )
+        weights = replace(TargetOrigin.of(folder_of(recipe.target)), source=None)  # model cards may differ
+        refuse_differences(state, {"config and weights of target.path": str(weights)})
         yield stack.enter_context(harvest_of(recipe, state))
 
 

@@ -32,7 +32,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
 
 SPLITS = ("train", "heldout")
-MERGE_KEYS = ("taps", "dtype", "target")  # of the manifest; all stores must share them
+MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that stores must share to be merged
 
 
 def verify(folder: Path) -> dict[Path, str]:
