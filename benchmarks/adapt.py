@@ -43,7 +43,7 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.command_line import named_recipe, recipe_parser
-from headstart.trainers.adapt.candidate import Snapshot
+from headstart.trainers.refresh.candidate import Snapshot
 
 COMMAND = [sys.executable, "-m", "headstart.cli"]
 

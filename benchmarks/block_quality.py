@@ -32,9 +32,9 @@ from train_quality import OUR_RATES, ROOT, call, overrides_of, swept
 from headstart.common.files import read_jsonl
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe

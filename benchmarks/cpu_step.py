@@ -34,8 +34,8 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.cost_measurement import GREEDY, Bench
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.passes.compiled import CompiledForward
-from headstart.inference.targets.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
+from headstart.inference.kernels.compiled import CompiledForward
+from headstart.inference.kernels.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection

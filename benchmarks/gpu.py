@@ -51,8 +51,8 @@ TESTS = (
     "no:cacheprovider",
     "-m",
     "gpu",
-    "tests/test_unroll_attention.py",
-    "tests/test_on_gpu.py",
+    "tests/heads/test_unroll_attention.py",
+    "tests/inference/targets/test_on_gpu.py",
 )
 TINY = ("data.num_prompts=256", "train.steps=60", "train.checkpoint_every=60")
 PIPELINE = ("trainers/eagle.py", "recipes/tiny.yaml", "run_dir=FOLDER/tiny", *TINY, "train.precision=bfloat16")
@@ -173,7 +173,7 @@ def run(parts: list[Part], folder: Path, console: Console) -> None:
 
 
 def start(part: Part, folder: Path) -> "subprocess.Popen[bytes]":
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
     with (folder / f"{part.name}.log").open("w") as log:
         return subprocess.Popen(part.arguments(folder), cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)

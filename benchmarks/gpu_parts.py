@@ -32,8 +32,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.features import tap
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import PAGE
@@ -45,13 +45,13 @@ from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.passes.attention import attention_by_parts, cudnn_attention
+from headstart.inference.kernels.fast_layers import join_linears
+from headstart.inference.targets.attention import attention_by_parts, cudnn_attention
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
-from headstart.inference.targets.fast_layers import join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
-from headstart.trainers.ranks.head_on_ranks import build_optimizers
+from headstart.trainers.parallel.head_on_ranks import build_optimizers
 from headstart.trainers.step import autocast, head_in_training, tf32_allowed
 
 ROOT = Path(__file__).parents[1]

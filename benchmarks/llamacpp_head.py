@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 from serve import QUESTIONS
 
-from headstart.heads.checkpoint import load_head_for, save_head
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.formats.export import export
 from headstart.heads.formats.layouts import GGUF
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter

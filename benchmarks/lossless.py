@@ -23,7 +23,7 @@ from rich.table import Table
 
 from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head_for
+from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head

@@ -19,8 +19,8 @@ from rich.table import Table
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head_for, new_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for, new_head
 from headstart.heads.target_config import folder_of
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.request import DecodeStats, Request

@@ -34,8 +34,8 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from headstart.data_pipelines.prompts.python_stdlib import source_files
-from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling

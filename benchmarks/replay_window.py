@@ -28,7 +28,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import CostSurface, CostTable
 from headstart.inference.engine.loop import DecodeLoop, generate
-from headstart.inference.passes import forward
+from headstart.inference.targets import forward
 from headstart.inference.targets.model import TargetModel
 
 DEPTH = 4

@@ -3,10 +3,10 @@
     PYTHONPATH=tests python benchmarks/soak_loop.py --minutes 20
 
 Requests of all kinds come in bursts and leave at random: with drafts and without, greedy and sampled, with shared
-beginnings, long prompts that are read in pieces, stop strings, grammars, lengths up to the end of the context, and some
-whose own work fails. After each step `tests/sound_loop.py` checks the loop's state. Each text that ends must be the one
-that its request writes alone and without drafts, each that is cut or fails must begin that text, and memory must stay
-flat. Exit code 1 if a bar is missed.
+beginnings, long prompts that are read in pieces, stop strings, grammars, lengths up to the end of the context, and
+some whose own work fails. After each step `tests/support/sound_loop.py` checks the loop's state. Each text that ends
+must be the one that its request writes alone and without drafts, each that is cut or fails must begin that text, and
+memory must stay flat. Exit code 1 if a bar is missed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_costs
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.text_rules import TextRules
-from headstart.inference.serve.constraints import Grammars
+from headstart.inference.serve.api.constraints import Grammars
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer, text_of
 from headstart.recipes.schema import DecodeSection

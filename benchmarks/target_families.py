@@ -52,8 +52,8 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.passes.check import FOUND, choose_way
 from headstart.inference.report.forcing import gaps
+from headstart.inference.targets.check import FOUND, choose_way
 from headstart.inference.targets.loading import in_one_line
 from headstart.inference.targets.model import TargetModel
 

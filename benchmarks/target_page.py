@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from headstart.heads.formats.config_rules import refusing
 from headstart.heads.target_config import TargetConfig
-from headstart.inference.targets.families import TABLE, Family, FamilyTable
+from headstart.target_families import TABLE, Family, FamilyTable
 
 PAGE = Path(__file__).parents[1] / "docs/targets.md"
 STATES = "it keeps states, which cannot be cut back to an earlier token"

@@ -30,8 +30,8 @@ from train_step import peer_python
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import draft_vocab, load_head_for
 from headstart.heads.formats.convert import convert
+from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling

@@ -41,8 +41,8 @@ from headstart.data_pipelines.prompts.responses import (
 )
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, prompt_shards, run_stage
 from headstart.data_pipelines.stages.stage import WEIGHTS, Stage, digest_of, file_digest
-from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of, target_identity
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks

@@ -16,7 +16,7 @@ from headstart.data_pipelines.prompts.conversations import Conversation, parse_r
 from headstart.data_pipelines.prompts.rows import BadRow, Row, read_rows
 from headstart.data_pipelines.prompts.selection import optional_rensa
 from headstart.data_pipelines.stages.stage import Stage
-from headstart.heads.checkpoint import load_taps
+from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import SAFE_FILES, TargetConfig, folder_of
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device

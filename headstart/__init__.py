@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 if TYPE_CHECKING:
-    from headstart.heads.checkpoint import load_head
+    from headstart.heads.kinds.checkpoint import load_head
     from headstart.inference.core.sampling import Sampling
     from headstart.inference.generate.model import SpeculativeModel
     from headstart.recipes import Recipe, RecipeError, load_recipe
@@ -41,7 +41,7 @@ MODULES = {
     "RecipeError": "headstart.recipes",
     "Sampling": "headstart.inference.core.sampling",
     "SpeculativeModel": "headstart.inference.generate.model",
-    "load_head": "headstart.heads.checkpoint",
+    "load_head": "headstart.heads.kinds.checkpoint",
     "load_recipe": "headstart.recipes",
 }
 

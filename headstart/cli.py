@@ -112,7 +112,7 @@ COMMANDS = {  # in data-flow order
         serve_options,
     ),
     "adapt": Command(
-        "headstart.trainers.adapt.command",
+        "headstart.trainers.refresh.command",
         "Let a served head learn from its traffic; it is replaced only by one that accepts more of recent traffic.",
         "reads a server with --adapt-memory, RUN_DIR/features if any; writes RUN_DIR/versions",
         read_arguments=adapt_options,

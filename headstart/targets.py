@@ -14,8 +14,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from headstart.common.errors import errors_as_messages
-from headstart.inference.targets.families import WAYS, FamilyTable
 from headstart.options import targets_options
+from headstart.target_families import WAYS, FamilyTable
 
 WIDTH, INDENT = 119, 14
 
@@ -39,7 +39,7 @@ def overview(table: FamilyTable) -> Iterator[str]:
 
 def in_lines(name: str, table: FamilyTable) -> Iterator[str]:
     """What is known of one model, label by label."""
-    from headstart.inference.targets.description import description  # loads torch, which an overview can do without
+    from headstart.target_description import description  # loads torch, which an overview can do without
 
     for label, text in description(name, table):
         yield textwrap.fill(text, WIDTH, initial_indent=label.ljust(INDENT), subsequent_indent=" " * INDENT)

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.block import BlockHead
-from headstart.heads.block_attention import Blocks
 from headstart.heads.calibration import Calibration, search_tree
-from headstart.heads.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.block_attention import Blocks
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling

@@ -14,10 +14,10 @@ from headstart.common.errors import named_errors
 from headstart.data_pipelines.features.batches import Sample, SampleStore, tapped
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import KINDS, draft_vocab, head_taps, load_head_for, new_head
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import KINDS, draft_vocab, head_taps, load_head_for, new_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe

@@ -17,18 +17,15 @@ from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, sto
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts.rows import most_samples
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import head_taps
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.engine.budget import StepMemory, refuse_trees_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe
 from headstart.recipes.schema import MedusaSection
-from headstart.trainers.new_head import head_without_weights, load_start
-from headstart.trainers.objectives.medusa2 import trainable_section
-from headstart.trainers.ranks.launch import refuse_lone_decoding
-from headstart.trainers.ranks.memory import (
+from headstart.trainers.memory import (
     FLOAT32,
     GRADIENTS_AND_WEIGHTS,
     Machine,
@@ -39,6 +36,9 @@ from headstart.trainers.ranks.memory import (
     total,
     tuned_parameters,
 )
+from headstart.trainers.new_head import head_without_weights, load_start
+from headstart.trainers.objectives.medusa2 import trainable_section
+from headstart.trainers.parallel.launch import refuse_lone_decoding
 from headstart.trainers.run_checkpoints import KEPT
 from headstart.trainers.tracking import refuse_unusable_wandb
 

@@ -16,9 +16,9 @@ from headstart.data_pipelines.features.sample_stores import open_stores
 from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
-from headstart.heads.checkpoint import head_taps, save_head
 from headstart.heads.formats.card import exported
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
+from headstart.heads.kinds.checkpoint import head_taps, save_head
 from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -27,11 +27,11 @@ from headstart.recipes.command_line import DeviceMemory
 from headstart.trainers import SCRIPTS
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
+from headstart.trainers.memory import Machine, refuse_more_than_memory
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
+from headstart.trainers.parallel.launch import ranks_of_a_copy, start_accelerator
 from headstart.trainers.plan import preflight, print_plan, refuse_sizes
-from headstart.trainers.ranks.launch import ranks_of_a_copy, start_accelerator
-from headstart.trainers.ranks.memory import Machine, refuse_more_than_memory
 from headstart.trainers.run_checkpoints import Checkpoints, RunStart, changes, checkpoint_inputs, describe_changes
 from headstart.trainers.step import TrainingInputs
 

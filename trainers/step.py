@@ -11,8 +11,8 @@ from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Batch, SampleStore, pack
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
 from headstart.recipes import Recipe
 from headstart.recipes.schema import TrainSection
 from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
@@ -20,8 +20,8 @@ from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, input_noise
-from headstart.trainers.ranks.head_on_ranks import HeadOnRanks
-from headstart.trainers.ranks.launch import distribute_head
+from headstart.trainers.parallel.head_on_ranks import HeadOnRanks
+from headstart.trainers.parallel.launch import distribute_head
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
 

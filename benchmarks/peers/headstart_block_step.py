@@ -7,7 +7,7 @@ from peers.contender import Case, Inputs, Step, serve
 from peers.headstart_step import batch_of, frozen_of
 from torch import Tensor
 
-from headstart.heads.checkpoint import new_head
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection
 from headstart.trainers.objectives.block import TrainedBlocks

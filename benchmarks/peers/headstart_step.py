@@ -5,8 +5,8 @@ from peers.contender import Case, Inputs, Step, serve
 from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Batch, Sample
-from headstart.heads.checkpoint import new_head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import Eagle3Section

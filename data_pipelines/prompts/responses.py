@@ -10,7 +10,7 @@ from headstart.data_pipelines.prompts.completion_client import CompletionClient,
 from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
-from headstart.heads.checkpoint import load_head_for, load_taps
+from headstart.heads.kinds.checkpoint import load_head_for, load_taps
 from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request

@@ -2,8 +2,10 @@
 
 from collections.abc import Iterator
 
-from headstart.heads.block_attention import Reach
-from headstart.heads.block_config import (
+from headstart.heads.formats.config_rules import engine_default
+from headstart.heads.formats.subject import MISSING, SPECULATORS_BLOCK, Subject, Violation, config_error, tensor_error
+from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.kinds.block_config import (
     HIDDEN_STATES,
     LAYER_OUTPUTS,
     NEEDED,
@@ -12,8 +14,6 @@ from headstart.heads.block_config import (
     layer_reaches,
     trained_block_size,
 )
-from headstart.heads.formats.config_rules import engine_default
-from headstart.heads.formats.subject import MISSING, SPECULATORS_BLOCK, Subject, Violation, config_error, tensor_error
 
 
 def block_size(subject: Subject, engine: str) -> Iterator[Violation]:

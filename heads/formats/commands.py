@@ -6,9 +6,9 @@ from pathlib import Path
 from shlex import quote
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
 from headstart.heads.formats.layouts import GGUF, ServedTarget
 from headstart.heads.formats.subject import Violation
+from headstart.heads.kinds.block import BlockHead
 from headstart.recipes.other_commands import ENGINE_NAMES
 
 Command = Callable[[DraftHead, ServedTarget, Path], str]

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from headstart.heads.eagle3 import TAPS
 from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
+from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
 

@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 from headstart.common.errors import errors_as_messages
-from headstart.heads.checkpoint import new_head, save_head
 from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder, hold_attention
-from headstart.heads.mtp import mtp_names
+from headstart.heads.kinds.checkpoint import new_head, save_head
+from headstart.heads.kinds.mtp import mtp_names
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.other_commands import convert_options

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from headstart.common.files import read_json
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import load_head_for, stored_dtype
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.layouts import FORMATS, GGUF, ServedTarget, is_whole_target
 from headstart.heads.formats.lint import RULES, violations
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
-from headstart.heads.medusa import MedusaHead
+from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
+from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target

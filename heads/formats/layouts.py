@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import head_config
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import MODEL
-from headstart.heads.medusa import MedusaHead, to_reference_layout
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import head_config
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.medusa import MedusaHead, to_reference_layout
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 GGUF = "head.gguf"  # the file that llama.cpp reads

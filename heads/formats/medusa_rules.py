@@ -6,7 +6,7 @@ import torch
 
 from headstart.heads.formats.subject import Subject, Violation, config_error, tensor_error
 from headstart.heads.formats.tensor_rules import wrong_shapes
-from headstart.heads.medusa import PREFIX
+from headstart.heads.kinds.medusa import PREFIX
 
 ARCHITECTURE = "MedusaModel"
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block import CONFIDENCE
-from headstart.heads.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
-from headstart.heads.checkpoint import head_from_files
-from headstart.heads.eagle3 import TAPS
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.medusa_rules import num_heads
 from headstart.heads.formats.subject import MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.frozen import FrozenTarget, is_copy
+from headstart.heads.kinds.block import CONFIDENCE
+from headstart.heads.kinds.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
+from headstart.heads.kinds.checkpoint import head_from_files
+from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
-from headstart.heads.block_config import is_block_config, named_taps
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.medusa import BLOCK as MEDUSA_BLOCK
-from headstart.heads.medusa import REFERENCE_BLOCK, from_any_layout
+from headstart.heads.kinds.block_config import is_block_config, named_taps
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.medusa import BLOCK as MEDUSA_BLOCK
+from headstart.heads.kinds.medusa import REFERENCE_BLOCK, from_any_layout
 
 MEDUSA = ("medusa", "medusa_reference")
 SPECULATORS_BLOCK = "speculators_block"

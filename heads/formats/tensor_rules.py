@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block import CONFIDENCE, BlockHead
-from headstart.heads.block_attention import Reach
-from headstart.heads.block_config import BlockShape, block_key
-from headstart.heads.eagle1 import Eagle1Head, Eagle1Shape
-from headstart.heads.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.files import has_weight_dtype
 from headstart.heads.formats.config_rules import num_captured_taps
 from headstart.heads.formats.subject import BLOCK, LAYER_SIZES, MISSING, Subject, Violation, midlayer_name, tensor_error
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import CONFIDENCE, BlockHead
+from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.kinds.block_config import BlockShape, block_key
+from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
+from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
 
 MAPS = ("d2t", "t2d", "token_map")  # tensors of ids, not of weights

@@ -10,13 +10,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block_config import block_key
-from headstart.heads.checkpoint import head_from_files
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.config_rules import captured_taps
 from headstart.heads.formats.published import translate
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block_config import block_key
+from headstart.heads.kinds.checkpoint import head_from_files
 from headstart.heads.target_config import Rope
 from headstart.inference.calibrate import score_taps
 from headstart.inference.core.sampling import Sampling

@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.heads.base import DraftHead, LevelHead
-from headstart.heads.block import BlockHead
-from headstart.heads.block_attention import Reach
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified

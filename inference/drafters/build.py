@@ -8,9 +8,9 @@ from typing import Any
 
 from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
 from headstart.heads.calibration import StaticTree
-from headstart.heads.checkpoint import load_head_for
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
@@ -21,8 +21,8 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats, TreeLimits
-from headstart.inference.passes.compiled import use_compiled
-from headstart.inference.targets.fast_layers import PackedLinear, join_linears, pack_weights
+from headstart.inference.kernels.compiled import use_compiled
+from headstart.inference.kernels.fast_layers import PackedLinear, join_linears, pack_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection

@@ -32,9 +32,9 @@ from headstart.inference.core.verify import VerifiedOnHost, accept
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Observed
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.passes.products import kernel_name
+from headstart.inference.kernels.fast_layers import forms_of
+from headstart.inference.kernels.products import kernel_name
 from headstart.inference.targets.cuda_graph import StaticStep
-from headstart.inference.targets.fast_layers import forms_of
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 

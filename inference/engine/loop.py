@@ -18,11 +18,11 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
-from headstart.inference.engine.reading import Pace, PromptChunk, PromptReader
+from headstart.inference.engine.prefill import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
-from headstart.inference.engine.threads import Threads
-from headstart.inference.passes.forward import TargetOutput
+from headstart.inference.kernels.threads import Threads
 from headstart.inference.targets.cuda_graph import LEAST_REACH
+from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
 
 # Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.

@@ -14,14 +14,14 @@ from headstart.inference.core.gumbel import GumbelTable
 from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
+from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, filled_up, first_path, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
-from headstart.inference.passes.forward import TargetOutput
-from headstart.inference.passes.side_by_side import Part
 from headstart.inference.targets.cuda_graph import StepOutput
+from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once

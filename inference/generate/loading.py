@@ -5,7 +5,7 @@ from itertools import islice
 from pathlib import Path
 
 from headstart.common.files import read_jsonl
-from headstart.heads.checkpoint import load_taps
+from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import ModelOptions

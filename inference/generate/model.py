@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.common.errors import wrong_value
-from headstart.heads.checkpoint import load_head_for
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import locate_target
 from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from headstart.heads.base import DraftHead
-from headstart.heads.checkpoint import new_head
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, fitting, growth_from_recipe, load_draft_model

@@ -18,12 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
-from headstart.inference.serve.errors import ApiError
-from headstart.inference.serve.exchange import Exchange
-from headstart.inference.serve.metrics import promised_length
-from headstart.inference.serve.options import ServerSettings, is_loopback
-from headstart.inference.serve.requests.answers import Answer, ChatAnswer, CompletionAnswer
-from headstart.inference.serve.requests.fields import (
+from headstart.inference.serve.api.answers import Answer, ChatAnswer, CompletionAnswer
+from headstart.inference.serve.api.errors import ApiError
+from headstart.inference.serve.api.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -32,7 +29,10 @@ from headstart.inference.serve.requests.fields import (
     not_json,
     refusal,
 )
-from headstart.inference.serve.requests.responses import ResponsesAnswer, ResponsesRequest, in_own_words
+from headstart.inference.serve.api.responses import ResponsesAnswer, ResponsesRequest, in_own_words
+from headstart.inference.serve.exchange import Exchange
+from headstart.inference.serve.metrics import promised_length
+from headstart.inference.serve.options import ServerSettings, is_loopback
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.traffic import Adaptation, Traffic
 from headstart.inference.serve.transport import (

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, TokenScores
 from headstart.inference.core.verify import Accepted
-from headstart.inference.serve.engine import End, Engine, Event, Job, Update, own_failure
-from headstart.inference.serve.errors import ApiError, stopping
+from headstart.inference.serve.api.encode import Wanted
+from headstart.inference.serve.api.errors import ApiError, stopping
+from headstart.inference.serve.api.text import ToolCall, ToolCallParser, WrittenText, joined
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.requests.reading import Wanted
-from headstart.inference.serve.requests.text import ToolCall, ToolCallParser, WrittenText, joined
+from headstart.inference.serve.worker import End, Engine, Event, Job, Update, own_failure
 from headstart.inference.show import TokenText
 
 

@@ -10,9 +10,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headstart.heads.files import read_config
-from headstart.inference.serve.engine import Engine, Update
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.traffic import Adaptation
+from headstart.inference.serve.worker import Engine, Update
 
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)

@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.serve.engine import End, Engine, Event, Job, Update
-from headstart.inference.serve.errors import ApiError, stopping
+from headstart.inference.serve.api.encode import PromptReader, RequestReader, Wanted
+from headstart.inference.serve.api.errors import ApiError, stopping
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.requests.reading import PromptReader, RequestReader, Wanted
 from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.serve.transport import figures
+from headstart.inference.serve.worker import End, Engine, Event, Job, Update
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer

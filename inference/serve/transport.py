@@ -24,11 +24,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headstart.inference.serve.errors import ApiError
+from headstart.inference.serve.api.answers import seconds
+from headstart.inference.serve.api.errors import ApiError
+from headstart.inference.serve.api.fields import read_json
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.requests.answers import seconds
-from headstart.inference.serve.requests.fields import read_json
 
 Found = TypeVar("Found")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip

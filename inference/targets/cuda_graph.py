@@ -24,7 +24,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
-from headstart.inference.passes.attention import cudnn_attention
+from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs

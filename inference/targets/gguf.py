@@ -24,7 +24,7 @@ from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.passes.products import FEWEST, EightBits, remember_eight_bits
+from headstart.inference.kernels.products import FEWEST, EightBits, remember_eight_bits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 

@@ -18,9 +18,9 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
-from headstart.inference.passes.products import library
+from headstart.inference.kernels.fast_layers import can_pack, seconds_of_products
+from headstart.inference.kernels.products import library
 from headstart.inference.targets.architecture import attention_code
-from headstart.inference.targets.fast_layers import can_pack, seconds_of_products
 from headstart.recipes.schema import TargetSection
 
 AGAIN = "copy or download the model again"

@@ -19,25 +19,25 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds, final_norm
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.passes.attention import own_attention_of, use_grouped_attention
-from headstart.inference.passes.check import choose_way
-from headstart.inference.passes.compiled import Compiler, use_compiled
-from headstart.inference.passes.forward import Passes, keep_input, keep_output
-from headstart.inference.passes.products import cpp_compiler
-from headstart.inference.targets.architecture import (
-    attention_code,
-    attention_windows,
-    decoder_layers,
-    position_limit,
-)
-from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.fast_layers import (
+from headstart.inference.kernels.compiled import Compiler, use_compiled
+from headstart.inference.kernels.fast_layers import (
     fuse_norms,
     gains_by_packing,
     join_linears,
     own_layers_of,
     pack_weights,
 )
+from headstart.inference.kernels.products import cpp_compiler
+from headstart.inference.targets.architecture import (
+    attention_code,
+    attention_windows,
+    decoder_layers,
+    position_limit,
+)
+from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.check import choose_way
+from headstart.inference.targets.forward import Passes, keep_input, keep_output
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,

@@ -94,7 +94,10 @@ def aiperf(server: Server) -> dict[str, list[str]]:
 
 def speed_bench_file() -> Path:
     """Our invented questions in the form of SPEED-Bench that aiperf reads, which wants ids of 32 characters."""
-    path, lines = FOLDER / "speed_bench.jsonl", (ROOT / "tests/questions/speed_bench.jsonl").read_text().splitlines()
+    path, lines = (
+        FOLDER / "speed_bench.jsonl",
+        (ROOT / "tests/support/questions/speed_bench.jsonl").read_text().splitlines(),
+    )
     with path.open("w") as file:
         for number, row in enumerate(map(json.loads, lines)):
             messages = [{"role": "user", "content": turn} for turn in row["turns"]]

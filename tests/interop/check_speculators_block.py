@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from served_heads import TARGET, WORK, Case, export_recipe
 from torch import Tensor
 
-from headstart.heads.block import BlockHead
-from headstart.heads.block_attention import Blocks
-from headstart.heads.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.block_attention import Blocks
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema import BlockSection
 

@@ -25,10 +25,10 @@ import torch
 from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
 
 from headstart.common.files import read_jsonl
-from headstart.heads.checkpoint import load_head_for
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.inference.core.request import Request
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic

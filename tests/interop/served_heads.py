@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
-from headstart.heads.checkpoint import load_head_for, save_head
-from headstart.heads.eagle3 import Eagle3Head
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe, load_recipe
 

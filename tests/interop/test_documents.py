@@ -78,4 +78,6 @@ def test_the_site_shows_every_page() -> None:
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     named = re.findall(r"[\w/]+\.md", str(navigation))
     top = ["index.md", "changelog.md", "contributing.md"]  # docs/site_hooks.py makes these
-    assert sorted(named) == sorted([*top, *(path.name for path in (ROOT / "docs").glob("*.md"))])
+    assert sorted(named) == sorted(
+        [*top, *(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))]
+    )

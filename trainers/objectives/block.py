@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Batch, tapped
 from headstart.heads.base import DraftHead
-from headstart.heads.block import BlockHead
-from headstart.heads.block_attention import Blocks
 from headstart.heads.frozen import at_least_float32
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.losses import OBJECTIVES
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted

@@ -26,7 +26,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import TargetSection, TrainSection
 from headstart.trainers.objectives.objective import Objective, score_in_chunks
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
-from headstart.trainers.ranks.head_on_ranks import (
+from headstart.trainers.parallel.head_on_ranks import (
     BETAS,
     ReplicatedHead,
     clip_and_step,

@@ -1,0 +1,1 @@
+"""The kinds of draft heads, one a file, and their checkpoints."""

@@ -1,0 +1,184 @@
+"""The shape of a block head, and its config.json in DFlash's spelling, DSpark's and speculators'.
+
+`target_layer_ids` count the outputs of layers, one less than the hidden_states that ours and speculators' ids count.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.layers import LayerShape
+from headstart.heads.target_config import TargetConfig
+
+NESTED = "dflash_config"
+OWN_TAPS, LAYER_OUTPUTS, HIDDEN_STATES = "taps", "target_layer_ids", "aux_hidden_state_layer_ids"
+NEEDED = {  # key -> what engines take without it
+    "block_size": "SGLang takes 16, speculators 8, vLLM as many slots as it is asked for",
+    "mask_token_id": "SGLang takes the token <|MASK|>",
+    "sample_from_anchor": "vLLM takes false in speculators' layout, true for DSpark in its own",
+    "num_hidden_layers": "transformers takes 32",
+}
+
+
+@dataclass(frozen=True)
+class BlockShape(LayerShape):
+    """Everything about a block head that is not a weight."""
+
+    taps: tuple[int, ...]
+    reaches: tuple[Reach, ...]  # one for each layer
+    block_size: int  # slots of a block
+    mask_token_id: int  # the token whose embedding fills all slots but the first
+    sample_from_anchor: bool = True  # slot k predicts the token after slot k; false: slot k > 0 predicts its own token
+    markov_rank: int = 0  # 0: no Markov head
+    markov_gate: bool = False  # only published heads have it
+    own_lm_head: bool = False  # a trained one; only published heads have it
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.reaches)
+
+    @property
+    def levels(self) -> int:
+        """The number of levels that one pass drafts."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def method(self) -> str:
+        """The engines' name for this way of drafting."""
+        return "dspark" if self.sample_from_anchor or self.markov_rank > 0 else "dflash"
+
+    @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        return self.num_layers, self.num_kv_heads, self.head_dim
+
+
+def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int) -> dict[str, Any]:
+    """config.json as engines read it, in both spellings; only `is_causal` keeps its default where that is right."""
+    windows = {reach.window for reach in shape.reaches} - {None}
+    assert len(windows) <= 1, "config.json has one window for all sliding layers"
+    window = next(iter(windows), None)
+    layer_ids = [tap - 1 for tap in shape.taps]
+    causal = causality(shape.reaches)
+    return {
+        **shape.to_config(target),
+        "architectures": ["Qwen3DSparkModel" if shape.method == "dspark" else "DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "num_target_layers": target.num_layers,
+        "layer_types": ["full_attention" if r.window is None else "sliding_attention" for r in shape.reaches],
+        "sliding_window": window,
+        # Without sliding layers it is true, since vLLM applies it to every layer of a head in speculators' layout.
+        "sliding_window_non_causal": not any(reach.causal for reach in shape.reaches if reach.window is not None),
+        **({} if causal is None else {"is_causal": causal}),
+        "draft_vocab_size": draft_vocab_size,
+        "block_size": shape.block_size,
+        "target_layer_ids": layer_ids,
+        "mask_token_id": shape.mask_token_id,
+        "sample_from_anchor": shape.sample_from_anchor,
+        "markov_rank": shape.markov_rank,
+        "markov_head_type": "gated" if shape.markov_gate else "vanilla",
+        "enable_confidence_head": False,
+        NESTED: {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": layer_ids,
+            "sample_from_anchor": shape.sample_from_anchor,
+            **({} if causal is None else {"causal": causal}),
+            "use_swa": all(reach.window is not None for reach in shape.reaches),
+            "swa_window_size": window,
+        },
+    }
+
+
+def causality(reaches: Sequence[Reach]) -> bool | None:
+    """`is_causal`, by which engines make all layers causal within the block, or none.
+
+    None for the one mixture that engines serve, without the key: causal with a window, not causal without one.
+    """
+    whole, sliding = (
+        {reach.causal for reach in reaches if (reach.window is None) == is_whole} for is_whole in (True, False)
+    )
+    return None if (whole, sliding) == ({False}, {True}) else all(whole or sliding)
+
+
+def is_block_config(config: dict[str, Any]) -> bool:
+    """Whether a config.json, ours or published, describes a block head."""
+    names = [*(config.get("architectures") or []), str(config.get("speculators_model_type"))]
+    return NESTED in config or any(part in name.lower() for name in names for part in ("dflash", "dspark"))
+
+
+def block_key(config: dict[str, Any], key: str, default: Any = None) -> Any:
+    """The value of a key at the top level or, as DFlash's files have it, in a section of its own."""
+    found = config.get(key)
+    if found is None:
+        found = (config.get(NESTED) or {}).get(key)
+    return default if found is None else found
+
+
+def named_taps(config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden_states that config.json says the head reads; empty if it names none."""
+    if own := config.get("headstart", {}).get(OWN_TAPS):
+        return tuple(own)
+    if outputs := block_key(config, LAYER_OUTPUTS):
+        return tuple(layer + 1 for layer in outputs)
+    return tuple(config.get(HIDDEN_STATES) or ())
+
+
+def block_taps(config: dict[str, Any]) -> tuple[int, ...]:
+    """The hidden_states that the head reads; raises ValueError if config.json does not name them."""
+    if not (taps := named_taps(config)):
+        takes = "vLLM would take hidden_states 2, L/2 and L-3 of L layers, SGLang as many as the head has layers"
+        raise ValueError(f"config.json lacks {LAYER_OUTPUTS}; {takes}: add the ids that the head was trained with")
+    return taps
+
+
+def trained_block_size(config: dict[str, Any]) -> int:
+    """The slots that a head was trained with, which our own files note apart from what engines read."""
+    return int(config.get("headstart", {}).get("block_size") or block_key(config, "block_size"))
+
+
+def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool) -> BlockShape:
+    """The shape that a config.json describes; raises ValueError that names what is missing or cannot be represented."""
+    if missing := [f"{key} ({default})" for key, default in NEEDED.items() if block_key(config, key) is None]:
+        advice = "a wrong one silently costs acceptance: add what the head was trained with"
+        raise ValueError(f"config.json lacks {', '.join(missing)}; {advice}")
+    size, trained = block_key(config, "block_size"), trained_block_size(config)
+    if size > trained:
+        allowed = f"2 to the {trained} slots that the head was trained with is allowed"
+        raise ValueError(f"block_size: {size} given, {allowed}; correct config.json")
+    mask_token_id, rank = block_key(config, "mask_token_id"), block_key(config, "markov_rank", 0)
+    if not 0 <= mask_token_id < target.vocab_size:
+        allowed = f"0 to the target's {target.vocab_size - 1} is allowed; correct config.json"
+        raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
+    if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
+        raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
+    return BlockShape.from_config(
+        config,
+        target,
+        taps=block_taps(config),
+        reaches=tuple(layer_reaches(config)),
+        block_size=size,
+        mask_token_id=mask_token_id,
+        sample_from_anchor=block_key(config, "sample_from_anchor"),
+        markov_rank=rank,
+        markov_gate=kind == "gated" and rank > 0,
+        own_lm_head=own_lm_head,
+    )
+
+
+def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:
+    """The reach of each layer. As in engines, sliding layers are causal within the block unless a key forbids it."""
+    types = config.get("layer_types") or ["full_attention"] * config["num_hidden_layers"]
+    if block_key(config, "use_swa"):
+        types = ["sliding_attention"] * config["num_hidden_layers"]
+    window = block_key(config, "swa_window_size", config.get("sliding_window"))
+    causal = block_key(config, "causal", config.get("is_causal"))
+    non_causal = config.get("sliding_window_non_causal")
+    sliding_causal = (True if causal is None else bool(causal)) if non_causal is None else not non_causal
+    if "sliding_attention" in types and window is None:
+        raise ValueError("config.json lacks sliding_window, the positions that sliding_attention layers see; add it")
+    if len(types) != config["num_hidden_layers"]:
+        allowed = f"{config['num_hidden_layers']} is allowed, one for each of num_hidden_layers"
+        raise ValueError(f"layer_types: {len(types)} given, {allowed}; correct config.json")
+    for kind in types:
+        yield Reach(window, sliding_causal) if kind == "sliding_attention" else Reach(None, bool(causal))

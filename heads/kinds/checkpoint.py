@@ -1,0 +1,252 @@
+"""Creates a head from a recipe, and saves and loads heads as folders."""
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from headstart.common.errors import named_errors
+from headstart.common.files import remove, removed_on_failure
+from headstart.common.remote import publish
+from headstart.heads.base import DraftHead
+from headstart.heads.calibration import Calibration
+from headstart.heads.files import (
+    MODEL,
+    PICKLES,
+    HeadFiles,
+    has_weight_dtype,
+    read_config,
+    read_safetensors,
+    write_files,
+)
+from headstart.heads.frozen import FrozenTarget, hold_attention
+from headstart.heads.kinds.block import BlockHead, mask_token
+from headstart.heads.kinds.block_config import is_block_config
+from headstart.heads.kinds.eagle1 import Eagle1Head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.medusa import MedusaHead
+from headstart.heads.kinds.mtp import MtpHead
+from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection, MtpSection
+from headstart.recipes.values import Dtype
+
+SHOWN = 12  # wrong tensors that a message names
+KINDS: dict[str, type[DraftHead]] = {
+    "eagle1": Eagle1Head,
+    "eagle3": Eagle3Head,
+    "medusa": MedusaHead,
+    "block": BlockHead,
+    "mtp": MtpHead,
+}
+
+
+def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+    """The target's hidden states that the recipe's head reads."""
+    return KINDS[section.kind].section_taps(section, target)
+
+
+def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+    """The tokens that the recipe's head may draft, given how often the target wrote each token.
+
+    A reduced vocabulary never has a block head's mask token.
+    """
+    if isinstance(section, Eagle1Section | MtpSection) or section.draft_vocab_size is None:
+        return DraftVocab.full(len(counts))
+    if isinstance(section, BlockSection):
+        counts = counts.clone()
+        counts[mask_token(section, len(counts))] = -1
+    return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+
+
+def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed: int) -> DraftHead:
+    """An initialised, untrained head; its weights depend on the seed alone."""
+    head = KINDS[section.kind].from_section(section, frozen, vocab)
+    head.initialise(frozen, torch.Generator().manual_seed(seed))
+    return head
+
+
+def save_head(head: DraftHead, folder: Path) -> None:
+    """Write config.json and model.safetensors, to a temporary folder first so that readers never see half a file."""
+    partial = folder.with_name(folder.name + ".partial")
+    with removed_on_failure(partial):
+        remove(partial)  # left by a killed run
+        partial.mkdir(parents=True)
+        write_files(HeadFiles(partial, head_config(head), head.engine_tensors()))
+        folder.mkdir(exist_ok=True)
+        for file in (MODEL, "config.json"):
+            publish(partial / file, folder / file)
+        partial.rmdir()
+
+
+def head_config(head: DraftHead) -> dict[str, Any]:
+    """config.json of a saved head: the keys that engines read and, under `headstart`, those that only we read."""
+    config = head.engine_config()
+    own = {
+        "kind": head.kind,
+        "taps": list(head.taps),
+        "target_num_layers": head.target.num_layers,
+        "calibration": head.calibration.to_config(),
+    }
+    if isinstance(head, BlockHead):
+        own["block_size"] = head.shape.block_size
+    if head.origin is not None:
+        own["target"] = head.origin.to_config()
+    if head.has_rope and Rope.from_config(config) != head.target.rope:
+        own["target_rope"] = asdict(head.target.rope)  # the engines' keys hold the head's own rope
+    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
+    return {**config, "torch_dtype": dtype, "headstart": own}
+
+
+def load_head(folder: str | Path, target_folder: str | Path) -> DraftHead:
+    """A saved head for the target in another folder, in the number format of the head's weights.
+
+    Raises ValueError as `load_head_for` does, and for a target without embedding, final norm or lm_head.
+    """
+    target_path = Path(target_folder).expanduser()
+    dtype = getattr(torch, stored_dtype(Path(folder).expanduser()))
+    return load_head_for(folder, FrozenTarget.from_folder(target_path, dtype))
+
+
+def stored_dtype(folder: Path) -> str:
+    """The number format that a head was saved in; raises ValueError for one that no head of ours has."""
+    name = read_config(folder).get("torch_dtype", "float32")
+    if name not in get_args(Dtype):
+        allowed = "float32, bfloat16 or float16 is allowed: correct the file, or set export.dtype"
+        raise ValueError(f"{folder}/config.json: torch_dtype is {name!r}; {allowed}")
+    return str(name)
+
+
+def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
+    """A saved head for this target, with the dtype and device of the target's embedding.
+
+    Raises ValueError that names every mismatch: wrong types in config.json, sizes, vocabulary, taps, missing, misshapen
+    or unknown tensors.
+    """
+    folder = Path(folder).expanduser()
+    config = read_config(folder)
+    path = folder / MODEL
+    pickles = [name for name in PICKLES if (folder / name).is_file()]
+    if pickles and not path.is_file():
+        convert = f"headstart convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
+        raise ValueError(f"{folder} holds its weights as {pickles[0]}, only {MODEL} is allowed; convert it: {convert}")
+    tensors = read_safetensors(path)
+    head = head_from_files(folder, config, tensors, frozen)
+    refuse_broken_numbers(path, tensors)
+    return head
+
+
+def load_taps(folder: Path, target: TargetConfig) -> tuple[int, ...]:
+    """The taps of a saved head, from its config.json alone; raises ValueError if the head does not fit the target."""
+    config = read_config(folder)
+    kind = kind_of(folder, config)
+    check_fit(folder, kind, config, target)
+    return kind.config_taps(config, target)
+
+
+def head_from_files(
+    folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget
+) -> DraftHead:
+    """The head that a config.json and tensors describe; raises ValueError as `load_head_for` does, naming `folder`."""
+    kind = kind_of(folder, config)
+    check_fit(folder, kind, config, frozen.config)
+    if kind is not MtpHead:  # whose config.json is the target's, and which is built without memory
+        check_sizes(folder, config, tensors)
+    with named_errors(folder), NothingDrawn():
+        head = kind.from_engine(config, tensors, frozen)
+    check_tensors(folder, head, tensors)
+    head.load_state_dict(tensors)
+    head.calibration = Calibration.from_config(config.get("headstart", {}).get("calibration"))
+    head.origin = TargetOrigin.from_config(config)
+    return head.to(frozen.embedding.device, frozen.embedding.dtype).eval().requires_grad_(False)
+
+
+class NothingDrawn(TorchFunctionMode):
+    """In this context new weights are left as they are in memory: to draw those of an 8B target's head takes seconds,
+    and a head from files gets all of its weights from there.
+    """
+
+    def __torch_function__(
+        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+    ) -> Any:
+        if getattr(function, "__module__", None) == "torch.nn.init":
+            return (named or {}).get("tensor", given[0] if given else None)
+        return function(*given, **(named or {}))
+
+
+def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
+    """The class of the head that a config.json describes, ours or published; raises ValueError for an unknown kind."""
+    architectures = config.get("architectures") or []
+    is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+    is_block = is_block_config(config)
+    is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
+    guess = "block" if is_block else "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
+    kind = config.get("headstart", {}).get("kind", guess)
+    if kind not in KINDS:
+        allowed = f"only {', '.join(KINDS)} are allowed: correct the kind"
+        raise ValueError(f"{folder}/config.json: a head of kind {kind!r}; {allowed}")
+    return KINDS[kind]
+
+
+def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
+    """Raise one ValueError that names every mismatch between a head's config.json and its target, with both values."""
+    own, rope, taps = config.get("headstart", {}), Rope.from_config(config), kind.config_taps(config, target)
+    facts = {
+        "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
+        "vocab_size": (config.get("vocab_size"), target.vocab_size),
+        "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
+        "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
+    }
+    wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
+    layers = config.get("num_hidden_layers") or 1
+    if kind.has_rope and layers > 1 and kind is not BlockHead:
+        wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")
+    if max(taps) > target.num_layers:
+        wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")
+    if wrong:
+        advice = "train one for this target, or convert a published one with headstart convert"
+        allowed = f"only a head of these sizes is allowed: {advice}"
+        raise ValueError(f"the head in {folder} does not fit the target: {'; '.join(wrong)}; {allowed}")
+
+
+def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for a size in config.json that no tensor has, before memory is allocated for it."""
+    longest = max((size for tensor in tensors.values() for size in tensor.shape), default=0)
+    keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+    if wrong := [f"{key} {config[key]}" for key in keys if longest and (config.get(key) or 0) > longest]:
+        allowed = "the sizes of the head's own tensors are allowed: correct the file"
+        given = f"{', '.join(wrong)} given, but no tensor is longer than {longest}"
+        raise ValueError(f"{folder}/config.json: {given}; {allowed}")
+
+
+def refuse_broken_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError for weights that are NaN or infinite: such a head would draft, and no token be accepted."""
+    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
+    if broken := sorted(name for name, tensor in floating.items() if not bool(tensor.isfinite().all())):
+        allowed = "only finite numbers are allowed; copy the head again, or train it again"
+        raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity, {allowed}")
+
+
+def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:
+    expected = head.state_dict()
+    wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
+    wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
+    for name in expected.keys() & tensors.keys():
+        found, right = tensors[name], list(expected[name].shape)
+        if list(found.shape) != right:
+            wrong.append(f"{name} is {list(found.shape)} but should be {right}")
+        if not has_weight_dtype(found):
+            dtype = str(found.dtype).removeprefix("torch.")
+            wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
+    if wrong:
+        shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
+        remedy = "copy or export the head again"
+        if isinstance(head, MedusaHead) and hold_attention(tensors):
+            remedy = "this is a whole Medusa-2 model, take its heads with headstart convert"
+        allowed = f"exactly the tensors that config.json describes are allowed: {remedy}"
+        raise ValueError(f"{folder}/model.safetensors: {shown}; {allowed}")

@@ -1,0 +1,325 @@
+"""Prompts on their way into the cache: whole ones in one pass, or a long one chunk by chunk while other rows decode."""
+
+from collections import deque
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import masked_roots
+from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
+from headstart.inference.core.sampling import BatchSampling
+from headstart.inference.core.side_by_side import Part
+from headstart.inference.core.tree import PendingTokens, causal_block
+from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
+from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
+from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
+from headstart.inference.targets.forward import TargetOutput
+from headstart.inference.targets.model import TargetModel
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Tokens of a prompt that are read next."""
+
+    row: Sequence
+    place: int  # the row's, in the cache
+    before: int  # tokens of the prompt that the place holds already
+    count: int
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.row.text[self.before : self.before + self.count]
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether logits are wanted after each of its tokens, and not after the last one alone."""
+        return self.row.request.prompt_logprobs
+
+    def score(self, logits: Float[Tensor, "count vocab"]) -> None:
+        """Add the log-probabilities of the tokens after these."""
+        following = self.row.text[self.before + 1 : self.before + 1 + self.count]
+        tokens = torch.tensor(following, dtype=torch.long, device=logits.device)
+        scores = token_scores(self.row.request, logits[: len(following)], tokens)
+        before = self.row.generation.prompt_scores or TokenScores([], [])
+        assert scores is not None
+        self.row.generation.prompt_scores = TokenScores(
+            before.chosen + scores.chosen, before.alternatives + scores.alternatives
+        )
+
+
+class PromptReader:
+    """Reads prompts into the places after a batch's rows, and lets their rows join."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch, self.target = batch, batch.target
+
+    def may_join(self, requests: list[Request], most: int) -> bool:
+        """Whether the last request may be read in one pass of at most `most` tokens together with the others.
+
+        It may not if it would find more of its prefix in the cache after the others were read, if there is no memory
+        for it, or if prefixes are known and the target cannot read parts side by side.
+        """
+        batch, prefixes = self.batch, self.batch.prefixes
+        prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
+        known = [
+            0 if own or prefixes is None else prefixes.known_tokens(prompt)
+            for prompt, own in zip(prompts, scores, strict=True)
+        ]
+        rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
+        if sum(rests) > most:
+            return False
+        *others, last = prompts
+        end = known[-1] + BLOCK
+        if (
+            prefixes is not None
+            and not scores[-1]
+            and len(last) > end
+            and any(other[:end] == last[:end] for other in others)
+        ):
+            return False
+        if (not self.target.grows_trees or any(known) or any(scores)) and not self.target.packs:
+            return False
+        return batch.fits(requests)
+
+    def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
+        """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
+        batch = self.batch
+        if rows:
+            index = batch.prefixes
+            prefixes = [None if index is None or row.request.prompt_logprobs else index.use(row.text) for row in rows]
+            count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
+            stop = 0 if index is None or len(rows) > 1 else index.copies_at(rows[0].text)
+            if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None):
+                return self._seat(rows, prefixes)
+            ((row, prefix),) = zip(rows, prefixes, strict=True)
+            place = len(batch.rows)
+            batch.make_room(len(row.text) + batch.nodes)
+            batch.take_place(row, place, prefix)
+            batch.reading = Reading(row, place, known_tokens(prefix), stop)
+        reading = batch.reading
+        assert reading is not None
+        end = reading.stop if reading.count < reading.stop else len(reading.row.text)
+        count = min(most, end - reading.count)
+        return [PromptChunk(reading.row, reading.place, reading.count, count)]
+
+    def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
+        """Give rows the places after those of the running ones; their whole prompts are read in the next pass."""
+        batch = self.batch
+        held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
+        batch.make_room(max(held, *(len(row.text) for row in rows)) + batch.nodes)
+        chunks = []
+        for place, (row, prefix) in enumerate(zip(rows, prefixes, strict=True), len(batch.rows)):
+            batch.take_place(row, place, prefix)
+            before = known_tokens(prefix)
+            chunks.append(PromptChunk(row, place, before, len(row.text) - before))
+        return chunks
+
+    def parts(self, chunks: list[PromptChunk]) -> list[Part]:
+        """The chunks as parts of a pass."""
+        rows = [self.batch.cache.row(chunk.place) for chunk in chunks]
+        return [
+            chunk_part(self.target, chunk.tokens, row, chunk.before, not chunk.is_scored)
+            for chunk, row in zip(chunks, rows, strict=True)
+        ]
+
+    def read(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
+        """Read chunks in a pass of their own; returns the target's output for each, with the logits that it needs."""
+        tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
+        if len(chunks) == 1:
+            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
+        if any(chunk.before or chunk.is_scored for chunk in chunks):
+            return self.target.forward_parts(self.parts(chunks))
+        return read_prompts(self.target, tokens, rows)
+
+    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
+        """Continue after a pass over chunks; returns the first new tokens of the prompts that end with them.
+
+        `feeds`: the drafter reads a chunk at once, as drafts pay at present.
+        """
+        batch = self.batch
+        for chunk, output in zip(chunks, outputs, strict=True):
+            taps = drafter_taps(output.taps, batch.tap_columns)[0]
+            chunk.row.unread.add(taps)
+            if batch.prefixes is not None:
+                chunk.row.kept.append(taps)
+            if chunk.row.trace is not None:
+                chunk.row.trace.add(output.taps[0])
+            if chunk.is_scored:
+                chunk.score(output.logits[0])
+        reading = batch.reading
+        if reading is not None:
+            (chunk,) = chunks
+            reading.count += chunk.count
+            if reading.count < len(reading.row.text):
+                if feeds:
+                    batch.feed(reading.row, reading.place, CATCH_UP + chunk.count)
+                # Chunk by chunk, as copies of a whole prompt would stall the rows.
+                at = reading.count if reading.count == reading.stop else 0
+                batch.remember(reading.row, reading.place, reading.count, at)
+                return []
+            batch.reading = None
+            if reading.place != len(batch.rows):  # another row has ended meanwhile
+                batch.cache.move(reading.place, len(batch.rows), reading.count)
+        return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0, -1:] for output in outputs]))
+
+    def _start(self, rows: list[Sequence], logits: Float[Tensor, "rows 1 vocab"]) -> list[EmittedTokens]:
+        """Let rows decode whose prompts were read. The logits after these give the first new tokens.
+
+        The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
+        """
+        refuse_nan(logits, self.target)
+        device, requests = self.target.device, [row.request for row in rows]
+        sampling = BatchSampling([request.sampling for request in requests], device)
+        history = start_history(requests, [[]] * len(requests), self.target)
+        positions = torch.tensor([[len(request.prompt)] for request in requests], device=device)
+        states = constraints_of(rows)
+        choices = sampling.choose(masked_roots(states, logits) if states else logits, positions, history)
+        blocks = []
+        for number, row in enumerate(rows):
+            try:
+                scores = token_scores(row.request, logits[number], choices[number])
+                added = row.add_tokens(choices[number].tolist(), scores)
+            except Exception as error:  # it ends this text, and no other row's
+                row.fail(error)
+            else:
+                blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
+        self.batch.join(rows)
+        return [block for block in blocks if block.tokens]
+
+
+def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
+    """Read each prompt into the cache of its own row, all in one pass; the logits are those after each prompt.
+
+    The prompts lie one after another without padding, and a mask hides them from each other.
+    """
+    device = target.device
+    lengths = [len(prompt) for prompt in prompts]
+    ends = [*accumulate(lengths)]
+    owner = torch.repeat_interleave(torch.arange(len(prompts)), torch.tensor(lengths))  # [tokens]: the prompt of each
+    positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
+    visible = (owner[:, None] == owner) & (positions <= positions[:, None])
+    tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
+    together = target.new_cache(tokens.shape[1])
+    together.set_lengths([0])
+    positions = positions.unsqueeze(0).to(device)
+    mask = target.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
+    output = target.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
+    for row, end, length in zip(rows, ends, lengths, strict=True):
+        row.target.write(0, 0, together.target.states(0, end - length, end))
+    taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
+    logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
+    return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
+
+
+def read_chunk(
+    target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
+) -> TargetOutput:
+    """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    if row.states is not None:
+        inputs = torch.tensor([tokens], device=target.device)
+        return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
+    part = chunk_part(target, tokens, row, before, last_only)
+    if before:
+        masks = target.masks(part.slots, part.block)
+        return target.forward(part.tokens, part.positions, masks, row, last_only)
+    return target.forward(part.tokens, cache=row, last_only=last_only)
+
+
+def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:
+    """A chunk of a prompt as a part of a pass with other parts."""
+    row.set_lengths([before])
+    inputs = torch.tensor([tokens], device=target.device)
+    return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only)
+
+
+def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:
+    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
+        raise ValueError(
+            f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
+            f"are allowed; set target.dtype to float32, and if that does not help, download its weights again"
+        )
+
+
+FIRST_CHUNK = 16  # tokens of the first pass while rows run; later sizes follow from the time that it took
+LEAST = 8  # tokens of a pass, however slow
+# The time that a pass may take, in steps of the rows: a row then waits for about 2.5 plain steps. Steps with drafts
+# take up to twice as long as plain ones.
+SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
+BESIDE = 0.7  # how much longer a step may take for a chunk in the same pass: a row then waits for 1.7 plain steps
+GROWTH = 1.5  # how much larger the next chunk may be at most
+RECENT = 5  # steps of which the fastest counts: a machine that falters does not make rows wait longer
+TOGETHER = 16  # the share of the rows that may be missing before their prompts are read, with `prompts_first`
+REFRESH = 16  # steps with a chunk after which one without measures a step's time again
+
+
+class Pace:
+    """Decides when the next pass over prompts is due, and how many tokens it reads."""
+
+    def __init__(self, most: int, prompts_first: bool, beside: bool = False) -> None:
+        """A pass reads at most `most` tokens. With `prompts_first`, rows wait for all prompts that have a place.
+
+        `beside`: while rows run, prompts are read in the same passes as their steps, never in passes of their own. Such
+        steps are plain: a step with drafts and a chunk would take longer than a row should wait.
+        """
+        if most < 1:
+            raise ValueError(f"prefill_chunk: {most} given, 1 or more is allowed; leave it out for 512")
+        self.most, self.prompts_first, self.beside = most, prompts_first, beside
+        self.chunk = min(FIRST_CHUNK, most)
+        self.steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps; with `beside`, of plain ones
+        self.share = 0.0  # the time that reading may take after the last step, in such steps
+        self.read_last = False
+        self.steps_beside = 0
+        self.is_old = False  # whether rows have drafted since `steps` were measured
+
+    def reads_next(self, running: int, free: int = 1, waiting: int = 1) -> bool:
+        """Whether prompts are read next, if there are any. A pass of their own takes turns with the running rows.
+
+        Where nobody waits for single tokens, places that become free wait for some others: in a batch of hundreds a
+        text ends with nearly every step, and a pass over its successor's prompt takes as long as the step.
+        """
+        if not running:
+            return True
+        if self.prompts_first:
+            return self.read_last or free >= min(running // TOGETHER, waiting)
+        if self.beside:
+            return self.steps_beside < (REFRESH if self.steps else 1)
+        return not self.read_last
+
+    def tokens(self, has_rows: bool) -> int:
+        """How many tokens the next pass reads at most."""
+        return self.chunk if has_rows and not self.prompts_first else self.most
+
+    def stepped(self, seconds: float, drafts: bool, beside: int = 0) -> None:
+        """Note the time of a step of the running rows, with drafts or without, and with `beside` tokens of prompts."""
+        self.read_last = False
+        if beside:
+            self.steps_beside += 1
+            if self.steps:
+                self._adapt(beside, seconds - min(self.steps))
+        elif self.beside and drafts:  # their time says nothing about steps with a chunk
+            self.is_old = True
+        else:
+            if self.is_old:
+                self.steps.clear()
+                self.is_old = False
+            self.steps.append(seconds)
+            self.share = BESIDE if self.beside else SHARE_OF_DRAFTING if drafts else SHARE
+            self.steps_beside = 0
+
+    def has_read(self, tokens: int, seconds: float) -> None:
+        """Note the time of a pass over prompts alone."""
+        self.read_last = True
+        if self.steps and not self.beside:
+            self._adapt(tokens, seconds)
+
+    def _adapt(self, tokens: int, seconds: float) -> None:
+        if tokens < self.chunk // 2:  # too few to tell
+            return
+        may_take = self.share * min(self.steps)
+        fitting = tokens * may_take / seconds if seconds > 0 else self.most
+        self.chunk = round(min(max(fitting, self.chunk / 2, LEAST), GROWTH * self.chunk, self.most))

@@ -1,0 +1,276 @@
+"""Laws of the messages for failing disks, networks and Ctrl-C, and of the files that commands write."""
+
+import errno
+import os
+import resource
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+import wandb
+from bad_inputs import type_command
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled
+from tiny_run import build_run, quiet_environment
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.common.errors import REMEDIES, errors_as_messages, explained
+from headstart.common.files import check_folder, whole_file, write_text
+from headstart.heads.files import write_pickle, write_safetensors
+from headstart.recipes import load_recipe
+from headstart.trainers.objectives.medusa2 import save_model
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def umask() -> Iterator[int]:
+    """An unusual umask while a test runs: the group may write, others may not read."""
+    before = os.umask(0o007)
+    yield 0o007
+    os.umask(before)
+
+
+def failed(number: int, *paths: Path) -> OSError:
+    first, second = (*map(str, paths), None, None)[:2]
+    return OSError(number, os.strerror(number), first, None, second)
+
+
+@pytest.mark.parametrize("number", [*REMEDIES, errno.EINVAL])
+def test_every_error_names_the_path_the_reason_and_what_to_do(number: int, tmp_path: Path) -> None:
+    path, remedy = str(explained(failed(number, tmp_path / "file"))).split("; ")
+    assert path == f"{tmp_path}/file: {os.strerror(number)}"
+    cure = REMEDIES.get(number, "correct the cause")
+    assert remedy == f"{cure}, then run the same command again, or give another path"
+
+
+def test_the_field_nearest_to_the_path_is_named(tmp_path: Path) -> None:
+    recipe = load_recipe(build_run(tmp_path), [f"decode.head={tmp_path}/run/other"])
+    places = {
+        tmp_path / "run": "run_dir",
+        tmp_path / "run/features/train-00000.safetensors": "run_dir",
+        tmp_path / "run/other/config.json": "decode.head",
+        tmp_path / "target/config.json": "target.path",
+        tmp_path / "prompts.jsonl": "data.prompts",
+    }
+    for path, field in places.items():
+        assert str(explained(failed(errno.EACCES, path), recipe)).endswith(f", or choose another {field}"), path
+    assert str(explained(failed(errno.EACCES, Path("/elsewhere")), recipe)).endswith(", or give another path")
+
+
+def test_a_file_in_place_of_a_folder_above_the_path_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError) as error:
+        (tmp_path / "file/a/b").mkdir(parents=True)
+    assert f"{tmp_path}/file is a file; move the file away" in str(explained(error.value))
+
+
+def test_the_name_until_a_file_is_whole_is_not_shown(tmp_path: Path) -> None:
+    said = explained(failed(errno.ENOSPC, tmp_path / "head.partial/model.safetensors.partial"))
+    assert str(said).startswith(f"{tmp_path}/head/model.safetensors: No space left")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (httpx.ConnectError("no route to host"), "network: ConnectError: no route to host; check the network"),
+        (OfflineModeIsEnabled("offline"), "network: OfflineModeIsEnabled: offline; check the network"),
+        (LocalEntryNotFoundError("not cached"), "network: LocalEntryNotFoundError: not cached; check the network"),
+        (TimeoutError("too late"), "network: TimeoutError: too late; check the network"),
+        (wandb.errors.CommError("no key"), "log.wandb: no key; run `wandb login`"),
+        (OSError("Can't load\n the tokenizer"), "OSError: Can't load the tokenizer; correct the cause"),
+        (ValueError("train.steps: 0 given"), "train.steps: 0 given"),
+    ],
+)
+def test_errors_of_libraries_say_what_is_needed(error: Exception, says: str) -> None:
+    assert str(explained(error)).startswith(says)
+
+
+def test_our_own_mistakes_keep_their_traceback() -> None:
+    assert explained(AssertionError("ours")) is None
+    with pytest.raises(KeyError), errors_as_messages():
+        raise KeyError("ours")
+
+
+# Standard output
+
+
+def printed_to(stdout: int, program: str) -> "subprocess.Popen[str]":
+    program = f"from headstart.common.errors import errors_as_messages\nwith errors_as_messages():\n    {program}"
+    command, environment = [sys.executable, "-c", program], quiet_environment(ROOT)
+    return subprocess.Popen(command, env=environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_reader_such_as_head_that_has_enough_ends_a_command_quietly() -> None:
+    process = printed_to(subprocess.PIPE, "for line in range(100_000): print(line)")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    with process.stderr as said:
+        assert said.read() == ""
+
+
+@pytest.mark.parametrize("program", ["print('short')", "print('long' * 100_000)"])
+def test_a_full_disk_under_a_log_is_an_error(program: str) -> None:
+    with Path("/dev/full").open("w") as log:
+        process = printed_to(log.fileno(), program)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert said.startswith("error: standard output, or a temporary file: No space left on device; make room")
+    assert len(said.splitlines()) == 1
+
+
+# Ctrl-C
+
+INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is said
+    "harvest": ("headstart.data_pipelines.harvest.Harvest.make_features", "continues where it stopped"),
+    "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
+    "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
+    "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
+    "report": ("headstart.inference.report.command.make_report", "continues where it stopped"),
+    "export": ("headstart.heads.formats.export.stored_dtype", "starts over"),
+    "lint": ("headstart.heads.formats.lint.lint", "starts over"),
+    "convert": ("headstart.heads.formats.convert.convert", "starts over"),
+    "doctor": ("headstart.inference.doctor.command.diagnose", "starts over"),
+    "store": ("headstart.data_pipelines.features.store.refuse_damage", "starts over"),
+}
+ARGUMENTS = {
+    "lint": ["HEAD", "--target", "TARGET"],
+    "convert": ["HEAD", "OUT", "--target", "TARGET"],
+    "doctor": ["HEAD", "TARGET"],
+    "store": ["verify", "FEATURES"],
+}
+
+
+@pytest.mark.parametrize("command", INTERRUPTED)
+def test_ctrl_c_is_one_line_and_exit_code_130(
+    command: str, harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    function, said = INTERRUPTED[command]
+
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(function, interrupted)
+    if command == "calibrate":  # it loads a head first
+        monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
+        monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: None)
+        monkeypatch.setattr("headstart.inference.calibrate.depth_for", lambda section, head: section.depth)
+    recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
+    if command == "harvest":
+        recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]
+    arguments = [word.replace("FEATURES", f"{harvested}/run/features") for word in ARGUMENTS.get(command, recipe)]
+    outcome = type_command([command, *arguments], monkeypatch, capsys)
+    assert outcome.code == 130, outcome.text
+    assert "Traceback" not in outcome.text
+    assert outcome.err.strip() == f"interrupted; the same command {said}"
+
+
+def test_ctrl_c_while_a_command_is_loading_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(module: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headstart.cli.import_module", interrupted)
+    outcome = type_command(["lint", "HEAD", "--target", "TARGET"], monkeypatch, capsys)
+    assert outcome.code == 130
+    assert outcome.err.strip() == "interrupted before the work began; run the same command again"
+
+
+@pytest.mark.slow
+def test_a_harvest_that_ctrl_c_stops_goes_on_with_the_same_command(harvested: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "headstart.cli", "harvest", str(harvested / "recipe.yaml")]
+    command += [f"run_dir={tmp_path}/run", "data.num_prompts=14", "data.response_tokens=100", "data.generate_batch=1"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=quiet_environment(ROOT), **pipes)  # type: ignore[call-overload]
+    while process.poll() is None and not list((tmp_path / "run").glob("responses/*.journal")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130, said
+    assert said.strip() == "interrupted; the same command continues where it stopped"
+    subprocess.run(command, env=quiet_environment(ROOT), capture_output=True, check=True)
+
+
+# Files
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder/file.txt"
+    write_text(path, "first")
+    with pytest.raises(UnicodeEncodeError):
+        write_text(path, "second \ud800")  # half of a surrogate pair
+    with pytest.raises(KeyboardInterrupt), whole_file(path):
+        raise KeyboardInterrupt
+    assert path.read_text() == "first"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    left = tmp_path / "a.safetensors.partial"
+    left.mkdir()
+    (left / ".tmpowLZXY").write_bytes(b"half of it")
+    write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
+
+
+def test_pickled_weights_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
+    """torch hides the system's error if the disk is full in the middle of a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            write_pickle({"a": torch.zeros(1 << 16)}, tmp_path / "a.pt")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.filename == str(tmp_path / "a.pt")
+
+
+def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:
+    check_folder(tmp_path / "a/b")
+    assert not list((tmp_path / "a/b").iterdir())
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        check_folder(tmp_path / "file/a")
+
+
+def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> None:
+    """Weights and shards could be read by their owner only, whatever the umask."""
+    write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
+    write_text(tmp_path / "a.json", "{}")
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=9, intermediate_size=8)
+    save_model(LlamaForCausalLM(config), tmp_path / "tuned")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".safetensors", ".json"}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
+
+
+@pytest.mark.slow
+def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(
+    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe, run_dir = str(build_run(tmp_path)), tmp_path / "run"
+    report = ["report", recipe, "report.num_prompts=1", "report.baselines=[plain, chain]"]
+    target = ["--target", str(tmp_path / "target")]
+    for arguments in (
+        ["train", recipe],
+        ["export", recipe, "export.format=vllm"],
+        ["convert", str(run_dir / "export/vllm"), str(run_dir / "converted"), *target],
+        report,
+        ["store", "merge", str(run_dir / "merged"), str(run_dir / "features")],
+    ):
+        outcome = type_command(arguments, monkeypatch, capsys)
+        assert outcome.code == 0, outcome.text
+    files = [path for path in run_dir.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".html"}
+    modes = {path.relative_to(run_dir).as_posix(): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
+    assert set(modes.values()) == {oct(0o666 & ~umask)}, modes

@@ -1,0 +1,263 @@
+"""A disk that fills up in any stage costs nothing: after space is made, the same command ends in the same files."""
+
+import errno
+import io
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_inputs import type_command
+from matrix import slow_unless
+from safetensors import SafetensorError
+from tiny_run import build_run, contents, quiet_environment
+
+from headstart.heads import files as head_files
+
+ROOT = Path(__file__).resolve().parents[2]
+REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"
+
+Type = Callable[..., str]  # type a command; returns what it printed
+
+
+class SmallDisk:
+    """Files of a run are written to /dev/full, tensors to half of a file, from the write on that `is_full` says."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, is_full: Callable[[int, str], bool]) -> None:
+        self.names: list[str] = []  # of the files written, in order
+        self.is_full, self.full = is_full, False
+        self.open, self.save_file = io.open, head_files.save_file
+        patch.setattr(io, "open", self._open)
+        patch.setattr("builtins.open", self._open)
+        patch.setattr(head_files, "save_file", self._save_file)
+
+    def _take(self, path: Path) -> bool:
+        self.names.append("/".join(path.parts[-2:]))
+        self.full = self.full or self.is_full(len(self.names), self.names[-1])
+        return not self.full
+
+    def _open(self, file: Any, mode: str = "r", *others: Any, **options: Any) -> Any:
+        writes = isinstance(file, str | Path) and "/run/" in str(file) and set(mode) & set("wax+")
+        if writes and not self._take(Path(file)):
+            return self.open("/dev/full", mode.replace("x", "w"), *others, **options)  # it exists, so "x" would fail
+        return self.open(file, mode, *others, **options)
+
+    def _save_file(self, tensors: Any, path: Path, metadata: Any) -> None:
+        has_room = self._take(path)
+        self.save_file(tensors, path, metadata)
+        if not has_room:
+            os.truncate(path, path.stat().st_size // 2)
+            raise SafetensorError(f"I/O error: {os.strerror(errno.ENOSPC)} (os error {errno.ENOSPC})")
+
+
+def when_writing(end: str) -> Callable[[int, str], bool]:
+    """The disk is full when the first file with this end of its name is written."""
+    return lambda count, name: name.endswith(end)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, prompts and a recipe, whose run is in another folder for each test."""
+    folder = tmp_path_factory.mktemp("full")
+    build_run(folder)
+    return folder
+
+
+@pytest.fixture
+def typed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
+    """typed(code, command, *overrides): type a command on the recipe; its run is in tmp_path/run."""
+
+    def run(code: int, command: str, *overrides: str) -> str:
+        arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]
+        outcome = type_command(arguments, monkeypatch, capsys)
+        assert "Traceback" not in outcome.text
+        assert outcome.code == code, outcome.text
+        return outcome.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], list[str]]:
+    """The files of a run on a large disk, and the names of all that it wrote, in order."""
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SmallDisk(patch, lambda count, name: False)
+        patch.setattr(sys, "argv", ["headstart", "train", str(folder / "recipe.yaml"), f"run_dir={run_dir}"])
+        from headstart import cli
+
+        cli.main()
+    return files(run_dir), disk.names
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    """The content of all files of a run; of the metrics, everything but the measured speed."""
+    found = contents(run_dir)
+    rows = [json.loads(line) for line in found["metrics.jsonl"].splitlines()]
+    kept = [{name: value for name, value in row.items() if name != "train/tokens_per_second"} for row in rows]
+    return {**found, "metrics.jsonl": json.dumps(kept).encode()}
+
+
+def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk_is_full: Callable[..., bool]) -> str:
+    """Train on a small disk, then on a large one; returns the message in between."""
+    with pytest.MonkeyPatch.context() as patch:
+        disk = SmallDisk(patch, disk_is_full)
+        said = typed(1, "train")
+        assert disk.full
+    assert "No space left on device" in said
+    assert "make room there" in said
+    assert not [name for name in contents(run_dir) if ".partial" in name or "/.tmp" in name]
+    typed(0, "train")
+    assert files(run_dir) == expected
+    return said
+
+
+# The file whose write finds the disk full, and what the message names.
+FULL_AT = {
+    "prompts/train.jsonl.partial": "prompts/train.jsonl: ",
+    "prompts/stage.json.partial": "prompts/stage.json: ",
+    "responses/train-00001.jsonl.journal": "responses/train-00001.jsonl.journal: ",
+    "responses/train-00001.jsonl.partial": "responses/train-00001.jsonl: ",
+    "features/manifest.json.partial": "features/manifest.json: ",
+    "features/train-00001.safetensors.partial": "features/train-00001.safetensors: ",
+    "features/train-00001.safetensors.note.partial": "features/train-00001.safetensors.note: ",
+    "optimizers.safetensors.partial/optimizers.safetensors": "checkpoints/step-4 cannot be written",
+    "step-8.partial/state.json.partial": "checkpoints/step-8 cannot be written",
+    "run/metrics.jsonl": "run/metrics.jsonl: ",
+    "checkpoints/exported.json.partial": "checkpoints/exported.json: ",
+    "head.partial/config.json.partial": "head/config.json: ",
+}
+A_JOURNAL_AND_A_CHECKPOINT = (
+    "responses/train-00001.jsonl.journal",
+    "optimizers.safetensors.partial/optimizers.safetensors",
+)
+
+
+@pytest.mark.parametrize("name", slow_unless(A_JOURNAL_AND_A_CHECKPOINT, FULL_AT))
+def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
+    typed: Type, tmp_path: Path, undisturbed: tuple[dict[str, bytes], list[str]], name: str
+) -> None:
+    expected, written = undisturbed
+    assert name in written
+    assert FULL_AT[name] in assert_recovers(typed, tmp_path / "run", expected, when_writing(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(6))
+def test_a_disk_may_fill_up_at_any_write(
+    typed: Type, tmp_path: Path, undisturbed: tuple[dict[str, bytes], list[str]], part: int
+) -> None:
+    expected, written = undisturbed
+    for number in range(part + 1, len(written) + 1, 6):
+        run_dir = tmp_path / "run"
+        assert_recovers(typed, run_dir, expected, lambda count, here, number=number: count == number)
+        subprocess.run(["rm", "-r", str(run_dir)], check=True)
+
+
+def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
+    typed(0, "train")
+    for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
+        with pytest.MonkeyPatch.context() as patch:
+            SmallDisk(patch, when_writing(name))
+            assert "No space left on device" in typed(1, "export", "export.format=vllm")
+        assert not list((tmp_path / "run/export").iterdir())
+    typed(0, "export", "export.format=vllm")
+    shutil.copytree(tmp_path / "run/export/vllm", tmp_path / "first")
+    shutil.rmtree(tmp_path / "run/export/vllm")
+    typed(0, "export", "export.format=vllm")
+    engine = {name: content for name, content in contents(tmp_path / "first").items() if name != "README.md"}
+    assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
+
+
+@pytest.mark.slow
+def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
+    typed(0, "train")
+    for name in ("report.json.partial", "report.html.partial"):
+        with pytest.MonkeyPatch.context() as patch:
+            SmallDisk(patch, when_writing(name))
+            assert "No space left on device" in typed(1, "report", *REPORT)
+        assert not list((tmp_path / "run").glob("report/*.partial"))
+    typed(0, "report", *REPORT)
+    outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
+    assert [outcome["forced"]["outside"] for outcome in outcomes] == [0, 0]
+
+
+def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, tmp_path: Path) -> None:
+    typed(0, "train", "train.steps=8")
+    metrics = tmp_path / "run/metrics.jsonl"
+    rows = metrics.read_text()
+    metrics.write_text(rows + '{"step": 9, "train/lo')
+    subprocess.run(["rm", "-r", str(tmp_path / "run/checkpoints/step-8"), str(tmp_path / "run/head")], check=True)
+    typed(0, "train", "train.steps=8")
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
+        json.loads(line)["step"] for line in rows.splitlines()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("limit", [300, 1500, 12_000, 40_000, 100_000])
+def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_path: Path, limit: int) -> None:
+    """A limit on file size stands in for a full disk, in a process of its own: prompts, ..., optimizer state.
+
+    Python would cut its compiled modules at the limit, too, and every later process would fail to import them.
+    """
+    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run"]
+
+    def train(limit: int) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command,
+            env={**quiet_environment(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    failed = train(limit)
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "Traceback" not in failed.stderr
+    assert "ile too large" in failed.stderr
+    assert "raise the limit of file sizes" in failed.stderr
+    assert not list((tmp_path / "run").rglob("*.partial"))
+    again = train(resource.RLIM_INFINITY)
+    assert again.returncode == 0, again.stderr
+    whole = train_elsewhere(command, tmp_path / "other")
+    assert files(tmp_path / "run") == files(whole)
+
+
+def train_elsewhere(command: list[str], run_dir: Path) -> Path:
+    subprocess.run([*command, f"run_dir={run_dir}"], env=quiet_environment(ROOT), capture_output=True, check=True)
+    return run_dir
+
+
+@pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))
+def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
+    """Training said that the head was complete, and every other command that it was damaged."""
+    typed(0, "train")
+    expected = contents(tmp_path / "run/head")
+    (tmp_path / "run/head" / name).write_bytes(expected[name][:100])
+    typed(0, "train")
+    assert contents(tmp_path / "run/head") == expected
+
+
+@pytest.mark.parametrize("name", ["prompts/train.jsonl", "responses/train-00001.jsonl"])
+def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
+    typed: Type, tmp_path: Path, name: str
+) -> None:
+    typed(0, "harvest")
+    expected = contents(tmp_path / "run")
+    (tmp_path / "run" / name).unlink()
+    if name.startswith("responses"):  # they are not read again otherwise
+        subprocess.run(["rm", "-r", f"{tmp_path}/run/features"], check=True)
+    said = typed(1, "harvest")
+    assert f"{tmp_path}/run/{name}: No such file or directory" in said
+    [command] = [part for part in said.split("; ") if part.startswith("rm ")]
+    subprocess.run(command.partition(",")[0], shell=True, check=True)
+    typed(0, "harvest")
+    assert contents(tmp_path / "run") == expected

@@ -1,0 +1,206 @@
+"""Laws of the progress display: counted bars on a terminal; in a log, a line now and then in every stage."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from logging import StreamHandler, getLogger
+from pathlib import Path
+
+import pytest
+from bad_inputs import type_command
+from families import make_family
+from tiny_run import build_run, quiet_environment
+from transformers.utils import logging
+
+from headstart.common.progress import APART, SECONDS, Progress
+from headstart.inference.engine.loop import generate
+from headstart.inference.targets import check
+from headstart.inference.targets.loading import MISSING_KERNELS, no_bars_of_transformers
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
+
+ROOT = Path(__file__).resolve().parents[2]
+CODES = r"\x1b\[[0-9;?]*[A-Za-z]"  # of a terminal: colours, cursor
+
+
+class Clock:
+    """Seconds that pass only when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def lines_of(seconds_per_item: float, total: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    """The lines in a log while `total` items are done one by one."""
+    clock = Clock()
+    with Progress("work", total, "items", clock=clock) as progress:
+        for _ in range(total):
+            clock.now += seconds_per_item
+            progress.advance(1)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_slow_work_gets_a_line_every_30_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(seconds_per_item=10.0, total=1000, capsys=capsys)
+    assert lines[:3] == [
+        "work: 0 of 1000 items (0%)",
+        "work: 3 of 1000 items (0%), 0.1 items/s, 2:46:10 left",
+        "work: 6 of 1000 items (1%), 0.1 items/s, 2:45:40 left",
+    ]
+    assert lines[-1] == "work: all 1000 items done in 2:46:40"
+    assert len(lines) == 1 + (1000 - 1) // 3 + 1
+
+
+def test_quick_work_gets_a_line_every_5_percent(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(seconds_per_item=0.15, total=1000, capsys=capsys)
+    assert lines[1] == "work: 50 of 1000 items (5%), 6.67 items/s, 0:02:23 left"
+    assert len(lines) == 1 + 19 + 1
+
+
+def test_very_quick_work_gets_no_flood_of_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = lines_of(seconds_per_item=0.01, total=1000, capsys=capsys)
+    assert len(lines) == 1 + 1 + 1  # 10 s of work, lines at least 5 s apart
+    assert (APART, SECONDS) == (5.0, 30.0)
+
+
+def test_what_an_earlier_run_did_does_not_count_for_the_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with pytest.raises(KeyboardInterrupt), Progress("work", 100, "items", done=20, clock=clock) as progress:  # noqa: PT012
+        progress.skip(30)
+        clock.now += 40
+        progress.advance(10, "loss 1.25")
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out.splitlines() == [
+        "work: 20 of 100 items (20%)",
+        "work: 60 of 100 items (60%), 0.25 items/s, 0:02:40 left, loss 1.25",
+    ]
+
+
+def test_the_first_text_of_a_batch_does_not_stand_for_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """10 seconds for 8 texts that end together: after the first of 80, a quarter of an hour was said to be left."""
+    clock = Clock()
+    with pytest.raises(KeyboardInterrupt), Progress("work", 80, "texts", clock=clock, together=8) as progress:  # noqa: PT012
+        clock.now += 40
+        progress.advance(1)
+        progress.advance(7)
+        clock.now += 40
+        progress.advance(1)
+        raise KeyboardInterrupt
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "work: 1 of 80 texts (1%), 0.113 texts/s, 0:11:11 left",
+        "work: 9 of 80 texts (11%), 0.156 texts/s, 0:07:12 left",
+    ]
+
+
+def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress("work", 2, "items", active=False) as progress:
+        progress.advance(2)
+        progress.say("a line")
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.slow
+def test_every_stage_says_in_a_log_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was printed when the output went to a file."""
+    recipe = str(build_run(tmp_path))
+    said = type_command(["train", recipe], monkeypatch, capsys)
+    report = ["report", recipe, "report.num_prompts=2", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"]
+    said_by_report = type_command(report, monkeypatch, capsys)
+    assert said.code == said_by_report.code == 0
+    lines = (said.out + said_by_report.out).splitlines()
+    for stage, what in (("responses", "16 samples"), ("features", "16 samples"), ("training", "8 steps")):
+        assert f"{stage}: 0 of {what} (0%)" in lines
+        assert [line for line in lines if line.startswith(f"{stage}: all {what} done in 0:00:")]
+    assert "report: 0 of 4 texts (0%)" in lines
+    assert [line for line in lines if line.startswith("report: all 4 texts done in 0:00:")]
+    assert "measured after step" not in lines[-1]
+
+
+# On a terminal
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """A pseudo terminal: our end, and the end for a process."""
+    ours, its = pty.openpty()
+    yield ours, its
+    os.close(ours)
+
+
+def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: tuple[int, int]) -> None:
+    """The training's bar ended with "measured after step N"."""
+    program = (
+        "from headstart.common.progress import Progress\n"
+        "with Progress('training', 4, 'steps') as progress:\n"
+        "    for step in range(4):\n"
+        "        progress.advance(1, f'measured after step {step + 1}')\n"
+        "    progress.say('a line [with] brackets')\n"
+    )
+    ours, its = terminal
+    environment = {**quiet_environment(ROOT), "TERM": "xterm", "COLUMNS": "100"}
+    process = subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=its, stderr=its)
+    assert process.wait(timeout=60) == 0
+    os.close(its)
+    shown = re.sub(CODES, "", os.read(ours, 1 << 16).decode())
+    assert "a line [with] brackets" in shown
+    assert re.search(r"training ━+ 4/4 done 0:00:\d\d 0:00:00\s*$", shown), shown
+    assert "4 steps done" not in shown  # that is for logs
+
+
+def test_on_a_narrow_terminal_the_text_is_cut_and_the_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(screen, "isatty", lambda: True)
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("TERM", "xterm")
+    with Progress("training", 2000, "steps") as progress:
+        progress.advance(1234, "loss 1.234, acceptance by depth 0.91 0.82 0.73, 12345 tokens/s")
+    shown = re.sub(CODES, "", screen.getvalue())
+    assert "1234/2000 loss" in shown
+    assert "tokens/s" not in shown
+
+
+# Bars of transformers
+
+
+def test_a_target_is_loaded_without_the_bar_of_transformers(
+    target_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A bar named "Loading weights" appeared in every command."""
+    TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), ())
+    assert capfd.readouterr().err == ""
+    assert logging.is_progress_bar_enabled()
+
+
+@pytest.mark.parametrize("were_on", [True, False])
+def test_the_bars_of_transformers_are_afterwards_as_before(were_on: bool) -> None:
+    if not were_on:
+        logging.disable_progress_bar()
+    try:
+        with no_bars_of_transformers():
+            assert not logging.is_progress_bar_enabled()
+        assert logging.is_progress_bar_enabled() == were_on
+    finally:
+        logging.enable_progress_bar()
+
+
+def test_a_hybrid_decodes_without_the_lines_of_transformers_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four lines that "fall back to" reference code appeared in every command."""
+    logger, seen = getLogger("transformers"), list[str]()
+    monkeypatch.setattr(logger, "handlers", [handler := StreamHandler()])
+    monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))
+    logging.warning_once.cache_clear()  # each is told once in a process
+    monkeypatch.setattr(MISSING_KERNELS, "packages", set())
+    monkeypatch.setattr(check, "FOUND", {})
+    generate(TargetModel(make_family("qwen3_next"), ()), [5, 17, 3], 4)
+    assert seen == []
+    assert MISSING_KERNELS.packages == {"causal_conv1d", "flash-linear-attention"}

@@ -1,0 +1,600 @@
+"""Laws of user data: all known forms of a row mean the same, and every unusable row is reported."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
+
+from headstart.common.files import read_jsonl
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.inspect import inspect
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join, parse_known
+from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
+from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
+from headstart.data_pipelines.prompts.row_report import RowReport
+from headstart.data_pipelines.prompts.rows import BadRow, NotJson, read_rows
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.recipes import Recipe
+from headstart.recipes.schema import DataSection
+
+CHATML = (Path(__file__).parents[1] / "support/chat_templates" / "chatml.jinja").read_text().rstrip("\n")
+
+
+def section(**fields: Any) -> DataSection:
+    sizes: dict[str, Any] = {"num_prompts": 9, "prompt_tokens": 8, "response_tokens": 40, **fields}
+    return DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **sizes)
+
+
+def turns(*contents: str) -> list[dict[str, str]]:
+    return [{"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)]
+
+
+def write_rows(path: Path, *rows: object) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# Forms
+
+
+def test_all_spellings_of_a_conversation_mean_the_same() -> None:
+    plain = turns("hi", "hello")
+    system = {"role": "system", "content": "be brief"}
+    rows: list[dict[str, Any]] = [
+        {"messages": [system, *plain]},
+        {"messages": [system, {"role": "user", "content": [{"type": "text", "text": "hi"}]}, plain[1]]},
+        {"system": "be brief", "messages": plain},
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}], "system": "be brief"},
+        {"messages": None, "conversations": [system, *[turn | {"name": None} for turn in plain]], "tools": None},
+    ]
+    assert [parse_row(row) for row in rows] == [Conversation([system, *plain])] * len(rows)
+
+
+def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
+    asked = {"role": "user", "content": "2+2?"}
+    function = {"name": "add", "arguments": {"a": 2}}
+    as_text = {"name": "add", "arguments": '{"a": 2}'}
+    rows: list[dict[str, Any]] = [
+        {"messages": [asked, {"role": "assistant", "tool_calls": [{"type": "function", "function": as_text}]}]},
+        {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "2+2?"},
+                {"from": "function_call", "value": json.dumps(function)},
+            ]
+        },
+    ]
+    call = {"type": "function", "function": function}
+    wanted = Conversation([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "kind", "why"),
+    [
+        ({"question": "why?"}, "unknown form", r"fields \['question'\] given; a row needs prompt or text"),
+        ({"prompt": None, "text": None}, "unknown form", r"fields \[\] given that are not null; a row needs"),
+        ({"prompt": ""}, "empty", "a row needs prompt or text"),
+        ({"prompt": 5}, "unknown form", r"prompt is a number \(5\), text is needed"),
+        ({"prompt": " \n"}, "empty", "prompt is empty; a row needs prompt or text"),
+        ({"messages": []}, "empty", "no user turn to answer"),
+        ({"messages": [{"role": "assistant", "content": "alone"}]}, "empty", "no user turn to answer"),
+        ({"messages": ["hello"]}, "unknown form", "messages"),
+        ({"messages": [{"content": "from nobody"}]}, "wrong turn", "turn 1 is by None"),
+        (
+            {"messages": [*turns("a", "b"), {"role": "assistant", "content": "c"}]},
+            "wrong turn",
+            "assistant right after a turn by assistant",
+        ),
+        (
+            {"messages": [*turns("a"), {"role": "system", "content": "late"}]},
+            "wrong turn",
+            "turn 2 is by system right after",
+        ),
+        ({"messages": turns("a", "")}, "empty", "turn 2 by assistant is empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "unknown form",
+            "contains parts that are not text",
+        ),
+        ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "must have the same length"),
+        ({"tokens": [1, "2"]}, "unknown form", "tokens holds text at place 2, a list of whole numbers is needed"),
+        ({"messages": turns("a"), "tools": "{"}, "unreadable", "tools: not JSON"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "wrong turn", r"turn 1 is by \['user'\]"),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]},
+            "unknown form",
+            "tool_calls is a number",
+        ),
+        # These were kept, and trained on something else than the row says.
+        ({"text": "2+2?", "response": "4"}, "unclear", "response is given without a prompt"),
+        ({"messages": turns("a", "b"), "response": "c"}, "unclear", "beside messages that end with an answer"),
+        ({"tokens": [1, 2], "loss_mask": [-100, 1]}, "unknown form", "loss_mask holds -100, 0 and 1 are allowed"),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]},
+            "unknown form",
+            "the reasoning of turn 2 is a list, text is needed",
+        ),
+        (
+            {"messages": [*turns("a"), {"role": "assistant", "content": [{"type": "reasoning", "text": "why"}]}]},
+            "unknown form",
+            "contains parts that are not text",
+        ),
+        (
+            {"system": "b", "messages": [{"role": "system", "content": "a"}, *turns("a", "b")]},
+            "unclear",
+            "system is given beside another system turn",
+        ),
+    ],
+)
+def test_an_unusable_row_says_why(row: dict[str, Any], kind: str, why: str) -> None:
+    with pytest.raises(BadRow, match=why) as refusal:
+        parse_row(row)
+    assert refusal.value.kind == kind
+
+
+@pytest.mark.parametrize("answer", ["d", [{"role": "assistant", "content": "d"}]])
+def test_an_answer_beside_messages_without_one_was_dropped(answer: object) -> None:
+    assert parse_row({"messages": turns("a", "b", "c"), "completion": answer}) == parse_row(
+        {"messages": turns("a", "b", "c", "d")}
+    )
+    for said in ("", " ", [], "b ", [{"role": "assistant", "content": "b"}]):  # nothing, and the last turn once more
+        assert parse_row({"messages": turns("a", "b"), "response": said}) == parse_row({"messages": turns("a", "b")})
+
+
+def test_a_turn_that_train_leaves_out_was_trained_on_if_its_weight_is_null() -> None:
+    messages: list[dict[str, Any]] = [
+        *turns("a"),
+        {"role": "assistant", "content": "b", "weight": None, "train": False},
+    ]
+    found = parse_row({"messages": messages})
+    assert isinstance(found, Conversation)
+    assert found.context_only == {1}
+    messages[1]["weight"] = 1
+    assert parse_row({"messages": messages}) == found
+
+
+def test_what_says_nothing_new_refuses_no_row() -> None:
+    assert parse_row({"text": "a b", "response": " "}) == parse_row({"text": "a b", "completion": []}) == "a b"
+    assert parse_row({"messages": turns("a or b"), "response": "b"}) == parse_row({"messages": turns("a or b", "b")})
+    chat = [{"role": "system", "content": "x"}, *turns("a", "b")]
+    assert parse_row({"messages": chat, "system": "x "}) == parse_row({"messages": chat, "system": " "})
+    padded = {"tokens": [1, 2, 0], "loss_mask": [0, 1, -100], "attention_mask": [1, 1, 0]}
+    assert parse_row(padded) == parse_row({"tokens": [1, 2], "loss_mask": [0, 1]})
+
+
+# Sources
+
+
+def test_json_lines_parquet_datasets_and_text_give_the_same_rows(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": turns("hi", "hello")}, {"messages": turns("and?")}]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset.to_parquet(tmp_path / "rows.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict({"train": dataset}).save_to_disk(tmp_path / "splits")
+    sources = [write_rows(tmp_path / "rows.jsonl", *rows), tmp_path / "rows.parquet", tmp_path / "saved"]
+    (tmp_path / "hub").mkdir()
+    dataset.to_parquet(tmp_path / "hub" / "train.parquet")
+    for source in [*map(str, sources), str(tmp_path / "splits"), f"hf:{tmp_path / 'hub'}:train"]:
+        found = list(read_rows(source))
+        assert [row.line for row in found] == [1, 2], source
+        assert [row.fields for row in found] == rows, source
+
+
+def tool_rows() -> list[dict[str, Any]]:
+    """Rows whose calls and tools share no keys, so that Arrow pads all of them; some hold nothing, and some null."""
+
+    def row(name: str, arguments: dict[str, Any], properties: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        tool = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return {"messages": said, "tools": [{"type": "function", "function": tool}], **fields}
+
+    return [
+        row("weather", {"city": "Oslo"}, {"city": {"type": "string", "enum": ["Oslo", None]}}),
+        row("rates", {"of": {"day": 5, "bank": "x"}, "in": ["a", "b"]}, {"of": {"type": "object"}}, id=3),
+        row("now", {}, {}),
+        {"messages": turns("hi", "hello"), "created": None},
+    ]
+
+
+def arrow_tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rows as tables of several writers: `json` is text of the type arrow.json, polars has 64-bit offsets."""
+    pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
+    columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
+    features = {name: datasets.List(datasets.Json()) for name in ("messages", "tools")}
+    whole = {"id": datasets.Value("int64"), "created": datasets.Value("null"), **features}
+    table = pyarrow.table(columns)
+    return {
+        "pyarrow": table,
+        "datasets": datasets.Dataset.from_list(rows).data.table,
+        "json": datasets.Dataset.from_dict(columns, features=datasets.Features(whole)).data.table,
+        "polars": table.cast(pyarrow.schema([field.with_type(large(field.type)) for field in table.schema])),
+    }
+
+
+def large(kind: Any) -> Any:
+    """An Arrow type with 64-bit offsets throughout, as polars writes it."""
+    import pyarrow
+
+    if pyarrow.types.is_struct(kind):
+        return pyarrow.struct([field.with_type(large(field.type)) for field in kind])
+    if pyarrow.types.is_list(kind):
+        return pyarrow.large_list(large(kind.value_type))
+    return pyarrow.large_string() if pyarrow.types.is_string(kind) else kind
+
+
+def test_keys_that_arrow_adds_to_a_row_are_not_content(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = tool_rows()
+    wanted = [parse_row(row) for row in rows]
+    for writer, table in arrow_tables(rows).items():
+        parquet.write_table(table, tmp_path / "rows.parquet")
+        assert [parse_row(row.read()) for row in read_rows(str(tmp_path / "rows.parquet"))] == wanted, writer
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "found"),
+    [
+        (lambda pa: pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], {"a": 1, "b": None}),  # its own keys
+        (lambda pa: pa.dictionary(pa.int8(), pa.string()), "a", "a"),
+        (lambda pa: pa.json_(), '{"a": null}', {"a": None}),
+        (lambda pa: pa.json_(), "{", "Expecting property name"),
+        (lambda pa: pa.json_(), r'"\ud800"', "surrogates not allowed"),
+        (lambda pa: pa.map_(pa.int64(), pa.string()), [(1, "a")], "type map<int64, "),
+        (lambda pa: pa.list_(pa.timestamp("ns")), [1], "type timestamp[ns]"),
+        (lambda pa: pa.struct({"a": pa.binary()}), {"a": b"a"}, "type binary"),
+    ],
+)
+def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: Any, found: Any) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"prompt": ["a", "b"], "x": pyarrow.array([value, None], kind(pyarrow))})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    first, second = (row.read() for row in read_rows(str(tmp_path / "rows.parquet")))
+    assert second == {"prompt": "b", "x": None}
+    if not isinstance(first["x"], NotJson):
+        assert first["x"] == found
+        return
+    assert parse_row(first) == parse_row({"prompt": "a"})  # a column that is not read may hold anything
+    with pytest.raises(BadRow, match=f"prompt is Arrow data that JSON cannot hold .*{re.escape(found)}"):
+        parse_row({"prompt": first["x"]})
+
+
+def test_each_line_of_a_text_file_is_a_text(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("one\n\ntwo \n")
+    assert [(row.line, row.fields) for row in read_rows(str(tmp_path / "texts.txt"))] == [
+        (1, {"text": "one"}),
+        (3, {"text": "two "}),
+    ]
+
+
+@pytest.mark.parametrize("name", ["rows.pkl", "rows.pt", "rows"])
+def test_pickles_and_unknown_files_are_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match=r"ends in \.jsonl, \.json, \.parquet, \.txt"):
+        list(read_rows(str(tmp_path / name)))
+
+
+# Unusable rows
+
+
+def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    good = json.dumps({"prompt": "good"})
+    bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
+    path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
+    report = RowReport(str(path))
+    rows = read_prompts(ChatTemplate(build_tokenizer()), section(), None, report)
+    assert [row["id"] for row in rows] == [0, 1, 2]
+    found = report.to_json()
+    assert found["rows"] == 9
+    assert found["bad"] == {"unreadable": 4, "empty": 1, "unknown token": 1}
+    assert [row["line"] for row in found["bad_rows"]] == [2, 4, 6, 7, 8, 9]
+    with pytest.raises(
+        ValueError, match=r"6 of 9 rows are unusable, up to 1%(.|\n)*line 2: not JSON(.|\n)*line 4: no user turn"
+    ):
+        report.check()
+    report.rows = 600
+    report.check()
+
+
+@pytest.mark.parametrize("responses", ["given", "target"])
+def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
+    """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
+    build_run(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.add_tokens(["[PAD]"])
+    tokenizer.save_pretrained(tmp_path / "target")
+    rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
+    rows += [{"tokens": [5, 300, 7], "loss_mask": [0, 0, 1]}, {"prompt": "a", "response": "b"}]
+    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "heldout.jsonl", {"prompt": "x", "response": "y"})
+    recipe = tiny_recipe(
+        tmp_path, f"data.responses={responses}", f"data.prompts={prompts}", f"data.heldout_prompts={heldout}"
+    )
+    with pytest.raises(ValueError, match=r"3 of 4 rows are unusable"):
+        make_prompts(recipe)
+    [train, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    assert [row["line"] for row in train["bad_rows"]] == [1, 2, 3]
+    for row in train["bad_rows"]:
+        assert row["kind"] == "unknown token"
+        assert re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"])
+
+
+def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.write('{"prompt": "cut')
+    count = "data.num_prompts=99"
+    with pytest.raises(ValueError, match=r"1 of 15 rows are unusable(.|\n)*prompts\.jsonl line 15: not JSON"):
+        make_prompts(tiny_recipe(tmp_path, count))
+    report = json.loads((tmp_path / "run" / "prompts" / ROW_REPORT).read_text())
+    assert [row["line"] for row in report[0]["bad_rows"]] == [15]
+    with (tmp_path / "prompts.jsonl").open("a") as file:
+        file.writelines(f'\n{{"prompt": "prompt {number}"}}' for number in range(85))
+    stage = make_prompts(tiny_recipe(tmp_path, count))
+    assert stage.facts()["train"] == 99
+    assert stage.facts()["bad"] == 1
+
+
+def test_an_empty_prompt_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n")
+    report = RowReport(str(tmp_path / "prompts.jsonl"))
+    assert read_prompts(ChatTemplate(build_tokenizer()), section(), 3, report) == []
+    with pytest.raises(ValueError, match=r"prompts\.jsonl has no prompts"):
+        report.check()
+
+
+def test_messages_need_a_chat_template() -> None:
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = None
+    template = ChatTemplate(tokenizer)
+    with pytest.raises(BadRow, match="messages need a chat template"):
+        encode_prompt(ChatMasks(template), parse_known(template, {"messages": turns("hello")}))
+
+
+# Prompts for the target to answer
+
+
+def test_the_target_answers_the_last_user_turn() -> None:
+    """The given answer to it is dropped; earlier answers stay."""
+    template = ChatTemplate(build_tokenizer())
+    row = {"messages": turns("first", "kept", "second", "dropped")}
+    tokens = encode_prompt(ChatMasks(template), parse_known(template, row))
+    assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
+    assert len(row["messages"]) == 4  # the caller's row is unchanged
+
+
+def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "prompts.jsonl", *({"text": text} for text in ("abcdefgh", "xyz", "never used")))
+    tokenizer, report = build_tokenizer(), RowReport(str(path))
+    first, second = read_prompts(ChatTemplate(tokenizer), section(prompt_tokens=4), 2, report)
+    assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
+    assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
+    assert report.to_json()["cut"] == [1]
+
+
+# Conversations as they are
+
+
+def given_run(folder: Path, *overrides: str) -> Recipe:
+    """A run on two conversations, a text, and tokens with a mask; the last row is too long."""
+    build_run(folder)
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    build_target(folder / "target", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(folder / "target")
+    rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
+    rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
+    write_rows(folder / "prompts.jsonl", *rows)
+    write_rows(folder / "heldout.jsonl", {"messages": turns("a", "other words", "b", "last words")})
+    sizes = [
+        "data.prompt_tokens=60",
+        "data.response_tokens=60",
+        "head.draft_vocab_size=null",
+    ]
+    return tiny_recipe(folder, "data.responses=given", *sizes, *overrides)
+
+
+@pytest.mark.parametrize("which", ["all", "last"])
+def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_path: Path, which: str) -> None:
+    recipe = given_run(tmp_path, f"data.turns={which}")
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    harvest(recipe)
+    store = FeatureStore(recipe.features_dir, "train")
+    trained_on = [tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in (store[n] for n in range(len(store)))]
+    words = ["first words<|im_end|>", "last words<|im_end|>"]
+    assert trained_on[0] == ("".join(words) if which == "all" else words[1])
+    assert trained_on[1] == tokenizer.decode(tokenizer("plain text")["input_ids"][1:])
+    assert store[2].loss_mask.tolist() == [False, which == "all", False, True]
+    assert len(store) == 3
+    [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
+    assert report["too_long"] == [4]
+    assert store.about["mask_rule"] == f"{which} turns of the assistant"
+
+
+def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
+    """A head would have been trained at loss 0, and written."""
+    build_run(tmp_path)
+    rows = [{"tokens": [5 + n, 20, 40, 60], "loss_mask": [0, 1, 0, 0]} for n in range(4)]
+    write_rows(tmp_path / "prompts.jsonl", *rows)
+    heldout = write_rows(tmp_path / "held.jsonl", {"text": "whatever is killed resumes"})
+    values = f"data.heldout_prompts={heldout}", f"run_dir={tmp_path / 'run'}"
+    with pytest.raises(ValueError, match=r"data\.prompts: none of the 4 texts is trained on after its second token"):
+        harvest(tiny_recipe(tmp_path, "data.responses=given", *values))
+    shutil.rmtree(tmp_path / "run")
+    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
+    silent = {**config, "eos_token_id": [*range(300)]}  # every token ends the target's text
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(silent))
+    with pytest.raises(ValueError, match=r"data\.prompts: the target's responses to all 4 prompts are empty"):
+        harvest(tiny_recipe(tmp_path, *values))
+
+
+def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tmp_path: Path) -> None:
+    recipe = given_run(tmp_path)
+    make_prompts(recipe)
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    [row] = read_jsonl(recipe.prompts_dir / "heldout.jsonl")
+    assert tokenizer.decode(row["tokens"]).endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("harvested", [False, True])
+def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(tmp_path: Path, harvested: bool) -> None:
+    recipe = given_run(tmp_path)
+    if harvested:
+        harvest(recipe)
+    screen = io.StringIO()
+    inspect(recipe, Console(file=screen, force_terminal=True, width=200))
+    shown = screen.getvalue()
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown)
+    assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
+    assert "too long" in shown
+    assert "tokens per sample" in shown
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"responses": "given", "server": "http://x"}, "one of states or server, draft_head and responses given"),
+        ({"draft_head": Path("head"), "server": "http://x"}, "one of states or server, draft_head and responses given"),
+        ({"online": ("auto",), "store": Path("features")}, "online computes the features"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        section(**fields)
+
+
+def test_the_standard_library_has_no_replies_to_train_on() -> None:
+    with pytest.raises(ValueError, match="responses given needs conversations"):
+        DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")
+
+
+# Prompts with their answers
+
+
+def trained_on(folder: Path, rows: list[dict[str, Any]], template: str | None) -> list[tuple[str, str]]:
+    """What comes before the trained-on text, and the trained-on text, of each sample of a run on given rows."""
+    build_run(folder)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder / "target")
+    if template is None:
+        (folder / "target" / "chat_template.jinja").unlink(missing_ok=True)
+    write_rows(folder / "prompts.jsonl", *rows)
+    write_rows(folder / "heldout.jsonl", {"text": "something else"})
+    make_prompts(tiny_recipe(folder, "data.responses=given", "data.response_tokens=90"))
+    found = []
+    for row in read_jsonl(folder / "run" / "prompts" / "train.jsonl"):
+        [[start, end]] = row["spans"]
+        assert end == len(row["text"])
+        found.append((tokenizer.decode(row["text"][:start]), tokenizer.decode(row["text"][start:end])))
+    return found
+
+
+def test_a_response_beside_a_prompt_is_trained_on(tmp_path: Path) -> None:
+    """The prompt alone used to be trained on, in silence."""
+    rows = [{"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}]
+    with_template, without = tmp_path / "with", tmp_path / "without"
+    for folder in (with_template, without):
+        folder.mkdir()
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}"
+    template += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+    assert trained_on(with_template, rows, template) == [("[user]what?[assistant]", "that<end>"), ("go ", "on<end>")]
+    assert trained_on(without, rows, None) == [("what?", "that<end>"), ("go ", "on<end>")]
+
+
+def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
+    """A token of the joined text may hold the end of the prompt and the start of the completion."""
+    tokenizer = build_tokenizer()
+    for prompt, answer in (("the", " target"), ("the ", "target"), ("t", "he target"), ("a", "b" + END_OF_TEXT)):
+        joined = join(ChatTemplate(tokenizer), PromptAndAnswer(prompt, answer))
+        alone = tokenizer(prompt)["input_ids"]
+        assert joined.tokens[: len(alone)] == alone
+        assert joined.spans == [(len(alone), len(joined.tokens))]
+        assert tokenizer.decode(joined.tokens) == prompt + answer.removesuffix(END_OF_TEXT) + END_OF_TEXT
+
+
+def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
+    asked, said = [{"role": "user", "content": "what?"}], [{"role": "assistant", "content": "that"}]
+    wanted = Conversation([*asked, *said])
+    rows: list[dict[str, Any]] = [
+        {"prompt": asked, "completion": said},
+        {"prompt": asked, "response": said},
+        {"prompt": asked, "completion": "that"},
+        {"prompt": "what?", "response": "that"},
+        {"prompt": "what?", "response": "that", "completion": None, "tokens": None, "messages": None},
+    ]
+    assert [parse_row(row) for row in rows] == [wanted] * len(rows)
+    assert parse_row({"prompt": asked}) == Conversation(asked)
+    system = {"role": "system", "content": "be brief"}
+    assert parse_row({"prompt": "what?", "system": "be brief"}) == Conversation([system, *asked])
+
+
+def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
+    """data.responses: target; the row means the same as when its response is trained on."""
+    template = ChatTemplate(build_tokenizer())
+    for row, prompt in (
+        ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
+        ({"prompt": "what?", "completion": "that"}, "what?"),
+        ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
+    ):
+        assert template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_known(template, row))) == prompt
+
+
+# Held-out prompts and long ones
+
+
+def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: Path) -> None:
+    texts = [{"text": f"prompt {number}"} for number in range(20)]
+    path, report = write_rows(tmp_path / "prompts.jsonl", *texts), RowReport(str(tmp_path / "prompts.jsonl"))
+    tokenizer, sizes = build_tokenizer(), section(prompt_tokens=20)
+    held_out = {tuple(tokenizer("prompt 3")["input_ids"])}
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, 12, report, held_out)
+    assert [tokenizer.decode(row["tokens"]) for row in rows] == [f"prompt {n}" for n in range(13) if n != 3]
+    assert [row["id"] for row in rows] == list(range(12))
+    assert (report.rows, report.samples, report.held_out) == (13, 12, [4])
+    assert f"prompts: 13 rows read from {path}, 12 prompts kept; dropped 1 held out too" in report.summary(
+        "prompts", sizes
+    )
+
+
+def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
+    """A plain text has no prompt; the first token alone says nothing."""
+    path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
+    tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
+    held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
+    rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
+    assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
+
+
+def test_the_share_of_rows_that_are_held_out_too_is_bounded() -> None:
+    report = RowReport("prompts.jsonl")
+    report.rows, report.samples, report.held_out = 100, 90, list(range(1, 11))
+    report.check()
+    report.held_out.append(11)
+    with pytest.raises(
+        ValueError, match=r"11 of 100 rows of prompts\.jsonl are held out too \(line 1, 2, 3, 4, 5, \.\.\."
+    ):
+        report.check()
+
+
+def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "be brief"}
+    rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
+    path = write_rows(tmp_path / "prompts.jsonl", *rows)
+    report = RowReport(str(path))
+    assert len(read_prompts(ChatTemplate(build_tokenizer()), section(prompt_tokens=20), None, report)) == 3
+    assert (report.cut, report.lost_system) == ([1, 2], [1])
+    report.check()  # a prompt that was cut is usable

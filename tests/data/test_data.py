@@ -1,0 +1,537 @@
+"""Laws of the data pipeline: stages are reused, resumed or refused; stored features are what the target computes."""
+
+import json
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, contents, modified, tiny_recipe
+from torch.testing import assert_close
+from transformers import AutoModelForCausalLM
+
+from headstart.common.files import read_jsonl
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest_stages import check_teacher_logits
+from headstart.data_pipelines.prompts import python_stdlib
+from headstart.data_pipelines.prompts.prompts import make_prompts
+from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files, stdlib_prompts
+from headstart.data_pipelines.stages.stage import Stage, prompt_identities
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import head_taps
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers.loop import SampleOrder
+
+TAPS = (1, 2, 3)  # the default taps of a target with 4 layers
+
+
+@pytest.fixture
+def copied(harvested: Path, tmp_path: Path) -> Recipe:
+    """A copy of the harvested run in another folder."""
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
+
+
+def read_all(folder: Path) -> None:
+    """Read every sample of both splits, as training does."""
+    for split in ("train", "heldout"):
+        store = FeatureStore(folder, split)
+        for number in range(len(store)):
+            store[number]
+
+
+# Stages
+
+
+def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> None:
+    inputs = {"data.num_prompts": 8, "data.temperatures": (0.0, 0.7), "seed": 0}
+    stage = Stage("responses", tmp_path / "responses", inputs)
+    assert not stage.is_complete()
+    stage.claim()
+    assert not stage.is_complete()
+    stage.finish({"samples": 8})
+    again = Stage("responses", tmp_path / "responses", inputs)
+    assert again.is_complete()
+    assert again.facts() == {"samples": 8}
+    assert again.digest() == stage.digest()
+
+
+def test_a_stage_with_an_input_that_is_gone_is_reused_if_it_had_the_only_value_left(tmp_path: Path) -> None:
+    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "cut"}).finish({})
+    assert Stage("prompts", tmp_path, {"seed": 0}).is_complete()
+    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "drop"}).finish({})
+    with pytest.raises(ValueError, match=r"data\.long_prompts: made with 'drop'"):
+        Stage("prompts", tmp_path, {"seed": 0}).is_complete()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
+    stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
+    stage.claim()
+    if complete:
+        stage.finish({})
+    other = Stage("responses", tmp_path, {"data.num_prompts": 9, "data.response_tokens": 16, "target.dtype": "float32"})
+    with pytest.raises(ValueError, match="the responses in") as refusal:
+        other.is_complete()
+    lines = [line.strip() for line in str(refusal.value).splitlines()]
+    assert lines[1:-1] == [
+        "data.num_prompts: made with 8, the recipe says 9",
+        "seed: made with 5, the recipe says None",
+        "target.dtype: made with None, the recipe says 'float32'",
+    ]
+    assert str(tmp_path) in lines[-1]  # what to remove
+    assert stage.is_complete() == complete  # the folder is unchanged
+
+
+@pytest.mark.parametrize(
+    ("override", "stage", "difference"),
+    [
+        ("data.prompt_tokens=25", "prompts", "data.prompt_tokens: made with 24, the recipe says 25"),
+        ("data.response_tokens=13", "responses", "data.response_tokens: made with 12, the recipe says 13"),
+        ("data.dtype=bfloat16", "features", "data.dtype: made with 'float32', the recipe says 'bfloat16'"),
+        ("head.taps=[0, 1]", "features", f"taps: made with {list(TAPS)}, the recipe says [0, 1]"),
+    ],
+)
+def test_features_harvested_for_another_recipe_are_refused(
+    harvested: Path, override: str, stage: str, difference: str
+) -> None:
+    before = modified(harvested)
+    with pytest.raises(ValueError, match=f"the {stage} in") as refusal:
+        harvest(tiny_recipe(harvested, override))
+    assert difference in str(refusal.value)
+    assert modified(harvested) == before
+
+
+def test_changed_weights_in_the_target_folder_are_refused(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    harvest(recipe)
+    build_target(tmp_path / "target", seed=1)
+    with pytest.raises(ValueError, match="the target's config and weights: the content has changed"):
+        harvest(recipe)
+
+
+def set_template(target: Path) -> None:
+    (target / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+
+
+def set_template_in_settings(target: Path) -> None:
+    (target / "chat_template.jinja").unlink()
+    path = target / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages[0].content }}"}))
+
+
+def set_tokenizer(target: Path) -> None:
+    path = target / "tokenizer.json"
+    path.write_text(path.read_text().replace('"add_prefix_space":false', '"add_prefix_space":true', 1) + " ")
+
+
+def set_end_tokens(target: Path) -> None:
+    path = target / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": [0]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "stage", "named"),
+    [
+        (set_template, "prompts", "the target's chat template"),
+        pytest.param(set_template_in_settings, "prompts", "the target's chat template", marks=pytest.mark.slow),
+        pytest.param(set_tokenizer, "prompts", "the target's tokenizer", marks=pytest.mark.slow),
+        (set_end_tokens, "responses", "the target's generation_config.json"),
+    ],
+)
+def test_a_changed_template_or_tokenizer_at_the_same_path_is_noticed_and_the_remedy_works(
+    harvested: Path, tmp_path: Path, change: Callable[[Path], None], stage: str, named: str
+) -> None:
+    """It used to go on with prompts of the old template. The remedy is one command line, for all that depends on it."""
+    run = tmp_path / "run"
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    shutil.copytree(harvested / "run", run)
+    for name in ("checkpoints", "head", "report"):
+        (run / name).mkdir()
+    recipe = tiny_recipe(harvested, f"run_dir={run}", f"target.path={tmp_path / 'target'}")
+    change(tmp_path / "target")
+    with pytest.raises(ValueError, match=f"the {stage} in") as refusal:
+        harvest(recipe)
+    assert f"{named}: the content has changed" in str(refusal.value)
+    stages = ["prompts", "responses", "features"]
+    folders = [*stages[stages.index(stage) :], "checkpoints", "head", "report"]
+    remedy = str(refusal.value).rpartition(": ")[2]
+    assert remedy == "rm -r " + " ".join(str(run / name) for name in folders)
+    subprocess.run(shlex.split(remedy), check=True)
+    harvest(recipe)
+    assert not any((run / name).exists() for name in ("checkpoints", "head", "report"))
+
+
+def test_a_target_that_moved_is_the_same_target(harvested: Path, tmp_path: Path) -> None:
+    """Its path was part of the identity, so a renamed folder made a harvest useless."""
+    shutil.copytree(harvested / "run", tmp_path / "run")
+    shutil.copytree(harvested / "target", tmp_path / "renamed")
+    before = modified(tmp_path / "run")
+    harvest(tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}", f"target.path={tmp_path / 'renamed'}"))
+    assert modified(tmp_path / "run") == before
+
+
+def test_a_template_in_another_file_is_the_same_template(harvested: Path, tmp_path: Path) -> None:
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    before = prompt_identities(tmp_path / "target")
+    template = (tmp_path / "target" / "chat_template.jinja").read_text()
+    (tmp_path / "target" / "chat_template.jinja").unlink()
+    path = tmp_path / "target" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
+    assert prompt_identities(tmp_path / "target") == before
+
+
+def test_a_tokenizer_saved_without_a_network_is_the_same_tokenizer(harvested: Path, tmp_path: Path) -> None:
+    """transformers saves whether the hub was to be asked, so one model fetched twice was two targets."""
+    shutil.copytree(harvested / "target", tmp_path / "target")
+    path = tmp_path / "target" / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    found = []
+    for local in (True, False):
+        path.write_text(json.dumps({**settings, "is_local": local, "local_files_only": local}))
+        found.append(prompt_identities(tmp_path / "target"))
+    assert found[0] == found[1]
+    path.write_text(json.dumps({**settings, "unk_token": "another"}))
+    assert prompt_identities(tmp_path / "target") != found[0]
+
+
+def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> None:
+    """The features are the target's, whoever wrote the texts."""
+    build_run(tmp_path)
+    for name in ("prompts", "heldout"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(6)))
+    recipe = tiny_recipe(tmp_path, "data.responses=given")
+    harvest(recipe)
+    build_target(tmp_path / "target", seed=1)
+    shutil.rmtree(tmp_path / "run" / "prompts")
+    with pytest.raises(ValueError, match=r"the features in (.|\n)*config and weights: the content has changed"):
+        harvest(recipe)
+
+
+def test_a_row_that_was_mended_needs_no_other_run_dir(tmp_path: Path) -> None:
+    """The folder of prompts that were refused used to be refused again, for another content of the file."""
+    build_run(tmp_path)
+    good = (tmp_path / "prompts.jsonl").read_text()
+    (tmp_path / "prompts.jsonl").write_text('{"text": 5}\n' + good)
+    with pytest.raises(ValueError, match="text is a number"):
+        make_prompts(tiny_recipe(tmp_path))
+    (tmp_path / "prompts.jsonl").write_text(good)
+    assert make_prompts(tiny_recipe(tmp_path)).facts()["train"] == 12
+
+
+def test_a_second_harvest_does_nothing(harvested: Path) -> None:
+    before = modified(harvested)
+    harvest(tiny_recipe(harvested))
+    assert modified(harvested) == before
+
+
+def reopen(stage_folder: Path) -> None:
+    """Leave a stage as a killed run does: claimed, not complete."""
+    path = stage_folder / "stage.json"
+    stage = json.loads(path.read_text())
+    path.write_text(json.dumps({"inputs": stage["inputs"], "complete": False}, indent=1))
+
+
+def kill_while_writing_responses(recipe: Recipe) -> None:
+    reopen(recipe.responses_dir)
+    (recipe.responses_dir / "train-00001.jsonl").rename(recipe.responses_dir / "train-00001.jsonl.partial")
+    (recipe.responses_dir / "heldout-00000.jsonl").unlink()
+    shutil.rmtree(recipe.features_dir)
+
+
+def kill_while_writing_features(recipe: Recipe) -> None:
+    reopen(recipe.features_dir)
+    (recipe.features_dir / "manifest.json").unlink()
+    (recipe.features_dir / "train-00002.safetensors").unlink()
+    (recipe.features_dir / "train-00001.safetensors").unlink()
+    (recipe.features_dir / "train-00001.safetensors.partial").write_bytes(b"half a shard")
+
+
+def lose_the_stage_file(recipe: Recipe) -> None:
+    (recipe.features_dir / "stage.json").unlink()
+    (recipe.features_dir / "heldout-00000.safetensors").unlink()
+
+
+@pytest.mark.parametrize("kill", [kill_while_writing_responses, kill_while_writing_features, lose_the_stage_file])
+def test_a_killed_harvest_resumes_to_the_same_bytes(
+    harvested: Path, copied: Recipe, kill: Callable[[Recipe], None]
+) -> None:
+    kill(copied)
+    survivors = modified(copied.features_dir) if copied.features_dir.exists() else {}
+    harvest(copied)
+    assert contents(copied.run_dir) == contents(harvested / "run")
+    now = modified(copied.features_dir)
+    assert all(now[name] == time for name, time in survivors.items() if name.endswith(".safetensors"))
+
+
+# Features
+
+
+def test_features_are_those_that_the_target_computes_for_each_sample_alone(harvested: Path, tmp_path: Path) -> None:
+    """Responses and features come from padded batches; the padding changes nothing."""
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", "data.prompt_tokens=40")  # which cuts fewer to one length
+    harvest(recipe)
+    model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
+    seen = 0
+    for split in ("train", "heldout"):
+        store = FeatureStore(recipe.features_dir, split)
+        lengths = {len(store[number].tokens) for number in range(len(store))}
+        assert len(lengths) > 2  # otherwise the batches had no padding
+        for sample in (store[number] for number in range(len(store))):
+            with torch.no_grad():
+                output = model(sample.tokens.unsqueeze(0), output_hidden_states=True)
+                normed = model.model.norm(sample.last_hidden)
+            taps = torch.cat([output.hidden_states[tap][0] for tap in TAPS], dim=-1)
+            assert_close(sample.taps, taps, rtol=1e-4, atol=1e-4)
+            assert_close(normed, output.hidden_states[-1][0], rtol=1e-4, atol=1e-4)
+            assert_close(frozen.logits(sample.last_hidden), output.logits[0], rtol=1e-4, atol=1e-4)
+            seen += 1
+    assert seen == recipe.data.num_prompts + recipe.data.heldout_samples
+
+
+def test_the_loss_mask_is_exactly_the_response(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested)
+    for split in ("train", "heldout"):
+        paths = sorted(recipe.responses_dir.glob(f"{split}-*.jsonl"))
+        rows = [row for path in paths for row in read_jsonl(path)]
+        store = FeatureStore(recipe.features_dir, split)
+        assert len(store) == len(rows)
+        assert [row["id"] for row in rows] == list(range(len(rows)))
+        for number, row in enumerate(rows):
+            sample = store[number]
+            assert row["prompt"]
+            assert sample.tokens[sample.loss_mask].tolist() == row["response"]
+            assert sample.tokens[~sample.loss_mask].tolist() == row["prompt"]
+            assert sample.loss_mask.tolist() == sorted(sample.loss_mask.tolist())  # the prompt comes first
+
+
+def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
+    """At every response position, the teacher's argmax is the next response token."""
+    recipe = tiny_recipe(harvested)
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float32)
+    store = FeatureStore(recipe.features_dir, "train")
+    for number in range(0, len(store), len(recipe.data.temperatures)):  # the samples at temperature 0
+        sample = store[number]
+        choices = frozen.logits(sample.last_hidden).argmax(-1)
+        assert choices[:-1][sample.loss_mask[1:]].tolist() == sample.tokens[sample.loss_mask].tolist()
+
+
+def test_token_counts_are_the_counts_in_the_responses(harvested: Path) -> None:
+    recipe = tiny_recipe(harvested)
+    written = [
+        token
+        for path in recipe.responses_dir.glob("train-*.jsonl")
+        for row in read_jsonl(path)
+        for token in row["response"]
+    ]
+    counts = FeatureStore(recipe.features_dir, "train").token_counts(300)
+    assert counts.tolist() == [written.count(token) for token in range(300)]
+
+
+# Shards on disk
+
+
+@pytest.mark.parametrize("head", ["head={kind: eagle1}", "head.taps=[1, 3]", "head.taps=[2, 4]"])
+def test_one_store_serves_heads_with_different_taps(harvested: Path, tmp_path: Path, head: str) -> None:
+    """The store holds taps 1, 2, 3 and the last state. eagle1 reads the last; others read some of 1, 2, 3."""
+    before = modified(harvested)
+    other = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.folder={harvested / 'run'}", head)
+    assert harvest(other).folder == harvested / "run" / "features"
+    assert modified(harvested) == before
+    config = TargetConfig.from_folder(harvested / "target")
+    taps = stored_taps(head_taps(other.head, config), config.num_layers)
+    assert set(taps) < set(TAPS)
+    whole, part = FeatureStore(other.features_dir, "train"), FeatureStore(other.features_dir, "train", taps)
+    for number in range(len(whole)):
+        states = whole[number].taps.unflatten(-1, (len(TAPS), -1))
+        assert part[number].taps.equal(states[:, [TAPS.index(tap) for tap in taps]].flatten(1))
+        assert part[number].last_hidden.equal(whole[number].last_hidden)
+
+
+def test_taps_missing_from_a_store_are_refused(harvested: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds taps \[1, 2, 3\] and the head reads \[0, 1\]"):
+        FeatureStore(tiny_recipe(harvested).features_dir, "train", (0, 1))
+
+
+def flip_a_byte(path: Path) -> None:
+    stored = bytearray(path.read_bytes())
+    stored[-1] ^= 1
+    path.write_bytes(stored)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def of_another_run(path: Path) -> None:
+    save_file(load_file(path), path, metadata={"made_from": "another run"})
+
+
+@pytest.mark.parametrize("damage", [flip_a_byte, truncate, of_another_run, Path.unlink])
+@pytest.mark.parametrize("name", ["train-00001.safetensors", "heldout-00000.safetensors"])
+def test_a_damaged_or_foreign_shard_is_refused_by_name(
+    copied: Recipe, damage: Callable[[Path], None], name: str
+) -> None:
+    read_all(copied.features_dir)
+    damage(copied.features_dir / name)
+    with pytest.raises(ValueError, match=name):
+        read_all(copied.features_dir)
+
+
+def test_a_shard_missing_from_the_manifest_is_refused_by_name(copied: Recipe) -> None:
+    folder = copied.features_dir
+    shutil.copy(folder / "train-00001.safetensors", folder / "train-00007.safetensors")
+    with pytest.raises(ValueError, match=r"train-00007\.safetensors is not in its manifest"):
+        FeatureStore(folder, "train")
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"), [(of_another_run, "a shard of another run.*'another run'"), (truncate, "cannot be read")]
+)
+def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[[Path], None], why: str) -> None:
+    kill_while_writing_features(copied)
+    damage(copied.features_dir / "train-00000.safetensors")
+    with pytest.raises(ValueError, match=rf"train-00000\.safetensors.*{why}"):
+        harvest(copied)
+
+
+def test_a_resumed_harvest_does_not_list_a_foreign_shard_in_its_manifest(copied: Recipe) -> None:
+    kill_while_writing_features(copied)
+    folder = copied.features_dir
+    shutil.copy(folder / "train-00000.safetensors", folder / "train-00007.safetensors")
+    of_another_run(folder / "train-00007.safetensors")
+    harvest(copied)
+    with pytest.raises(ValueError, match=r"train-00007\.safetensors is not in its manifest"):
+        FeatureStore(folder, "train")
+
+
+def test_a_folder_without_features_says_what_to_run(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"holds no features.*headstart harvest"):
+        FeatureStore(tmp_path, "train")
+
+
+@pytest.mark.parametrize("broken", ["", '{"shards": ['])
+def test_a_broken_manifest_is_refused_by_name(copied: Recipe, broken: str) -> None:
+    (copied.features_dir / "manifest.json").write_text(broken)
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        FeatureStore(copied.features_dir, "train")
+
+
+# Batches
+
+
+def test_a_batch_holds_its_samples_and_its_padding_has_no_loss() -> None:
+    samples = [
+        Sample(torch.arange(1, length + 1), torch.arange(length) >= 2, torch.randn(length, 6), torch.randn(length, 2))
+        for length in (3, 7, 5)
+    ]
+    batch = Batch.collate(samples, torch.float32)
+    assert batch.tokens.shape == (3, 7)
+    for row, sample in enumerate(samples):
+        length = len(sample.tokens)
+        assert batch.tokens[row, :length].equal(sample.tokens)
+        assert batch.loss_mask[row, :length].equal(sample.loss_mask)
+        assert batch.taps[row, :length].equal(sample.taps)
+        assert batch.last_hidden[row, :length].equal(sample.last_hidden)
+        assert not batch.loss_mask[row, length:].any()
+
+
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(10, 3), (7, 7), (5, 8), (1, 2)])
+def test_every_sample_comes_exactly_once_per_epoch(num_samples: int, batch_size: int) -> None:
+    """Batches cross epoch boundaries: no sample is dropped, padded or repeated."""
+    order = SampleOrder([num_samples], seed=4)
+    epochs = 6
+    steps = -(-epochs * num_samples // batch_size)
+    seen = [number for step in range(steps) for number in order.of_step(step, batch_size)]
+    assert len(seen) == steps * batch_size
+    for epoch in range(epochs):
+        assert sorted(seen[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
+
+
+def test_the_order_depends_on_seed_and_place_alone() -> None:
+    places = [31, 2, 19, 2, 30, 0, 9, 10, 31]
+    wandering, sequence = SampleOrder([10], seed=1), SampleOrder([10], seed=1)
+    in_sequence = [sequence[place] for place in range(32)]
+    assert [wandering[place] for place in places] == [in_sequence[place] for place in places]
+    assert [SampleOrder([10], seed=1)[place] for place in places] == [in_sequence[place] for place in places]
+    assert [SampleOrder([10], seed=2)[place] for place in range(32)] != in_sequence
+    assert in_sequence[:10] != in_sequence[10:20]  # each epoch has a new order
+
+
+# Prompts
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [(b'{"prompt": "cut', "not JSON"), (b"[1, 2]", "list"), (b'"text"', "str"), (b'{"prompt": "\xff"}', "not JSON")],
+)
+def test_a_broken_line_in_our_own_files_is_refused_with_its_number(tmp_path: Path, line: bytes, why: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes(b'{"prompt": "good"}\n\n{"prompt": "too"}\n' + line + b'\n{"prompt": "never reached"}\n')
+    with pytest.raises(ValueError, match=rf"prompts\.jsonl line 4 is .*{why}"):
+        list(read_jsonl(path))
+
+
+def test_a_mark_at_the_start_of_our_own_files_is_ignored(tmp_path: Path) -> None:
+    """Some editors write it when a file of questions or a corpus is saved."""
+    (tmp_path / "questions.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "good"}\n')
+    assert list(read_jsonl(tmp_path / "questions.jsonl")) == [{"prompt": "good"}]
+
+
+def named(held_out: bool) -> str:
+    """A file name on this side of the split, which depends on the name alone."""
+    return next(name for number in range(1000) if SourceFile(name := f"m{number}.py", "").held_out == held_out)
+
+
+def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [SourceFile(named(True), "secret = 1\n" * 500), SourceFile(named(False), "public = 2\n" * 5)]
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter(files))
+    tokenizer = build_tokenizer()
+    rows = stdlib_prompts(tokenizer, count=20, length=6, seed=0)
+    assert [row["id"] for row in rows] == list(range(20))
+    assert all(len(row["tokens"]) == 6 and END_OF_TEXT not in tokenizer.decode(row["tokens"]) for row in rows)
+    assert not any("secret" in tokenizer.decode(row["tokens"]) for row in rows)
+
+
+def test_prompts_longer_than_any_file_of_the_standard_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They used to be drawn without end."""
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "public = 2\n" * 5)]))
+    with pytest.raises(ValueError, match=r"data\.prompt_tokens: 999 given, but python-stdlib has hardly a text"):
+        stdlib_prompts(build_tokenizer(), count=2, length=999, seed=0)
+
+
+def test_excerpts_that_are_held_out_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "a = 1\nb = 2\n" * 9)]))
+    tokenizer = build_tokenizer()
+    seen = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, count=20, length=6, seed=0)}
+    held_out = {min(seen)}
+    left = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, 20, 6, 0, held_out)}
+    assert left == seen - held_out
+
+
+def test_the_standard_library_has_training_and_held_out_files_in_path_order() -> None:
+    names = [file.name for file in source_files()]
+    assert names == sorted(names, key=lambda name: Path(name).parts)
+    held_out = sum(SourceFile(name, "").held_out for name in names)
+    assert 0 < held_out < len(names) / 5
+
+
+def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(tmp_path: Path):
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    make_prompts(recipe)
+    target = TargetModel.load(recipe.target, taps=())
+    check_teacher_logits(recipe, target, [1, 2, 3])
+    target.model.lm_head.register_forward_hook(lambda module, args, logits: logits * 3 + 1)
+    with pytest.raises(ValueError, match=r"target\.path: the logits of .* differ by"):
+        check_teacher_logits(recipe, target, [1, 2, 3])

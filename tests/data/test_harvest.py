@@ -1,0 +1,401 @@
+"""Laws of the harvest: it ends in the same features for every response writer and after any number of kills."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from accelerate import Accelerator, PartialState
+from completion_server import Server, serving
+from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
+from rich.filesize import decimal
+from tiny_run import VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing import assert_close
+
+from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl
+from headstart.data_pipelines.features.features import tap
+from headstart.data_pipelines.features.shard_files import bytes_per_token
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
+from headstart.data_pipelines.prompts.prompts import make_prompts
+from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
+from headstart.data_pipelines.stages import shard_work
+from headstart.data_pipelines.stages.shard_work import ROOM, idle_cores
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
+from headstart.inference.core.request import cut_at_end
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.budget import StepMemory
+from headstart.inference.engine.loop import generate, generate_each
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe, load_recipe
+
+
+def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
+    return [row for path in sorted(recipe.responses_dir.glob(f"{split}-*.jsonl")) for row in read_jsonl(path)]
+
+
+# Cost
+
+
+def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
+    needed = sum(
+        len(row["prompt"] + row["response"]) for split in ("train", "heldout") for row in responses(recipe, split)
+    )
+    needed *= bytes_per_token(32, 3, "float32")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
+        harvest(recipe)
+    assert not list(recipe.features_dir.glob("*.safetensors"))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
+    harvest(recipe)
+
+
+def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build_run(tmp_path)
+    recipe, usage = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path)
+    make_prompts(recipe)
+    rows = [row for name in ("train", "heldout") for row in list(read_jsonl(recipe.prompts_dir / f"{name}.jsonl"))]
+    tokens = sum(len(row["tokens"]) for row in rows[:16])
+    per_token = bytes_per_token(32, 3, "float32")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
+    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
+        harvest(recipe)
+    assert not recipe.responses_dir.exists()
+    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
+    monkeypatch.undo()
+    shutil.rmtree(recipe.responses_dir)
+    harvest(recipe)
+    least, most = tokens * per_token, (tokens + 16 * 12) * per_token
+    assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])
+def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[int]) -> None:
+    """cuDNN planned its attention anew for the length of nearly every batch, 71 ms each time."""
+    seen = []
+
+    def states(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+        seen.append(tokens.shape[1])
+        return [], tokens
+
+    target = SimpleNamespace(device=torch.device(device), max_positions=200, states=states)
+    monkeypatch.setattr("headstart.data_pipelines.features.features.without_padding", lambda *_: None)
+    with FakeTensorMode():  # a device that is not here
+        for length in (1, 64, 65, 130, 200):
+            tap(cast(TargetModel, target), [[5] * length, [3]])
+    assert seen == expected
+
+
+def test_as_many_texts_decode_together_as_fit_into_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A harvest was refused unless all of data.generate_batch fitted. The texts are the same."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    target, sizes = TargetModel.load(recipe.target, ()), []
+    prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
+
+    def watched(*given: Any) -> Iterator[tuple[int, Any]]:
+        sizes.append(given[3])
+        return generate_each(*given)
+
+    wanted = dict(target_writer(recipe, target)(prompts, samplings))
+    needed = StepMemory.of(target.config, target.dtype).needed(1, 1, 24 + 12)
+    monkeypatch.setattr(shard_work, "SMALL", 0)
+    monkeypatch.setattr("headstart.data_pipelines.prompts.responses.generate_each", watched)
+    for room, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
+        monkeypatch.setattr(shard_work, "free_memory", lambda _, room=room: int(room / ROOM * needed) + 1)
+        assert dict(target_writer(recipe, target)(prompts, samplings)) == wanted
+        assert said in (printed := capsys.readouterr().out)
+        assert bool(said) == bool(printed)
+    assert sizes == [1, 2, 3]
+
+
+def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    target = TargetModel.load(recipe.target, ())
+    monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
+    assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
+
+
+def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
+    tmp_path: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    monkeypatch.setattr(shard_work, "SMALL", 0)
+    with pretended_cuda():
+        target = TargetModel(on_two_cards(make_model()), ())
+        slot = 2 * 2 * 8 * 4  # bytes of a token in one layer
+        assert [StepMemory.on(device, target).cached for device in (CUDA, SECOND)] == [4 * slot, 3 * slot]
+        room = {CUDA: 10**9, SECOND: int(2.5 * StepMemory.on(SECOND, target).needed(1, 1, 36) / ROOM)}
+        monkeypatch.setattr(shard_work, "free_memory", room.__getitem__)
+        assert shard_work.texts_together(recipe, target, 36) == 2
+    assert "3 given, 2 decode together, as cuda:1 has" in capsys.readouterr().out
+
+
+def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    plain, spread = (tiny_recipe(tmp_path, f"target.split={word}").target for word in ("null", "layers"))
+    tokens = torch.arange(20)[None]
+    outputs = [TargetModel.load(section, (2, 4)).forward(tokens) for section in (plain, spread)]
+    for name, tensor in vars(outputs[0]).items():
+        assert_close(vars(outputs[1])[name], tensor)
+
+
+# Who writes the responses
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[str, type[Server]]]:
+    with serving() as found:
+        yield found
+
+
+def test_responses_come_from_a_server_that_sometimes_fails(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+    url, handler = server
+    handler.failures = iter([503, 0, 429, 0, 0])
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.server={url}")
+    harvest(recipe)
+    rows = responses(recipe)
+    assert [row["id"] for row in rows] == list(range(12))
+    assert all(row["response"] == row["prompt"][::-1][:12] for row in rows)
+    assert len(handler.seen) == 12 + 4  # each sample of both splits was answered once
+    assert {(body["temperature"], body["model"]) for body in handler.seen} == {(0.0, "tiny"), (0.8, "tiny")}
+    assert len({body["seed"] for body in handler.seen}) == 16
+    assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
+
+
+def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tuple[str, type[Server]]) -> None:
+    url, handler = server
+    handler.says_ids = False
+    tokenizer = build_tokenizer()
+    prompt = tokenizer("target")["input_ids"]
+    [(_, answer)] = CompletionClient([f"{url}/v1"]).each([completion(prompt, Sampling(), 8)], 1)
+    found = answer.tokens(tokenizer, VOCAB_SIZE)
+    assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
+
+
+def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
+    server: tuple[str, type[Server]], tmp_path: Path
+) -> None:
+    url, handler = server
+    handler.failures = iter([0] * 5 + [400])
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.server={url}", "data.generate_batch=1")
+    with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
+        harvest(recipe)
+    harvest(recipe)
+    assert len(handler.seen) == 16  # no sample was requested twice
+    assert [row["id"] for row in responses(recipe)] == list(range(12))
+
+
+def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
+    url, handler = server
+    handler.failures = iter([500, 502, 503, 504, 429, 408])
+    waits: list[float] = []
+    client = CompletionClient([url], waits.append)
+    with pytest.raises(ValueError, match="status 408"):
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
+    """Requests beyond the hundredth used to wait for a connection and time out."""
+    url, handler = server
+    handler.together = threading.Barrier(120)
+    client = CompletionClient([url], pause=lambda seconds: None)
+    prompts = [[number, 7] for number in range(120)]
+    found = dict(client.each([completion(prompt, Sampling(), 4) for prompt in prompts], 120))
+    assert [found[number].choice["token_ids"] for number in range(120)] == [prompt[::-1] for prompt in prompts]
+
+
+@pytest.mark.parametrize("odd", [[1], "text", {"choices": []}, {"error": "no such model"}])
+def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]], odd: object) -> None:
+    url, handler = server
+    handler.odd = odd
+    client = CompletionClient([url], pause=lambda seconds: None)
+    with pytest.raises(ValueError, match=r"data\.server: http.* answers without choices"):
+        list(client.each([completion([1, 2], Sampling(), 4)], 1))
+
+
+def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+    url, handler = server
+    handler.odd = {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [5, 300]}]}
+    build_run(tmp_path)
+    with pytest.raises(ValueError, match=r"data\.server: http.* answered with token 300, 0 to 299 of the target"):
+        harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+
+
+def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
+    """Once it missed the end tokens that only generation_config.json names."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
+    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
+    ends = {**config, "eos_token_id": [*range(0, 300, 9)]}
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(ends))
+    frozen = FrozenTarget.from_folder(tmp_path / "target", torch.float32)
+    save_head(new_head(recipe.head, frozen, draft_vocab(recipe.head, torch.arange(300)), 0), tmp_path / "head")
+    harvest(recipe)
+    target = TargetModel.load(recipe.target, ())
+    for row in responses(recipe):
+        assert row["response"] == generate(target, row["prompt"], 12, sampling_of(recipe, "train", row["id"])).tokens
+    assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
+
+
+def test_answers_end_where_the_chat_template_ends_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A target whose configuration names another end token went on after it, with turns of a user."""
+    build_run(tmp_path)
+    recipe, marked = (tiny_recipe(tmp_path, f"run_dir={tmp_path / name}") for name in ("plain", "marked"))
+    harvest(recipe)
+    before = {tuple(row["prompt"]): row["response"] for row in responses(recipe)}
+    mark = next(row[2] for row in before.values() if len(row) > 3)
+    tokenizer = build_tokenizer()
+    name = str(tokenizer.convert_ids_to_tokens(mark))
+    tokenizer.add_special_tokens({"additional_special_tokens": [name]})
+    written = "{{ m.content }}{% if m.role == 'assistant' %}MARK{% endif %}".replace("MARK", name)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("{{ m.content }}", written)
+    tokenizer.save_pretrained(tmp_path / "target")
+    capsys.readouterr()
+    harvest(marked)
+    assert f"texts also end at {name!r}, an end token of its tokenizer or chat template" in capsys.readouterr().out
+    found = {tuple(row["prompt"]): row["response"] for row in responses(marked)}
+    assert len(found.keys() & before.keys()) > 3
+    for prompt in found.keys() & before.keys():
+        assert found[prompt] == cut_at_end(before[prompt], [mark])
+
+
+def test_responses_do_not_depend_on_shards_and_batches(tmp_path: Path) -> None:
+    found = []
+    for name, batch, shard in (("one", 1, 5), ("many", 64, 16)):
+        (tmp_path / name).mkdir()
+        build_run(tmp_path / name)
+        sizes = f"data.generate_batch={batch}", f"data.shard_samples={shard}"
+        recipe = tiny_recipe(tmp_path / name, *sizes, "data.temperatures=[0, 0.7, 1]")
+        harvest(recipe)
+        found.append(responses(recipe))
+    assert found[0] == found[1]
+    assert [row["temperature"] for row in found[0][:4]] == [0, 0.7, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "ranks", "idle"),
+    [("cpu", 1, 1, True), ("cpu", 8, 1, False), ("cpu", 1, 8, False), ("cuda", 1, 1, False)],
+)
+def test_the_user_is_told_of_cores_that_the_launch_leaves_idle(
+    monkeypatch: pytest.MonkeyPatch, device: str, threads: int, ranks: int, idle: bool
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    monkeypatch.setattr("torch.get_num_threads", lambda: threads)
+    hint = idle_cores(cast(PartialState, SimpleNamespace(device=torch.device(device), num_processes=ranks)))
+    assert (hint is not None) == idle
+    assert hint is None or "--num_cpu_threads_per_process 8" in hint
+
+
+def test_a_journal_loses_only_its_incomplete_last_line(tmp_path: Path) -> None:
+    journal = tmp_path / "journal"
+    assert resume_jsonl(journal) == []
+    append_jsonl(journal, [{"id": 1}, {"id": 2}])
+    with journal.open("a") as file:
+        file.write('{"id": 3')
+    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2]
+    append_jsonl(journal, [{"id": 4}])
+    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2, 4]
+
+
+# Kills
+
+FORKING = multiprocessing.get_context("forkserver")  # children fork from a process that has only imported modules
+FORKING.set_forkserver_preload(["headstart.data_pipelines.harvest", "tiny_run"])
+
+
+def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
+    """The process that a launcher starts for each rank."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    os.environ.update({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"})
+    torch.set_num_threads(1)
+    Accelerator(cpu=True)
+    harvest(load_recipe(folder / "recipe.yaml"))
+
+
+def start(folder: Path, ranks: int) -> list[BaseProcess]:
+    """Start a harvest with this many ranks, one process each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    processes: list[BaseProcess] = [
+        FORKING.Process(target=one_rank, args=(folder, rank, ranks, port)) for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: float) -> bool:
+    """Kill all processes `delay` seconds after `new_files` files were written; False if they end before that."""
+    there = len(list(folder.rglob("*")))
+    while any(process.is_alive() for process in processes):
+        if len(list(folder.rglob("*"))) >= there + new_files:
+            time.sleep(delay)
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.join()
+            return True
+        time.sleep(0.005)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+    return False
+
+
+@pytest.mark.slow
+def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder in (whole, cut):
+        folder.mkdir()
+        build_run(folder)
+        recipe = (folder / "recipe.yaml").read_text()
+        (folder / "recipe.yaml").write_text(recipe.replace("shard_samples: 5", "shard_samples: 2"))
+    assert not killed(start(whole, 1), whole / "run", 10_000, 0)
+    rng, kills = random.Random(0), 0
+    while kills < 20:
+        if killed(start(cut, ranks=1 + kills % 2), cut / "run", rng.randint(1, 4), rng.uniform(0, 0.05)):
+            kills += 1
+        else:  # it finished: delete most of it and harvest again
+            for name in ("features", "responses"):
+                shutil.rmtree(cut / "run" / name)
+    assert not killed(start(cut, 2), cut / "run", 10_000, 0)
+    assert not [path for path in (cut / "run").rglob("*") if path.suffix in (".journal", ".partial", ".note")]
+    for split in ("train", "heldout"):
+        mine, its = (FeatureStore(folder / "run" / "features", split) for folder in (cut, whole))
+        assert len(mine) == len(its)
+        for number in range(len(its)):
+            for name, tensor in vars(its[number]).items():
+                assert_close(vars(mine[number])[name], tensor)

@@ -1,0 +1,258 @@
+"""Laws of a harvest on Ray: whatever is killed, the store is that of a run without Ray, and each mistake is named."""
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+from accelerate import PartialState
+from bad_inputs import Says, assert_raises, assert_refused, type_command
+from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_prompts
+
+from headstart.common.process import running_code
+from headstart.common.run_lock import only_run_in
+from headstart.data_pipelines.harvest import harvest, run
+from headstart.data_pipelines.stages.shard_work import locks_of
+
+ray = pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
+
+from headstart.data_pipelines import on_ray  # noqa: E402
+from headstart.data_pipelines.on_ray import LOSSES, Task, Workers, harvest_on_ray  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = [Task(f"shard {number}", "make", (str(number),)) for number in range(6)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    build_run(tmp_path)
+    return tmp_path
+
+
+def undivided(folder: Path) -> dict[str, bytes]:
+    harvest(tiny_recipe(folder, f"run_dir={folder / 'undivided'}"))
+    return contents(folder / "undivided")
+
+
+# The driver, with workers that are pretended
+
+
+class PretendedRay:
+    """Workers that answer at once, unless they are `lost`, which is called with the names of each call's task."""
+
+    def __init__(self, lost: Callable[..., bool], places: int = 2) -> None:
+        self.lost, self.places, self.started = lost, places, 0
+
+    def remote(self, kind: type) -> Any:
+        def start(*arguments: object) -> SimpleNamespace:
+            self.started += 1
+            name = f"process {self.started} on a"
+            about = {**running_code(), "the run's folder": "the same folder"}
+            calls = {"about": lambda: (name, about), "make": lambda *names: int(names[0])}
+            return Handle(
+                {
+                    method: SimpleNamespace(remote=lambda *names, call=call: (call, names))
+                    for method, call in calls.items()
+                }
+            )
+
+        return SimpleNamespace(options=lambda **needs: SimpleNamespace(remote=start))
+
+    def wait(self, calls: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        return calls[:1], calls[1:]
+
+    def get(self, call: Any) -> Any:
+        if self.lost(*call[1]):
+            raise on_ray.RayActorError
+        return call[0](*call[1])
+
+    def kill(self, worker: object) -> None: ...
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [{"Alive": True, "Resources": {"CPU": self.places}}]
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": self.places}
+
+
+class Handle(SimpleNamespace):
+    def __init__(self, calls: dict[str, Any]) -> None:
+        super().__init__(**calls)
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+@pytest.fixture
+def workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Workers]:
+    def pretend(lost: Callable[..., bool] = lambda *names: False, places: int = 2) -> Workers:
+        monkeypatch.setattr(on_ray, "ray", PretendedRay(lost, places))
+        return Workers(tiny_recipe(folder), "token")
+
+    return pretend
+
+
+def test_what_a_lost_worker_was_doing_is_done_once_by_another(
+    workers: Callable[..., Workers], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(1)
+    done = list(workers(lambda *names: rng.random() < 0.4).carry_out(TASKS))
+    assert sorted(done, key=lambda each: each[1]) == [(task, number) for number, task in enumerate(TASKS)]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) > 2
+    assert all(line.startswith("lost ") for line in said)
+    assert any("another worker goes on with shard" in line for line in said)
+
+
+def test_no_more_workers_are_started_than_there_are_places_or_tasks(workers: Callable[..., Workers]) -> None:
+    many = workers(places=2)
+    assert len(list(many.carry_out(TASKS))) == 6
+    assert len(many.names) == 2
+    few = workers(places=50)
+    assert len(list(few.carry_out(TASKS[:3]))) == 3
+    assert len(few.names) == 3
+
+
+def test_shards_that_cost_every_worker_its_life_end_the_run(workers: Callable[..., Workers]) -> None:
+    deadly = workers(lambda *names: names == ("4",))
+    said = Says(f"{LOSSES} workers were lost with shard 4", "on a", "correct the cause", "run the same command again")
+    assert_raises(lambda: list(deadly.carry_out(TASKS)), said)
+
+
+def test_workers_that_never_start_end_the_run(workers: Callable[..., Workers]) -> None:
+    assert_raises(lambda: list(workers(lambda *names: not names).carry_out(TASKS)), f"{LOSSES} workers were lost")
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("commit of headstart", "abc"),
+        ("version of headstart", "0.0.1"),
+        ("the run's folder", "/b/run, another folder"),
+    ],
+)
+def test_a_worker_that_differs_from_the_driver_is_refused_by_name(
+    workers: Callable[..., Workers], fact: str, value: str
+) -> None:
+    facts = {**running_code(), "the run's folder": "the same folder", fact: value}
+    said = Says("process 7 on b", f"{fact}: '{value}' there", "install the same", "run_dir that all of them share")
+    assert_raises(lambda: workers()._welcome("process 7 on b", facts), said)
+
+
+# Mistakes
+
+
+def test_without_ray_the_command_says_how_to_get_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headstart.data_pipelines.harvest.find_spec", lambda name: None)
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "--engine", "ray"], monkeypatch, capsys)
+    assert_refused(outcome, Says("--engine", "ray given", "not installed", "pip install -e '.[ray]'"))
+
+
+def test_two_drivers_and_a_driver_beside_a_part_are_refused(folder: Path) -> None:
+    recipe = tiny_recipe(folder)
+    with only_run_in(recipe.run_dir, "harvest --engine ray"):
+        assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --engine ray as process | wait for it")
+    with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
+        assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
+
+
+def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
+    said = Says("target.split", "tensor given with --engine ray", "null or layers is allowed", "leave --engine ray out")
+    assert_raises(lambda: run(tiny_recipe(folder, "target.split=tensor"), None, "ray"), said)
+
+
+def test_a_draft_head_is_refused(folder: Path) -> None:
+    recipe = tiny_recipe(folder, f"data.draft_head={folder / 'head'}")
+    assert_raises(
+        lambda: run(recipe, None, "ray"), Says("data.draft_head", "head given", "two targets", "leave it out")
+    )
+
+
+# A cluster
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """Three node processes with one core each."""
+    from ray.cluster_utils import Cluster
+
+    before = dict(os.environ)
+    os.environ.update(quiet_environment(ROOT))
+    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    for _ in range(2):
+        found.add_node(num_cpus=1)
+    os.environ["RAY_ADDRESS"] = found.address
+    yield found
+    found.shutdown()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def start_driver(folder: Path) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-m", "headstart.cli", "harvest", str(folder / "recipe.yaml"), "--engine", "ray"]
+    with (folder / "log").open("w") as log:
+        return subprocess.Popen(command, env=os.environ, stdout=log, stderr=log)
+
+
+def wait_for(happened: Callable[[], object], driver: "subprocess.Popen[bytes]") -> None:
+    deadline = time.monotonic() + 120
+    while not happened():
+        assert driver.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def raylet_of(node: Any) -> psutil.Process:
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def workers_of(cluster: Any) -> list[psutil.Process]:
+    """The processes that harvest at this moment."""
+    children = [process for node in cluster.list_all_nodes() for process in raylet_of(node).children()]
+    return [process for process in children if process.name().startswith("ray::Worker.ma")]
+
+
+@pytest.mark.slow
+def test_killed_workers_nodes_and_drivers_change_nothing(folder: Path, cluster: Any) -> None:
+    """benchmarks/ray_kills.py kills 20 times."""
+    recipe = (folder / "recipe.yaml").read_text().replace("num_prompts: 12", "num_prompts: 80")
+    recipe = recipe.replace("response_tokens: 12", "response_tokens: 90").replace(
+        "shard_samples: 5", "shard_samples: 2"
+    )
+    (folder / "recipe.yaml").write_text(recipe)
+    write_prompts(folder / "prompts.jsonl", count=80, first=0)
+    expected = undivided(folder)
+    driver = start_driver(folder)
+    wait_for(lambda: list(folder.glob("run/responses/*.journal")), driver)
+    node = random.choice(list(cluster.worker_nodes))
+    for process in raylet_of(node).children(recursive=True):
+        process.kill()
+    cluster.remove_node(node, allow_graceful=False)
+    cluster.add_node(num_cpus=1)
+    wait_for(lambda: workers_of(cluster), driver)
+    for process in workers_of(cluster):
+        process.kill()
+    wait_for(lambda: "lost process" in (folder / "log").read_text(), driver)
+    driver.kill()
+    driver.wait()
+    again = start_driver(folder)
+    assert again.wait(300) == 0, (folder / "log").read_text()
+    assert contents(folder / "run") == expected
+
+
+@pytest.mark.slow
+def test_bad_data_ends_the_run_with_its_message(folder: Path, cluster: Any) -> None:
+    recipe = tiny_recipe(folder)
+    recipe.responses_dir.mkdir(parents=True)
+    (recipe.responses_dir / "train-00001.jsonl.journal").write_text('damaged\n{"id": 1}\n')
+    said = Says("train-00001.jsonl.journal", "line 1 is not JSON", "", "fix or remove the line")
+    assert_raises(lambda: harvest_on_ray(recipe, PartialState()), said)

@@ -1,0 +1,436 @@
+"""Laws of training rows: what is trained on follows the tokens that a server would send, and ends as the target ends.
+
+The rows are made after public reports of what training on other tokens did; each test states the law behind one.
+"""
+
+import json
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from matrix import slow_unless
+from test_chat_masks import FAMILIES, Family, template_of
+from tiny_run import build_run, build_tokenizer, tiny_recipe
+from tokenizers import Tokenizer, decoders, normalizers
+from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
+
+from headstart.common.files import read_jsonl
+from headstart.data_pipelines.prompts import prompts as prompts_stage
+from headstart.data_pipelines.prompts.chat_masks import (
+    ChatMasks,
+    MaskedTokens,
+    encode_prompt,
+    given_samples,
+    parse_known,
+)
+from headstart.data_pipelines.prompts.conversations import parse_row
+from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
+from headstart.data_pipelines.prompts.row_report import RowReport
+from headstart.data_pipelines.prompts.rows import BadRow
+from headstart.inference.serve.api.encode import PromptReader
+from headstart.inference.serve.api.fields import ChatRequest
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.recipes.schema import DataSection
+
+SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|calls|>")
+HEADER = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+CHATML = HEADER + "{{ m.content + '<|im_end|>\n' }}{% endfor %}" + ASK
+# As SmolLM3's: the generation block holds the header and the newline after the end mark.
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ '<|im_start|>assistant\n' + m.content + "
+    "'<|im_end|>\n' }}{% endgeneration %}{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endif %}{% endfor %}" + ASK
+)
+# As DeepSeek-R1's: the prompt opens the reasoning, which earlier turns hide; a call has no content, and text arguments.
+REASONING = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}"
+    "{% elif m.role == 'tool' %}{{ '<|user|>' + m.content }}{% elif m['content'] is none %}{% for c in m.tool_calls %}"
+    "{{ '<|assistant|><|calls|>' + c.function.name + '\n' + c.function.arguments + '<|eos|>' }}{% endfor %}{% else %}"
+    "{{ '<|assistant|>' + m.content.split('</think>')[-1] + '<|eos|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|><think>\n' }}{% endif %}"
+)
+# As Qwen3's: an answer is rendered with an empty block of reasoning, unless the prompt has closed one already.
+HYBRID = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.last %}"
+    "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '<tool_call>' + (c.function | tojson) + '</tool_call>' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    + ASK
+    + "{% if add_generation_prompt and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+)
+DATED = "{{ bos_token + 'Today is ' + strftime_now('%d %b %Y') + '\n' }}" + CHATML
+
+
+def template(source: str | None, **variables: Any) -> ChatTemplate:
+    tokenizer = build_tokenizer()
+    special = {"bos_token": SPECIAL[0], "eos_token": SPECIAL[1], "additional_special_tokens": list(SPECIAL[2:])}
+    tokenizer.add_special_tokens(special)
+    tokenizer.chat_template = source
+    return ChatTemplate(tokenizer, variables)
+
+
+def section(**fields: Any) -> DataSection:
+    sizes: dict[str, Any] = {"num_prompts": 99, "prompt_tokens": 2000, "response_tokens": 2000, **fields}
+    return DataSection(prompts="prompts.jsonl", heldout_prompts=Path("heldout.jsonl"), **sizes)
+
+
+def samples(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[MaskedTokens]:
+    return given_samples(ChatMasks(found), parse_known(found, row), row, section(responses="given", **fields))
+
+
+def trained_on(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
+    """(text before it, text) of each range that is trained on."""
+    decode = found.tokenizer.decode
+    return [
+        (str(decode(sample.tokens[:start])), str(decode(sample.tokens[start:end])))
+        for sample in samples(found, row, **fields)
+        for start, end in sample.spans
+    ]
+
+
+def prompt_of(found: ChatTemplate, row: dict[str, Any]) -> str:
+    return str(found.tokenizer.decode(encode_prompt(ChatMasks(found), parse_known(found, row))))
+
+
+def user(content: str) -> dict[str, Any]:
+    return {"role": "user", "content": content}
+
+
+def says(content: str | None, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": content, **more}
+
+
+def report_of(found: ChatTemplate, path: Path, *rows: dict[str, Any], **fields: Any) -> tuple[list[Any], str]:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, report = section(**fields), RowReport(str(path))
+    return read_prompts(found, data, None, report), report.summary("prompts", data)
+
+
+# Templates
+
+
+def test_generation_marks_around_the_header_do_not_make_it_trained_on() -> None:
+    row = {"messages": [user("Hi"), says("Hello."), user("Again"), says("Yes.")]}
+    assert trained_on(template(MARKED), row) == trained_on(template(CHATML), row)
+    assert [words for _, words in trained_on(template(MARKED), row)] == ["Hello.<|im_end|>", "Yes.<|im_end|>"]
+
+
+def test_reasoning_is_trained_on_after_the_block_that_the_prompt_opens() -> None:
+    found, thought = template(REASONING), "<think>\nTwo and two.\n</think>\n\nFour."
+    prompt = "<|bos|><|user|>2+2?<|assistant|><think>\n"
+    in_words, in_field = says(thought), says("Four.", reasoning_content="Two and two.")
+    for answer in (in_words, in_field):
+        expected = [(prompt, "Two and two.\n</think>\n\nFour.<|eos|>")]
+        assert trained_on(found, {"messages": [user("2+2?"), answer]}) == expected
+    # without reasoning, the block is closed as such models do when they do not think
+    assert trained_on(found, {"messages": [user("2+2?"), says("Four.")]}) == [(prompt, "\n</think>\n\nFour.<|eos|>")]
+
+
+def test_reasoning_that_the_template_does_not_write_refuses_the_row() -> None:
+    with pytest.raises(BadRow, match="does not write the reasoning of turn 2"):
+        samples(template(CHATML), {"messages": [user("2+2?"), says("Four.", reasoning_content="Two and two.")]})
+
+
+def test_what_the_template_adds_to_answers_is_said(tmp_path: Path) -> None:
+    row = {"messages": [user("2+2?"), says("Four.")]}
+    _, summary = report_of(template(HYBRID), tmp_path / "rows.jsonl", row, row, responses="given")
+    assert r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers" in summary
+
+
+def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
+    found, row = template(HYBRID, enable_thinking=False), {"messages": [user("2+2?"), says("Four.")]}
+    [(before, words)] = trained_on(found, row)
+    assert (before.endswith("<think>\n\n</think>\n\n"), words) == (True, "Four.<|im_end|>")
+    assert prompt_of(found, row) == before == served(found, row["messages"][:1])
+    own = row | {"chat_template_kwargs": {"enable_thinking": False}}  # of one row
+    assert trained_on(template(HYBRID), own) == [(before, words)]
+
+
+def test_the_target_never_learns_where_to_end_from_a_template_without_end_marks(tmp_path: Path) -> None:
+    row = {"messages": [user("Hi"), says("Hello.")]}
+    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    source += "{% if add_generation_prompt %}assistant: {% endif %}"
+    _, summary = report_of(template(source), tmp_path / "rows.jsonl", row, responses="given")
+    assert "the chat template writes no end mark after 1 answers" in summary
+
+
+def test_an_end_mark_in_the_words_refuses_the_row() -> None:
+    with pytest.raises(BadRow, match=r"turn 2 holds <\|im_end\|>, at which the target stops"):
+        samples(template(CHATML), {"messages": [user("Hi"), says("It ends <|im_end|> here.")]})
+
+
+def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The date is that on which the run was begun."""
+
+    class Today(date):
+        @classmethod
+        def today(cls) -> "Today":
+            return cls(2026, 1, 2)
+
+    class Tomorrow(date):
+        @classmethod
+        def today(cls) -> "Tomorrow":
+            return cls(2026, 1, 3)
+
+    build_run(tmp_path)
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = DATED.replace("bos_token + ", "")
+    tokenizer.save_pretrained(tmp_path / "target")
+    texts = []
+    for day, count in ((2, 4), (3, 6)):
+        monkeypatch.setattr(prompts_stage, "date", Today if day == 2 else Tomorrow)
+        make_prompts(tiny_recipe(tmp_path, f"data.num_prompts={count}", "data.prompt_tokens=100"))
+        rows = list(read_jsonl(tmp_path / "run/prompts/train.jsonl"))
+        texts.append([tokenizer.decode(row["tokens"]) for row in rows])
+    assert texts[1][:4] == texts[0]
+    dated = [text for text in texts[1] if "Today is" in text]
+    assert dated
+    assert all("Today is 02 Jan 2026" in text for text in dated)
+    with pytest.raises(ValueError, match=r"target\.chat_template_kwargs: made with .*2026-01-02.*2026-05-05"):
+        make_prompts(tiny_recipe(tmp_path, "target.chat_template_kwargs={date: 2026-05-05}", "data.prompt_tokens=100"))
+
+
+# Tool calls
+
+CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
+RESULT = {"role": "tool", "content": "snow"}
+
+
+def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
+    row = {"messages": [user("Snow?"), says(None, tool_calls=[{"function": CALL}]), RESULT]}
+    with pytest.raises(BadRow, match="does not write the tool call weather of turn 2"):
+        prompt_of(template(CHATML), row)
+    assert '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>' in prompt_of(
+        template(HYBRID), row
+    )
+
+
+def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_them_so() -> None:
+    found = template(REASONING)
+    messages = [user("Snow?"), says(None, tool_calls=[{"function": CALL}]), RESULT, says("It snows.")]
+    calls = '<|assistant|><|calls|>weather\n{"city": "Oslo"}<|eos|>'
+    assert calls in prompt_of(found, {"messages": messages[:3]}) == served(found, messages[:3])
+    words = [words for _, words in trained_on(found, {"messages": messages})]
+    assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        says("", tool_calls=[{"name": "weather", "args": {"city": "Oslo"}, "type": "tool_call"}]),
+        says("", tool_calls=[{"name": "weather", "parameters": {"city": "Oslo"}}]),
+        says(None, function_call={"name": "weather", "arguments": '{"city": "Oslo"}'}),
+        {"from": "function_call", "value": json.dumps(CALL)},
+    ],
+)
+def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
+    wanted = parse_row({"messages": [user("Snow?"), says("", tool_calls=[{"function": CALL}])]})
+    assert parse_row({"messages": [user("Snow?"), turn]}) == wanted
+
+
+def test_an_unknown_part_of_a_call_is_refused_by_name() -> None:
+    turn = says("", tool_calls=[{"name": "weather", "inputs": {"city": "Oslo"}}])
+    with pytest.raises(BadRow, match="the call of weather has inputs, which is not known"):
+        parse_row({"messages": [user("Snow?"), turn]})
+
+
+# What rows say besides their words
+
+
+def test_turns_of_weight_zero_are_context_only() -> None:
+    turns = [user("Hi"), says("BAD", weight=0), user("Again"), says("GOOD", weight=1)]
+    names = {"role": "from", "content": "value", "weight": "train", "user": "human", "assistant": "gpt"}
+    spelled = [{names[key]: names.get(str(value), value) for key, value in turn.items()} for turn in turns]
+    for row in ({"messages": turns}, {"conversations": spelled}):
+        [(before, words)] = trained_on(template(CHATML), row)
+        assert "BAD" in before
+        assert words == "GOOD<|im_end|>"
+    with pytest.raises(BadRow, match=r"turn 2 has weight 0\.5"):
+        parse_row({"messages": [user("Hi"), says("half", weight=0.5)]})
+
+
+def test_tokens_whose_label_is_ignored_are_not_trained_on_and_padding_is_dropped() -> None:
+    found = template(CHATML)
+    row = {"input_ids": [9, 20, 30, 40, 50, 0], "labels": [-100, -100, 30, 40, 50, -100]}
+    row["attention_mask"] = [0, 1, 1, 1, 1, 0]
+    [sample] = samples(found, row)
+    assert (sample.tokens, sample.spans) == ([20, 30, 40, 50], [(1, 4)])
+    assert encode_prompt(ChatMasks(found), parse_known(found, row)) == [20]
+    with pytest.raises(BadRow, match="labels holds 40 for token 30"):
+        parse_row(row | {"labels": [-100, -100, 40, 50, 0, -100]})
+
+
+@pytest.mark.parametrize("more", [{"images": ["a.png"]}, {"documents": [{"text": "x"}]}])
+def test_a_field_that_changes_what_is_trained_on_is_refused_by_name(more: dict[str, Any]) -> None:
+    row = {"messages": [user("Hi"), says("Hello.")]}
+    [name] = more
+    with pytest.raises(BadRow, match=f"the row has {name}, which is not supported"):
+        parse_row(row | more)
+    with pytest.raises(BadRow, match=f"turn 2 has {name}, which is not supported"):
+        parse_row({"messages": [user("Hi"), says("Hello.", **more)]})
+
+
+def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
+    row = {"messages": [user("Hi") | {"lang": "en"}, says("Hello.")], "source": "web", "score": None}
+    joined = {"prompt": [user("Hi")], "completion": [says("Hello.", lang="en")]}
+    _, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, row, joined, responses="given")
+    assert "not read: lang of a turn (3), source (2)" in summary
+
+
+def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path) -> None:
+    row = {"messages": [user("Hi"), says("Hello."), user("Thanks, bye")]}
+    rows, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, responses="given")
+    assert str(template(CHATML).tokenizer.decode(rows[0]["text"])).endswith("assistant\nHello.<|im_end|>")
+    assert "dropped the turns after the last answer of 1" in summary
+
+
+# Text
+
+
+def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
+    asked = prompt_of(template(CHATML), {"messages": [user("What is it?")]})
+    assert prompt_of(template(CHATML), {"prompt": "What is it?"}) == asked
+    assert prompt_of(template(CHATML), {"text": "What is it?"}) == "What is it?"  # raw text where it is asked for
+    assert prompt_of(template(None), {"prompt": "What is it?"}) == "What is it?"
+
+
+def test_a_rendered_prompt_gets_no_second_start_token() -> None:
+    found = template("{{ bos_token }}" + CHATML)
+    backend = found.tokenizer.backend_tokenizer
+    start = (SPECIAL[0], backend.token_to_id(SPECIAL[0]))
+    backend.post_processor = TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[start])
+    rendered = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt_of(found, {"prompt": rendered}) == rendered == prompt_of(found, {"messages": [user("Hi")]})
+    row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
+    assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
+    assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
+    with pytest.raises(BadRow, match=r"the answer goes on after <\|im_end\|>"):
+        trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
+    assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
+
+
+def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -> None:
+    """As Llama 2's tokenizer, this one puts a space before each text."""
+    backend = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    kept = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(kept)
+    words = ["def foo(x): return x + 1", "The capital of France is Paris"] * 50
+    backend.train_from_iterator(words, BpeTrainer(vocab_size=200, special_tokens=["<unk>", "<s>", "</s>"]))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    for prompt, answer in (
+        ("def f", "oo(x): return x"),
+        ("The capital of Fran", "ce is Paris"),
+        ("The capital of France is ", "Paris"),
+    ):
+        [sample] = samples(ChatTemplate(tokenizer), {"prompt": prompt, "completion": answer})
+        assert tokenizer.decode(sample.tokens) == f"{prompt}{answer}</s>"
+    ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
+    backend.post_processor = ends
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    with pytest.raises(BadRow, match="the tokens of prompt and answer make another text"):
+        samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
+
+
+def test_an_answer_that_begins_with_newlines_is_kept() -> None:
+    """A token of the joined text holds the newline of the prompt and those of the answer."""
+    row = {"messages": [user("Hi"), says("\n\nSure.")]}
+    [(before, words)] = trained_on(template(CHATML), row)
+    assert (before, words) == (served(template(CHATML), [user("Hi")]), "\n\nSure.<|im_end|>")
+
+
+# All of it, for rows that nobody wrote by hand
+
+
+def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
+    """The prompt that the server makes of a request with these messages."""
+    return str(found.tokenizer.decode(served_tokens(found, messages)))
+
+
+def served_tokens(found: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
+    reader = PromptReader(found, len(found.tokenizer), 100_000)
+    return reader.from_chat(ChatRequest.model_validate({"messages": messages}))
+
+
+PIECES = [*"ab .,:é\n\t<>{}\"'\\", "🌳", "the ", "</think>", "<think>", "<|im_end|>"]
+TEXT = st.lists(st.sampled_from(PIECES), min_size=1, max_size=12).map("".join)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | TEXT,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(TEXT, inner, max_size=2),
+    max_leaves=4,
+)
+CALLS = st.dictionaries(TEXT, VALUES, max_size=3).map(
+    lambda arguments: [{"function": {"name": "look_up", "arguments": arguments}}]
+)
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
+    messages = [{"role": "system", "content": draw(TEXT)}] if draw(st.booleans()) else []
+    for _ in range(draw(st.integers(1, 3))):
+        messages.append(user(draw(TEXT)))
+        if draw(st.integers(0, 4)) == 0:
+            messages += [says(draw(st.none() | TEXT), tool_calls=draw(CALLS)), RESULT | {"content": draw(TEXT)}]
+        more: dict[str, Any] = {"reasoning_content": draw(TEXT)} if draw(st.integers(0, 3)) == 0 else {}
+        messages.append(
+            says(draw(TEXT), **more, **({"weight": draw(st.integers(0, 1))} if draw(st.booleans()) else {}))
+        )
+    return messages
+
+
+def answers(messages: list[dict[str, Any]]) -> Iterator[int]:
+    """Places of the turns that are trained on."""
+    return (place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("weight") != 0)
+
+
+def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
+    """Whether a row was kept; then each range follows the served prompt and ends with the family's end mark."""
+    tokenizer, masks = template_of(name)
+    family: Family = FAMILIES[name]
+    row = {"messages": messages}
+    try:
+        found = given_samples(masks, parse_known(masks.template, row), row, section(responses="given"))
+    except BadRow:
+        return False
+    spans = [(sample.tokens, *span) for sample in found for span in sample.spans]
+    places = list(answers(messages))
+    assert len(spans) == len(places)
+    for (tokens, start, end), place in zip(spans, places, strict=True):
+        asked = [{key: value for key, value in turn.items() if key != "weight"} for turn in messages[:place]]
+        assert tokens[:start] == served_tokens(masks.template, asked)
+        words = str(tokenizer.decode(tokens[start:end]))
+        if not messages[place].get("tool_calls"):
+            assert words.endswith(family.end.strip())
+            assert messages[place]["content"].rpartition("</think>")[2].strip() in words
+            assert not family.end or words.count(family.end.strip()) == 1
+    return True
+
+
+@pytest.mark.parametrize("name", slow_unless(("llama3", "qwen3", "deepseek_r1", "gpt_oss", "llama2"), FAMILIES))
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@given(messages=conversations())
+def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
+    check_rows_are_as_served(name, messages)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_two_thousand_rows_of_each_family_are_as_served(name: str) -> None:
+    kept = 0
+
+    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(messages=conversations())
+    def check(messages: list[dict[str, Any]]) -> None:
+        nonlocal kept
+        kept += check_rows_are_as_served(name, messages)
+
+    check()
+    assert kept > 200, "nearly all rows were refused, so little was checked"

@@ -1,0 +1,364 @@
+"""Laws of an export: a head that its engine would not serve as trained is refused, and no folder is half written."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import (
+    EVERY_HEAD,
+    LIMITED,
+    exported,
+    pretended_converter,
+    read_config,
+    read_tensors,
+    recipe_of,
+    same_bits,
+)
+from transformers import LlamaForCausalLM
+
+from headstart.heads import files
+from headstart.heads.formats.export import export
+from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.lint import lint
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.recipes import Recipe
+from headstart.trainers import run
+
+MakeHead = Callable[..., Any]
+SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
+NO_HYDRA = "no engine feeds heads"
+NO_MEDUSA = {
+    "sglang": "only vllm can serve",
+    "tensorrt_llm": "only vllm can serve",
+    "eagle": "of kind medusa",
+    "gguf": "of kind medusa",
+    "speculators": "EAGLE-3 of the target's width",
+}
+NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "eagle": "of kind block", "gguf": "of kind block"}
+REFUSED = {  # head -> format -> what the refusal names
+    "eagle1": {
+        "tensorrt_llm": "only vllm, sglang can serve",
+        "speculators": "EAGLE-3 of the target's width",
+        "gguf": "of kind eagle1",
+    },
+    "narrow": {"speculators": "EAGLE-3 of the target's width"},
+    "3.1": {"eagle": "norm_output", "gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
+    "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids", "gguf": "builds fc for 3 hidden states"},
+    "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
+    "norm before fc": {"eagle": "norm_before_fc"},
+    "medusa": NO_MEDUSA,
+    "medusa layers": NO_MEDUSA | {"medusa": "uses the last one's weights for all"},
+    "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some", "medusa": "no draft vocabulary"},
+    "dspark": NO_BLOCK,
+    "dspark limited": NO_BLOCK,
+    "dflash": NO_BLOCK,
+    "jetspec": NO_BLOCK | {"sglang": "markov_rank", "speculators": "causal within the block"},
+    "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
+}
+
+
+@pytest.fixture(autouse=True)
+def converter(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return pretended_converter(tmp_path_factory.mktemp("bin"), monkeypatch)
+
+
+def test_a_gguf_export_without_a_converter_or_with_one_that_fails_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, converter: Path
+) -> None:
+    converter.write_text("#!/bin/sh\necho the pre-tokenizer was not recognized >&2\nexit 1\n")
+    with pytest.raises(ValueError, match=r"ended with: \.\.\.the pre-tokenizer was not recognized"):
+        exported(make_head(), tmp_path, target_folder, "gguf")
+    converter.unlink()
+    with pytest.raises(ValueError, match=r"is not on the PATH.*make check-llamacpp fetches it"):
+        exported(make_head(), tmp_path, target_folder, "gguf")
+    assert not [*tmp_path.glob("export/*")]
+
+
+def test_a_gguf_export_tells_the_converter_its_number_format_and_target(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head(), tmp_path, target_folder, "gguf", dtype="bfloat16")
+    given = (folder / "head.gguf").read_text().split()
+    assert given[1:5] == ["--target-model-dir", str(target_folder), "--outtype", "bf16"]
+    assert "--spec-type draft-eagle3" in (folder / "README.md").read_text()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("kind", EVERY_HEAD)
+def test_every_export_passes_lint_or_is_refused(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+) -> None:
+    head = make_head(**EVERY_HEAD[kind])
+    reason = REFUSED.get(kind, {}).get(name)
+    if name == "medusa" and head.kind != "medusa":
+        reason = "this format holds only Medusa heads"
+    if reason:
+        with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
+            exported(head, tmp_path, target_folder, name)
+        assert not (tmp_path / "export").exists()
+        return
+    folder = exported(head, tmp_path, target_folder, name)
+    assert lint(folder, str(target_folder)) == []
+    written = {"README.md", "config.json", FORMATS[name].weights, *(["head.gguf"] if name == "gguf" else [])}
+    assert {path.name for path in folder.iterdir()} == written
+
+
+@pytest.mark.parametrize("name", SERVING)
+def test_one_export_serves_three_engines_and_loads_in_headstart(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, name: str
+) -> None:
+    head = make_head(vocab=LIMITED, taps=(1, 3, 6))
+    folder = exported(head, tmp_path, target_folder, name)
+    assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
+    assert same_bits(read_tensors(folder), read_tensors(tmp_path / "head"))
+    assert same_bits(load_head_for(folder, frozen).state_dict(), head.state_dict())
+
+
+def test_one_export_of_eagle_1_serves_vllm_and_sglang(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+    folder = exported(make_head("eagle1"), tmp_path, target_folder, "vllm")
+    assert read_config(folder)["headstart"]["engines"] == ["vllm", "sglang"]
+    assert lint(folder, str(target_folder), ["vllm", "sglang"]) == []
+    assert not read_tensors(folder)["fc.bias"].any()
+
+
+def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """SGLang has no norm before the residual and cannot capture the output of the last layer."""
+    head = make_head(norm_before_residual=True, taps=(2, 3, 7))
+    folder = exported(head, tmp_path, target_folder, "vllm")
+    assert read_config(folder)["headstart"]["engines"] == ["vllm"]
+    readme = (folder / "README.md").read_text()
+    assert "vllm serve" in readme
+    assert "sglang.launch_server" not in readme
+    assert "norm_before_residual: only vLLM has it" in readme
+    with pytest.raises(ValueError, match=r"(?s)norm_before_residual.*hidden_states 0 to 6 are allowed"):
+        exported(head, tmp_path, target_folder, "sglang")
+
+
+def test_a_single_tap_of_the_heads_width_is_refused_for_engines_that_would_skip_fc(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head(taps=(3,))
+    assert exported(head, tmp_path, target_folder, "vllm")
+    for engine in ("sglang", "tensorrt_llm"):
+        with pytest.raises(ValueError, match="skips fc if its input is as wide as the head"):
+            exported(head, tmp_path, target_folder, engine)
+
+
+def test_an_eagle_1_bias_is_refused_for_vllm_which_would_drop_it(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head("eagle1", fc_bias=True)
+    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
+        exported(head, tmp_path, target_folder, "vllm")
+    assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
+    reference = exported(head, tmp_path, target_folder, "eagle")
+    assert read_config(reference)["bias"] is True
+    assert "fc.bias" in read_tensors(reference)
+
+
+def test_the_eagle_format_has_no_zero_bias_and_no_key_that_disables_the_shared_embedding(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    one = exported(make_head("eagle1"), tmp_path / "1", target_folder, "eagle")
+    assert read_config(one)["bias"] is False
+    assert "fc.bias" not in read_tensors(one)
+    three = exported(make_head(), tmp_path / "3", target_folder, "eagle")
+    assert "target_hidden_size" not in read_config(three)
+
+
+def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
+    """Without the overrides of the training, export ended in KeyError, or told other steps and prompts."""
+    run(make_recipe("run", "train.steps=3", "train.unroll=2", "train.warmup_steps=1"))
+    other = "train.steps=9", "train.batch_size=7", "data.num_prompts=5", "export.format=vllm"
+    text = (export(make_recipe("run", *other)) / "README.md").read_text()
+    assert "3 steps of 3 sequences" in text
+    assert "unrolled to depth 2" in text
+    assert "prompts: 12 from" in text
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_speculators_format_holds_a_copy_of_the_targets_embedding(
+    make_model: Callable[..., LlamaForCausalLM], make_head: MakeHead, tmp_path: Path, tied: bool
+) -> None:
+    model = make_model(tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path / "target", max_shard_size="20KB")
+    folder = exported(make_head(vocab=LIMITED), tmp_path, tmp_path / "target", "speculators")
+    config, tensors = read_config(folder), read_tensors(folder)
+    assert torch.equal(tensors["embed_tokens.weight"], model.get_input_embeddings().state_dict()["weight"])
+    assert config["speculators_config"]["verifier"] == {
+        "name_or_path": str(tmp_path / "target"),
+        "architectures": ["LlamaForCausalLM"],
+    }
+    assert config["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
+    assert config["norm_before_residual"] is False
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    assert not any(name.startswith("midlayer") for name in tensors)
+
+
+def test_the_vllm_command_for_medusa_asks_for_no_more_draft_tokens_than_heads(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """vLLM creates a head for each draft token that it is asked for; an extra head would have no weights."""
+    readme = (exported(make_head("medusa", num_heads=2), tmp_path, target_folder, "vllm") / "README.md").read_text()
+    assert "vllm serve" in readme
+    assert '"method": "medusa"' in readme
+    assert '"num_speculative_tokens": 2' in readme
+    assert "sglang.launch_server" not in readme
+
+
+def test_the_medusa_format_has_its_authors_names_and_keys(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
+    config, tensors = read_config(folder), read_tensors(folder)
+    named = {key: config[key] for key in ("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers")}
+    assert named == {"base_model_name_or_path": str(target_folder), "medusa_num_heads": 3, "medusa_num_layers": 1}
+    assert [*tensors][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
+    assert {"0.1.weight", "1.1.weight", "2.1.weight"} < tensors.keys()
+    for command in ("MedusaModel.from_pretrained", "vllm serve", "headstart convert"):
+        assert command in (folder / "README.md").read_text()
+    assert lint(folder, str(target_folder), ["vllm"]) == []
+
+
+def test_an_export_never_replaces_a_folder(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+    folder = exported(make_head(seed=1), tmp_path, target_folder, "vllm")
+    with pytest.raises(ValueError, match=f"exists already.* remove this one .rm -r {folder}"):
+        exported(make_head(seed=2), tmp_path, target_folder, "vllm")
+    assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
+
+
+def test_a_killed_export_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            exported(make_head(), tmp_path, target_folder, "vllm")
+    assert not (tmp_path / "export/vllm").exists()
+    assert exported(make_head(), tmp_path, target_folder, "vllm").is_dir()
+    assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
+
+
+def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    save_head(make_head(), tmp_path / "as drawn")
+    in_half = FrozenTarget.from_folder(target_folder, torch.bfloat16)
+    save_head(load_head_for(tmp_path / "as drawn", in_half), tmp_path / "head")
+    kept = export(recipe_of(tmp_path, target_folder))
+    assert same_bits(read_tensors(kept), read_tensors(tmp_path / "head"))
+    half = export(recipe_of(tmp_path, target_folder, dtype="float16", format="sglang"))
+    assert read_config(half)["torch_dtype"] == "float16"
+    assert {tensor.dtype for tensor in read_tensors(half).values()} == {torch.float16}
+
+
+def test_the_card_shows_what_training_logged_for_the_exported_weights(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """The figures are those of the exported step."""
+
+    def text() -> str:
+        shutil.rmtree(tmp_path / "export", ignore_errors=True)
+        return (exported(make_head(), tmp_path, target_folder, "vllm") / "README.md").read_text()
+
+    assert "Not measured." in text()
+    assert "held-out figures: none found" in text()
+    by_depth = {f"heldout/accuracy_{depth}": depth / 10 for depth in range(4)}
+    rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/tau": 2.0 + step, **by_depth} for step in (5, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "after step 10: loss 0.300, accuracy by depth 0.000 0.100 0.200 0.300" in text()
+    assert "acceptance length after that step, on 8 held-out prompts: 12.00 at temperature 0" in text()
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"step": 5}))
+    assert "after step 5: loss 0.600" in text()
+    assert "tokens read" not in text()  # a log of before
+    rows = [{**row, "train/tokens": 1000 * row["step"], "train/tokens_per_second": 0.25} for row in rows]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    noted = {"step": 5, "machine": "2 x a fast CPU"}
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps(noted))
+    assert "- 10,000 tokens read, 11.1 hours of optimizer steps on 2 x a fast CPU" in text()
+    assert "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n" in text()
+    assert "context: 256 tokens" in text()
+    assert "trained on texts of at most 2,048 tokens" in text()
+    assert "warm start" not in text()
+    warm = recipe_of(tmp_path, target_folder, format="sglang")
+    train = warm.train.model_copy(update={"start_from": Path("earlier/head")})
+    card = (export(warm.model_copy(update={"train": train})) / "README.md").read_text()
+    assert "- warm start: from the head in `earlier/head`" in card
+    other = recipe_of(tmp_path / "other", target_folder, format="vllm")
+    decode = other.decode.model_copy(update={"head": tmp_path / "head"})
+    card = (export(other.model_copy(update={"decode": decode})) / "README.md").read_text()
+    assert "the head comes from" in card
+    assert "held-out" not in card
+
+
+@pytest.mark.parametrize(
+    ("section", "said"),
+    [
+        ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
+        (
+            {"responses": "given", "prompts": "chats.jsonl"},
+            "taken from the conversations as they are, each of the assistant's turns",
+        ),
+        ({"store": "merged"}, "features: those stored in `merged`"),
+    ],
+)
+def test_the_card_says_where_the_data_came_from(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, section: dict[str, str], said: str
+) -> None:
+    save_head(make_head(), tmp_path / "head")
+    values = recipe_of(tmp_path, target_folder).model_dump(mode="json")
+    text = (export(Recipe.model_validate({**values, "data": values["data"] | section})) / "README.md").read_text()
+    assert said in text
+    assert text.count("written by the target") == ("responses" not in section and "store" not in section)
+
+
+COMMANDS = {
+    "native": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
+    "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
+    "eagle": ["EaModel.from_pretrained", "headstart convert"],
+    "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "headstart convert"],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_card_gives_the_command_of_each_engine(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+) -> None:
+    save_head(make_head(taps=(2, 3, 4)), tmp_path / "head")
+    values = recipe_of(tmp_path, target_folder, format=name).model_dump(mode="json")
+    folder = export(Recipe.model_validate({**values, "target": values["target"] | {"revision": "v2"}}))
+    text = (folder / "README.md").read_text()
+    known = {command for commands in COMMANDS.values() for command in commands}
+    assert {command for command in known if command in text} == set(COMMANDS[name])
+    assert f"`hf upload ORG/NAME {folder}`" in text
+    assert text.count(str(folder)) == len(COMMANDS[name]) + 1
+    if name == "vllm":
+        options = f'{{"method": "eagle3", "model": "{folder}", "num_speculative_tokens": 3}}'
+        assert f"vllm serve {target_folder} --revision v2 --speculative-config '{options}'" in text
+        assert "eagle3_layers_to_capture: [1, 2, 3]" in text
+
+
+def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """Fewer of their draft tokens would be accepted there, with no error to explain it."""
+    save_head(make_head("medusa"), tmp_path / "head")
+    shutil.copytree(target_folder, tmp_path / "target")
+    before = recipe_of(tmp_path, target_folder, "medusa").model_dump(mode="json") | {"joint": {"mode": "lora"}}
+    tuned = before | {"target": before["target"] | {"path": str(tmp_path / "target")}}
+    with pytest.raises(ValueError, match=f"give target.path={tmp_path}/target"):
+        export(Recipe.model_validate(before))
+    text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
+    assert "the target's layers were tuned together with the head (lora)" in text

@@ -1,0 +1,363 @@
+"""Laws of FrozenTarget: read from files alone, it gives the target's own logits, or says what is missing."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GemmaConfig,
+    GemmaForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from headstart.heads.frozen import FrozenTarget, SafetensorsFolder, dequantised, requantised
+from headstart.heads.target_config import TargetConfig, locate_target
+from headstart.heads.target_ends import TargetEnds, auto_class
+from headstart.inference.targets.attention import GROUPED
+from headstart.inference.targets.model import TargetModel
+
+TOKENS = torch.tensor([[5, 6, 7, 11, 3, 30], [1, 1, 2, 3, 5, 8]])
+INDEX = "model.safetensors.index.json"
+MakeModel = Callable[..., LlamaForCausalLM]
+
+
+def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
+    """The last hidden state before the final norm, through the frozen norm and lm_head, gives the model's logits."""
+    output = TargetModel(model, ()).forward(TOKENS)
+    frozen = FrozenTarget.from_folder(folder, torch.float32)
+    torch.testing.assert_close(frozen.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-5)
+    assert torch.equal(frozen.choices(output.last_hidden), output.logits.argmax(-1))
+    assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
+
+
+def test_reading_the_ends_leaves_the_models_attention_as_it_is(make_model: MakeModel) -> None:
+    """A target whose packing read its ends decoded with transformers' slowest attention."""
+    target = TargetModel(make_model(), ())
+    before = target.model.config._attn_implementation
+    assert target.frozen
+    assert target.model.config._attn_implementation == before == GROUPED
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["single file", "sharded"])
+def test_the_frozen_tensors_give_the_targets_own_logits(
+    make_model: MakeModel, tmp_path: Path, tied: bool, sharded: bool
+) -> None:
+    model = make_model(tie_word_embeddings=tied, rms_norm_eps=0.1)  # large enough to matter
+    torch.nn.init.normal_(model.model.norm.weight)  # new norms are all ones, which would hide a missing norm
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    assert (tmp_path / INDEX).is_file() == sharded
+    assert_own_logits(model, tmp_path)
+    frozen = FrozenTarget.from_folder(tmp_path, torch.float32)
+    assert (frozen.lm_head is frozen.embedding) == tied
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "gemma, norms of 1 + weight": lambda: GemmaForCausalLM(GemmaConfig(**SIZES)),
+    "gemma2, softcapped": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES)),
+    "gpt2, norms with a bias": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=31, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4)
+    ),
+    "gpt_neox, other names": lambda: GPTNeoXForCausalLM(
+        GPTNeoXConfig(**{name: SIZES[name] for name in SIZES.keys() - {"num_key_value_heads", "head_dim"}})
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_supported_family_gives_its_own_logits(family: str, tmp_path: Path) -> None:
+    model = FAMILIES[family]()
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1 and ("norm" in name or "ln_f" in name):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    assert_own_logits(model, tmp_path)
+
+
+LATENT = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+PER_LAYER = {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31}  # Gemma 4's second norm, of one size
+ENDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "a scale that divides": ("granite", {"logits_scaling": 4.0}),
+    "a scale of the same name that multiplies": ("hyperclovax", {"logits_scaling": 4.0}),
+    "a scale, and a norm that centres without a bias": ("cohere2", {"logit_scale": 0.25}),
+    "a scale of hidden states": ("minicpm3", {"dim_model_base": 8, "num_key_value_heads": 4, **LATENT}),
+    "a norm without weights": ("olmo", {}),
+    "a norm that centres and adds 1": ("nemotron", {"partial_rotary_factor": 0.5}),
+    "a norm that adds 1, in a hybrid": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}),
+    "an lm_head with a bias": ("phi", {}),
+    "a norm before the layers": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "several residual streams that are weighed, and other names in files": (
+        "deepseek_v4",
+        {"num_local_experts": 4, "q_lora_rank": 8, "o_lora_rank": 8},
+    ),
+    "several residual streams, each projected": ("gemma3n_text", {"num_kv_shared_layers": 0, **PER_LAYER}),
+    "two norms after the layers": (
+        "gemma4_text",
+        {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 31},
+    ),
+}
+
+
+def assert_logits_over_the_norm(model: PreTrainedModel, folder: Path) -> None:
+    """The last hidden state through the frozen norm and lm_head, from files and from memory."""
+    model.eval().save_pretrained(folder)
+    target = TargetModel(model, ())
+    output = target.forward(TOKENS)
+    frozen = FrozenTarget.from_folder(folder, torch.float32)
+    assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
+    for found in (frozen, target.frozen):
+        torch.testing.assert_close(found.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-4)
+        assert torch.equal(found.choices(output.last_hidden), output.logits.argmax(-1))
+
+
+def with_random_norms(model: PreTrainedModel) -> PreTrainedModel:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms and biases start as constants, which would hide mistakes
+                parameter.add_(torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize("ends", ENDS)
+def test_the_form_of_norm_and_logits_is_read_from_the_models_class(ends: str, tmp_path: Path) -> None:
+    model_type, more = ENDS[ends]
+    config = AutoConfig.for_model(model_type, **{**SIZES, **more})
+    assert_logits_over_the_norm(with_random_norms(AutoModelForCausalLM.from_config(config)), tmp_path)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["that causal models include", "that they do not"])
+def test_the_ends_of_a_wrapper_are_those_of_its_language_model(tmp_path: Path, causal: bool) -> None:
+    """Its image tower has as many layers, and norms and embeddings of the same size."""
+    tower = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision: dict[str, Any] = {**tower, "image_size": 8, "patch_size": 4}
+    if causal:
+        config = AutoConfig.for_model("gemma3", text_config=SIZES, vision_config=vision, mm_tokens_per_image=4)
+    else:
+        text = {**SIZES, "model_type": "llama"}
+        config = AutoConfig.for_model(
+            "llava", text_config=text, vision_config={**vision, "model_type": "clip_vision_model"}
+        )
+    assert (type(config) in AutoModelForCausalLM._model_mapping) == causal
+    assert_logits_over_the_norm(with_random_norms(auto_class(config).from_config(config)), tmp_path)
+
+
+def test_a_model_without_a_final_norm_is_refused_by_name() -> None:
+    """In GPT-1 the last layer ends with its own norm."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **SIZES))
+    with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel has no lm_head over a final norm"):
+        TargetEnds.from_class(model)
+
+
+def test_a_class_from_outside_transformers_has_the_usual_names(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    known = FrozenTarget.from_folder(tmp_path, torch.float32)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "of_a_stranger"}))
+    found = FrozenTarget.from_folder(tmp_path, torch.float32)
+    assert torch.equal(found.lm_head, known.lm_head)
+    assert torch.equal(found.norm_weight, known.norm_weight)
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (31, 1), (4, 4)], ids=["one scale", "a scale per row", "a scale per block"])
+@pytest.mark.parametrize(
+    ("dtype", "suffix"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "_scale")], ids=["fp8", "int8"]
+)
+def test_a_quantised_lm_head_is_dequantised(
+    make_model: MakeModel, tmp_path: Path, blocks: tuple[int, int], dtype: torch.dtype, suffix: str
+) -> None:
+    make_model(vocab_size=31).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stored = (10 * torch.randn(31, 32)).to(dtype)
+    scale = torch.rand(blocks)
+    tensors |= {"lm_head.weight": stored, f"lm_head.weight{suffix}": scale}
+    save_file(tensors, tmp_path / "model.safetensors")
+    wide = torch.nn.functional.interpolate(scale[None, None], size=(32, 32), mode="nearest")[0, 0, :31]
+    wanted = stored.float() * (scale if blocks != (4, 4) else wide)
+    assert torch.equal(FrozenTarget.from_folder(tmp_path, torch.float32).lm_head, wanted)
+
+
+def test_a_last_block_that_is_shorter_got_the_scales_of_others() -> None:
+    """DeepSeek-V3 has 576 rows in blocks of 128; they were read as five blocks of 116."""
+    stored, scale = torch.ones(576, 200).to(torch.float8_e4m3fn), torch.rand(5, 2)
+    wanted = scale.repeat_interleave(128, 0)[:576].repeat_interleave(128, 1)[:, :200]
+    assert torch.equal(dequantised(stored, [scale], "weight"), wanted)
+
+
+HALVES = (torch.bfloat16, torch.float16)  # scales that are rounded, so the second time they may differ
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (72,), (72, 1), (5, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+@pytest.mark.parametrize("form", [torch.float32, *HALVES, torch.float8_e8m0fnu], ids=str)
+def test_quantising_again_keeps_the_form_and_most_of_the_value(
+    shape: tuple[int, ...], dtype: torch.dtype, form: torch.dtype
+) -> None:
+    dense, stored, old = torch.randn(72, 40), torch.zeros(72, 40).to(dtype), (1 + torch.rand(shape)).to(form)
+    dense[:16, :16] = 0
+    weight, scale = requantised(dense, stored, old)
+    assert (weight.dtype, scale.dtype, scale.shape) == (dtype, form, old.shape)
+    # The format's largest rounding error, relative to the largest entry of a block.
+    step = {torch.int8: 1 / 64, torch.float8_e4m3fn: 1 / 14, torch.float8_e5m2: 1 / 7}[dtype]
+    torch.testing.assert_close(dequantised(weight, [scale], "weight"), dense, rtol=0, atol=step * float(dense.max()))
+    again = requantised(dequantised(weight, [scale], "weight"), weight, scale)
+    assert torch.equal(dequantised(again[0], [again[1]], ""), dequantised(weight, [scale], "")) or form in HALVES
+    assert form != torch.float8_e8m0fnu or (torch.frexp(scale.float())[0] == 0.5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
+def test_a_row_of_tiny_weights_became_not_a_number(dtype: torch.dtype) -> None:
+    """Its scale was zero in float16."""
+    dense = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1e-6, 0.0, 0.0, 2e-6]])
+    weight, scale = requantised(dense, dense.to(dtype), torch.ones(2, 1).half())
+    assert (scale > 0).all()
+    found = dequantised(weight, [scale], "weight")
+    torch.testing.assert_close(found, dense, rtol=0.15, atol=1e-3)
+
+
+def test_a_weight_that_did_not_change_keeps_the_scales_of_another_tool(tmp_path: Path) -> None:
+    """Its largest entry may be -128, which our own scales do not give."""
+    stored, scale = torch.randint(-128, 128, (64, 32)).to(torch.int8), torch.rand(64, 1) + 0.1
+    save_file({"w.weight": stored, "w.weight_scale": scale}, tmp_path / "model.safetensors")
+    folder = SafetensorsFolder(tmp_path)
+    found = folder.as_stored("w.weight", folder.dense("w.weight"))
+    assert torch.equal(found["w.weight"], stored)
+    assert torch.equal(found["w.weight_scale"], scale)
+
+
+@pytest.mark.parametrize(
+    ("weight", "more"),
+    [
+        (torch.zeros(97, 16, dtype=torch.uint8), {}),
+        (torch.zeros(97, 32, dtype=torch.int8), {"_zero_point": torch.ones(97, 1, dtype=torch.int8)}),
+        (torch.zeros(97, 32).to(torch.float8_e4m3fn), {"_scale": torch.ones(97, 1, dtype=torch.uint8)}),
+    ],
+    ids=["packed", "a zero point", "scales in bytes"],
+)
+def test_an_lm_head_quantised_in_another_way_is_refused_by_name(
+    make_model: MakeModel, tmp_path: Path, weight: Tensor, more: dict[str, Tensor]
+) -> None:
+    """A zero point was left out of the sum."""
+    make_model().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors") | {"lm_head.weight": weight}
+    scale = {"_scale": torch.ones(97, 1)} if "_zero_point" in more else {}
+    tensors |= {f"lm_head.weight{suffix}": tensor for suffix, tensor in {**scale, **more}.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"lm_head\.weight is stored as {weight.dtype}.*one tensor of scales"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+def test_logits_that_are_not_the_lm_heads_are_refused_with_their_difference(frozen: FrozenTarget) -> None:
+    last_hidden = torch.randn(3, 32)
+    own = frozen.logits(last_hidden)
+    frozen.refuse_other_logits(own + 1e-4, last_hidden, 0.01)
+    with pytest.raises(ValueError, match=r"'llama' model .* differ by 75\.0%, all by the factor 4\)"):
+        frozen.refuse_other_logits(4 * own, last_hidden, 0.01)
+    with pytest.raises(ValueError, match=r"differ by \d+\.\d%\); such models"):
+        frozen.refuse_other_logits(torch.randn_like(own), last_hidden, 0.01)
+    with pytest.raises(ValueError, match="there are 90 of 97"):
+        frozen.refuse_other_logits(own[:, :90], last_hidden, 0.01)
+
+
+def without(folder: Path, name: str) -> None:
+    """Remove a tensor from a single-file checkpoint."""
+    tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("model.embed_tokens.weight", "embedding"),
+        ("model.norm.weight", "final norm"),
+        ("lm_head.weight", "lm_head"),  # config.json says untied, so the embedding does not replace it
+    ],
+)
+def test_a_missing_tensor_is_named(make_model: MakeModel, tmp_path: Path, name: str, what: str) -> None:
+    make_model().save_pretrained(tmp_path)
+    without(tmp_path, name)
+    with pytest.raises(ValueError, match=f"no {what} among its tensors .*{name}"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 4, 1000, -1])
+@pytest.mark.parametrize("sharded", [False, True], ids=["single file", "sharded"])
+def test_a_truncated_file_is_refused_by_name(
+    make_model: MakeModel, tmp_path: Path, sharded: bool, kept_bytes: int
+) -> None:
+    make_model().save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "1GB")
+    name = "model.safetensors"
+    if sharded:
+        name = json.loads((tmp_path / INDEX).read_text())["weight_map"]["lm_head.weight"]
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:kept_bytes])
+    with pytest.raises(ValueError, match=f"{name} cannot be read .*copy or download the target again"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+def test_a_missing_shard_is_refused_by_name(make_model: MakeModel, tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path, max_shard_size="20KB")
+    name = json.loads((tmp_path / INDEX).read_text())["weight_map"]["model.norm.weight"]
+    (tmp_path / name).unlink()
+    with pytest.raises(ValueError, match=f"{name} cannot be read"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+def test_pickled_weights_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"neither model\.safetensors .*pickled weights are not read"):
+        FrozenTarget.from_folder(tmp_path, torch.float32)
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        TargetConfig.from_folder(tmp_path)
+
+
+def test_the_config_read_from_files_equals_that_of_the_loaded_model(
+    deep_target: TargetModel, target_folder: Path
+) -> None:
+    assert TargetConfig.from_folder(target_folder) == deep_target.config
+    assert locate_target(str(target_folder)) == target_folder
+
+
+def test_default_taps_are_distinct_ascending_and_exist(target: TargetModel) -> None:
+    for num_layers in range(1, 81):
+        taps = dataclasses.replace(target.config, num_layers=num_layers).default_taps()
+        assert list(taps) == sorted(set(taps))
+        assert len(taps) == min(3, num_layers + 1)
+        assert 0 <= taps[0] < taps[-1] <= num_layers
+        if num_layers >= 7:
+            assert taps == (2, num_layers // 2, num_layers - 3)  # every engine's default

@@ -1,0 +1,462 @@
+"""Laws of a head: its forward is the same for a whole text at once, for blocks of it and for its own draft tokens."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from headstart.heads.base import DraftHead, LevelHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.kinds.eagle1 import Eagle1Head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.layers import rotary_table
+from headstart.heads.target_config import Rope
+from headstart.heads.unroll_attention import UnrollCache
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.cache import Slots
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import Eagle1Section, Eagle3Section
+
+BATCH, SEQ = 2, 11
+EAGLE3_SHAPES: list[dict[str, Any]] = [
+    {},
+    {"norm_output": True},
+    {"fc_norm": True},
+    {"fc_norm": True, "norm_output": True},
+    {"num_kv_heads": 4},  # no grouped queries
+    {"num_kv_heads": 1},
+    {"taps": (0, 2, 4, 5, 7)},
+    {"taps": (3,), "fc_norm": True},
+    {"hidden_size": 24, "own_embedding": True},  # narrower than its target
+]
+EAGLE1_SHAPES: list[dict[str, Any]] = [
+    {"kind": "eagle1"},
+    {"kind": "eagle1", "num_kv_heads": 1},
+    {"kind": "eagle1", "fc_bias": True},
+]
+MEDUSA_SHAPES: list[dict[str, Any]] = [
+    {"kind": "medusa"},
+    {"kind": "medusa", "num_layers": 2, "bias": False},
+    {"kind": "medusa", "sequential": True},
+    {"kind": "medusa", "sequential": True, "num_layers": 3, "num_heads": 5},
+]
+MakeHead = Callable[..., Any]
+all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES, ids=str)
+
+
+def random_taps(head: DraftHead) -> Tensor:
+    return torch.randn(BATCH, SEQ, len(head.taps) * head.target.hidden_size, dtype=head.embedding.dtype)
+
+
+def random_tokens(head: DraftHead) -> Tensor:
+    return torch.randint(head.target.vocab_size, (BATCH, SEQ))
+
+
+def empty_slots(head: DraftHead, capacity: int) -> Slots:
+    """Slots full of NaN, so reading one that was never written shows up in the result."""
+    layers, kv_heads, head_dim = head.cache_shape or (1, 1, 1)  # a head without a cache ignores it
+    shape = layers, 2, BATCH, kv_heads, capacity, head_dim
+    return Slots([torch.full(shape, float("nan"), dtype=head.embedding.dtype)], rows=BATCH)
+
+
+def causal_mask(start: int, count: int) -> Tensor:
+    """An additive mask for a block of `count` tokens after `start` others. [count, start + count]"""
+    return torch.full((count, start + count), torch.finfo(torch.float64).min, dtype=torch.float64).triu(start + 1)
+
+
+@all_shapes
+@pytest.mark.parametrize("sizes", [[SEQ], [1] * SEQ, [4, 1, 3, 2, 1], [1, 7, 3]], ids=str)
+def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any], sizes: list[int]) -> None:
+    """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    each block sees all blocks before it and, causally, itself"""
+    head = make_head(**shape).double()  # so that the tolerance covers only a different order of sums
+    features, tokens, positions = head.project(random_taps(head)), random_tokens(head), torch.arange(SEQ)
+    at_once = head(features, tokens, positions)
+
+    slots, parts = empty_slots(head, SEQ), []
+    for count in sizes:
+        start = slots.lengths[0]
+        block = slice(start, start + count)
+        mask = causal_mask(start, count)
+        parts.append(head(features[:, block], tokens[:, block], positions[block], mask, slots))
+        slots.advance([count] * BATCH)
+
+    in_blocks = torch.cat(parts, dim=1)
+    torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
+    torch.testing.assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
+    fed_back = [head.feedback(hidden, features, tokens) for hidden in (in_blocks, at_once)]
+    torch.testing.assert_close(*fed_back, atol=1e-9, rtol=1e-9)
+
+
+@all_shapes
+def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    """At index t of step k, training sees what drafting sees k tokens after the verified prefix 0..t:
+
+    step 0   0 - 1 - 2 - 3 - 4      index 2 at step 2 sees 0 1 2 of step 0, its own key of step 1, itself
+    step 1            2'
+    step 2            2''           = a chain of two draft tokens after 0 1 2
+    """
+    head = make_head(**shape).double()
+    unroll = head.max_levels or 5
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    cache, features, unrolled = UnrollCache(), head.project(taps), []
+    for k in range(unroll):
+        # The last indices wrap around to tokens from the front, as in training; they are not compared.
+        fed = tokens.roll(-k, dims=1)
+        hidden = head(features, fed, positions + k, cache=cache, level=k)
+        unrolled.append(hidden)
+        features = head.feedback(hidden, features, fed)
+
+    for t in range(SEQ):
+        slots = empty_slots(head, SEQ)
+        prefix = slice(0, t + 1)
+        features, last = head.project(taps[:, prefix]), slice(t, t + 1)
+        hidden = head(features, tokens[:, prefix], positions[prefix], cache=slots)[:, last]
+        features = features[:, last]
+        slots.advance([t + 1] * BATCH)
+        for k in range(min(unroll, SEQ - t)):
+            if k > 0:
+                before, at = slice(t + k - 1, t + k), slice(t + k, t + k + 1)
+                features = head.feedback(hidden, features, tokens[:, before])
+                hidden = head(features, tokens[:, at], positions[at], cache=slots, level=k)
+                slots.advance([1] * BATCH)
+            torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
+
+
+def rms_norm(states: Tensor, weight: Tensor) -> Tensor:
+    return weight * states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def reference_layer(layer: dict[str, Tensor], g: Tensor, inputs: Tensor, dim: int) -> Tensor:
+    """One sample through a decoder layer that attends over `inputs` and adds the result to `g`.
+
+    Computed position by position and head by head, from the saved tensor names alone.
+    """
+    angles = torch.arange(len(inputs))[:, None] * 10000.0 ** -(torch.arange(0, dim, 2) / dim)
+    turn = torch.polar(torch.ones_like(angles), angles).to(torch.complex128)  # [seq, head_dim / 2]
+
+    def project(name: str) -> Tensor:
+        return (inputs @ layer[f"self_attn.{name}.weight"].T).unflatten(-1, (-1, dim)).transpose(0, 1)
+
+    def rotated(states: Tensor) -> Tensor:
+        """Entry i and entry i + head_dim / 2 are the real and imaginary part of one complex number."""
+        first, second = states.chunk(2, dim=-1)
+        turned = torch.complex(first, second) * turn
+        return torch.cat([turned.real, turned.imag], dim=-1)
+
+    query, key, value = rotated(project("q_proj")), rotated(project("k_proj")), project("v_proj")
+    mixed = torch.zeros_like(query)
+    for number in range(len(query)):
+        shared = number * len(key) // len(query)  # the key head of this group of queries
+        for t in range(len(inputs)):
+            scores = key[shared, : t + 1] @ query[number, t] / dim**0.5
+            mixed[number, t] = scores.softmax(-1) @ value[shared, : t + 1]
+    hidden = g + mixed.transpose(0, 1).flatten(1) @ layer["self_attn.o_proj.weight"].T  # the residual is un-normed
+    normed = rms_norm(hidden, layer["post_attention_layernorm.weight"])
+    gate, up = (normed @ layer[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    return hidden + (gate.sigmoid() * gate * up) @ layer["mlp.down_proj.weight"].T
+
+
+def reference_eagle3(head: Eagle3Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE-3 as the paper and the published weights define it: hidden states and logits of one sample."""
+    weights = head.state_dict()
+    layer = {name.removeprefix("midlayer."): tensor for name, tensor in weights.items()}
+    if head.shape.fc_norm:
+        parts = taps.chunk(len(head.taps), dim=-1)
+        taps = torch.cat([rms_norm(part, weights[f"fc_norm.{i}.weight"]) for i, part in enumerate(parts)], dim=-1)
+    g = taps @ weights["fc.weight"].T  # [seq, hidden]
+    embedding = weights.get("embed_tokens.weight", head.embedding)
+    embedded = rms_norm(embedding[tokens], layer["input_layernorm.weight"])
+    inputs = torch.cat([embedded, rms_norm(g, layer["hidden_norm.weight"])], dim=-1)  # embedding first
+    hidden = reference_layer(layer, g, inputs, head.shape.head_dim)  # the residual is the un-normed g
+    return hidden, rms_norm(hidden, weights["norm.weight"]) @ weights["lm_head.weight"].T
+
+
+def reference_eagle1(head: Eagle1Head, taps: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """EAGLE-1 likewise: it has no norm before its layer's attention and none after the layer."""
+    weights = head.state_dict()
+    layer = {name.removeprefix("layers.0."): tensor for name, tensor in weights.items()}
+    features = rms_norm(taps, head.norm_weight)
+    g = torch.cat([head.embedding[tokens], features], dim=-1) @ weights["fc.weight"].T + weights.get("fc.bias", 0)
+    hidden = reference_layer(layer, g, g, head.shape.head_dim)
+    return hidden, hidden @ head.lm_head.T
+
+
+@pytest.mark.parametrize("shape", EAGLE3_SHAPES, ids=str)
+def test_the_forward_is_that_of_eagle_3(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    head = make_head(**shape).double()
+    taps, tokens = random_taps(head), random_tokens(head)
+    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
+    for row in range(BATCH):
+        wanted, wanted_logits = reference_eagle3(head, taps[row], tokens[row])
+        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # the rotary table is float32
+        torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("shape", EAGLE1_SHAPES, ids=str)
+def test_the_forward_is_that_of_eagle_1(make_head: MakeHead, shape: dict[str, Any]) -> None:
+    head = make_head(**shape).double()
+    taps, tokens = random_taps(head), random_tokens(head)
+    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
+    for row in range(BATCH):
+        wanted, wanted_logits = reference_eagle1(head, taps[row], tokens[row])
+        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
+
+
+def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
+    make_head: MakeHead, deep_target: TargetModel
+) -> None:
+    """`hidden_states[-1]` comes after the final norm, and the target's lm_head reads it without a further norm."""
+    head, tokens = make_head("eagle1"), torch.randint(97, (1, SEQ))
+    reader = TargetModel(deep_target.model, head.taps)
+    with torch.no_grad():
+        output = deep_target.model(tokens, output_hidden_states=True)
+    features = head.project(reader.forward(tokens).taps)
+    torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("t", [0, 4, SEQ - 1])
+def test_a_change_has_no_effect_before_its_index(head: Eagle3Head, t: int) -> None:
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    before = head(head.project(taps), tokens, positions)
+    other_tokens, other_taps = tokens.clone(), taps.clone()
+    other_tokens[:, t] = (tokens[:, t] + 1) % head.target.vocab_size
+    other_taps[:, t] += 1
+    for after in (
+        head(head.project(taps), other_tokens, positions),
+        head(head.project(other_taps), tokens, positions),
+    ):
+        assert torch.equal(after[:, :t], before[:, :t])
+        assert (after[:, t] != before[:, t]).any()
+
+
+def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: Eagle3Head) -> None:
+    """Step k feeds token t + k at index t, so a change of token 6 first takes effect at index 6 - k."""
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    other = tokens.clone()
+    other[:, 6] = (tokens[:, 6] + 1) % head.target.vocab_size
+    caches = UnrollCache(), UnrollCache()
+    features = [head.project(taps)] * 2
+    for k in range(4):
+        inputs = tokens.roll(-k, dims=1), other.roll(-k, dims=1)
+        hidden = [
+            head(feature, fed, positions + k, cache=cache)
+            for feature, fed, cache in zip(features, inputs, caches, strict=True)
+        ]
+        assert torch.equal(hidden[0][:, : 6 - k], hidden[1][:, : 6 - k])
+        assert (hidden[0][:, 6 - k] != hidden[1][:, 6 - k]).any()
+        features = [head.feedback(*step) for step in zip(hidden, features, inputs, strict=True)]
+
+
+def test_only_distances_between_positions_matter(head: Eagle3Head) -> None:
+    features, tokens = head.project(random_taps(head)), random_tokens(head)
+    original, shifted = (head(features, tokens, torch.arange(SEQ) + start) for start in (0, 100))
+    torch.testing.assert_close(original, shifted, atol=1e-4, rtol=1e-4)
+    stretched = head(features, tokens, torch.arange(SEQ) * 2)
+    assert not torch.allclose(original, stretched, atol=1e-3)
+
+
+def test_each_sample_of_a_batch_may_have_its_own_positions(head: Eagle3Head) -> None:
+    features, tokens = head.project(random_taps(head)), random_tokens(head)
+    positions = torch.stack([torch.arange(SEQ), torch.arange(SEQ) * 3])
+    together = head(features, tokens, positions)
+    for row in range(BATCH):
+        alone = head(features[row : row + 1], tokens[row : row + 1], positions[row])
+        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
+def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, name: str) -> None:
+    plain, switched = make_head(), make_head(**{name: True})
+    taps, tokens, positions = random_taps(plain), random_tokens(plain), torch.arange(SEQ)
+    assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
+    features = switched.project(taps)
+    hidden = switched(features, tokens, positions)
+    fed_back = switched.feedback(hidden, features, tokens)
+    assert torch.equal(fed_back, hidden) == (name != "norm_output")
+    if name == "norm_output":
+        assert torch.equal(fed_back, switched.norm(hidden))
+
+
+def test_the_embedding_is_shared_and_neither_trained_nor_saved(make_head: MakeHead, frozen: FrozenTarget) -> None:
+    head = make_head()
+    shape = head.shape
+    again = Eagle3Head(shape, head.target, head.vocab, frozen.embedding)
+    assert again.embedding.data_ptr() == frozen.embedding.data_ptr()
+    assert "embedding" not in dict(again.named_parameters()).keys() | again.state_dict().keys()
+
+
+@pytest.mark.parametrize("width", [24, 48])
+def test_a_head_of_another_width_starts_with_a_projection_of_the_targets_embedding(
+    frozen: FrozenTarget, width: int
+) -> None:
+    """A random projection roughly preserves angles, so tokens that are similar to the target stay similar."""
+    head = new_head(Eagle3Section(kind="eagle3", hidden_size=width), frozen, DraftVocab.full(97), seed=3)
+    own = dict(head.named_parameters())["embed_tokens.weight"]
+    assert own.shape == (97, width)
+    angles = [functional.cosine_similarity(table[:-1], table[1:]) for table in (own, frozen.embedding)]
+    assert torch.corrcoef(torch.stack(angles))[0, 1] > 0.5
+
+
+def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget) -> None:
+    """Training scales the taps to about 1; the saved head reads them unscaled, with the same features bit for bit."""
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=3)
+    assert isinstance(head, Eagle3Head)
+    sizes = [11.0, 0.3, 27.0]
+    plain, taps = head.project(random_taps(head)), random_taps(head) * torch.tensor(sizes).repeat_interleave(32)
+    head.scale_taps(sizes)
+    features = head.project(taps)
+    assert 0.7 < features.std() / plain.std() < 1.4
+    saved = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(97), seed=4)
+    saved.load_state_dict({k: v for k, v in head.engine_tensors().items() if k not in ("d2t", "t2d")})
+    assert torch.equal(saved.project(taps), features)
+    assert "input_scale" not in head.engine_tensors()
+
+
+def test_the_input_scales_of_eagle_1_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget) -> None:
+    """An embedding 100 times smaller than the feature still influences the result, and the saved head computes the
+    same."""
+    small = replace(frozen, embedding=frozen.embedding / 100)
+    head = new_head(Eagle1Section(kind="eagle1"), small, DraftVocab.full(97), seed=3)
+    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
+    hidden = head(head.project(taps), tokens, positions)
+    others = head(head.project(taps), tokens.roll(1, dims=1), positions)
+    assert (hidden - others).std() > 0.3 * hidden.std()
+    saved = new_head(Eagle1Section(kind="eagle1"), small, DraftVocab.full(97), seed=4)
+    assert isinstance(saved, Eagle1Head)
+    saved.input_scale = None
+    saved.load_state_dict({name: tensor for name, tensor in head.engine_tensors().items() if name != "fc.bias"})
+    assert torch.equal(saved(saved.project(taps), tokens, positions), hidden)
+
+
+@all_shapes
+def test_logits_parameters_are_exactly_those_that_the_logits_depend_on(
+    make_head: MakeHead, shape: dict[str, Any]
+) -> None:
+    head = make_head(**shape).requires_grad_(True)
+    hidden = torch.randn(3, head.feature_size, requires_grad=True)
+    logits = torch.stack([head.logits(hidden, level) for level in range(head.max_levels or 1)])
+    found = torch.autograd.grad(logits.sum(), [*head.parameters()], allow_unused=True)
+    used = [parameter for parameter, gradient in zip(head.parameters(), found, strict=True) if gradient is not None]
+    assert {*map(id, used)} == {*map(id, head.logits_parameters)}
+    head.requires_grad_(False)
+
+
+@pytest.mark.parametrize("size", [None, 20])
+def test_a_new_head_reads_its_features_through_the_targets_norm_and_lm_head(
+    frozen: FrozenTarget, size: int | None
+) -> None:
+    """An untrained layer passes its features through, so the logits are the target's own for the projected taps."""
+    vocab = DraftVocab.full(97) if size is None else DraftVocab.most_frequent(torch.randint(50, (97,)), size)
+    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=3)
+    assert isinstance(head, LevelHead)
+    taps, tokens = random_taps(head), random_tokens(head)
+    features = head.project(taps)
+    hidden = head(features, tokens, torch.arange(SEQ))
+    torch.testing.assert_close(head.logits(hidden), frozen.logits(features)[..., vocab.ids], atol=1e-4, rtol=1e-4)
+
+
+def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
+    section, vocab = Eagle3Section(kind="eagle3"), DraftVocab.full(97)
+    first, other = new_head(section, frozen, vocab, seed=3), new_head(section, frozen, vocab, seed=4)
+    torch.manual_seed(5)
+    again = new_head(section, frozen, vocab, seed=3)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "scaling"),
+    [
+        ("default", {}),
+        ("linear", {"factor": 4.0}),
+        (
+            "llama3",
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        ),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64}),
+        ("yarn", {"factor": 32.0, "original_max_position_embeddings": 8, "beta_fast": 16.0, "truncate": False}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}),
+        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7}),
+    ],
+)
+def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float]) -> None:
+    parameters = {"rope_type": kind, "rope_theta": 5000.0, **scaling}
+    config = LlamaConfig(hidden_size=64, num_attention_heads=2, max_position_embeddings=256, rope_parameters=parameters)
+    cosines, sines = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(256).unsqueeze(0))
+    table = rotary_table(Rope(5000.0, kind, dict(scaling)), head_dim=32, max_positions=256)
+    torch.testing.assert_close(table, torch.cat([cosines[0], sines[0]], dim=-1), atol=1e-4, rtol=0)
+
+
+def test_a_scaled_rotary_embedding_turns_every_dimension_of_a_head_whatever_share_the_target_turns() -> None:
+    scaling = {"factor": 4.0}
+    partial = rotary_table(Rope(5000.0, "linear", {**scaling, "partial_rotary_factor": 0.5}), 32, 16)
+    assert torch.equal(partial, rotary_table(Rope(5000.0, "linear", scaling), 32, 16))
+
+
+def test_an_unknown_rope_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"rope_type 'longrope'.*only default, linear, llama3, yarn are allowed"):
+        rotary_table(Rope(kind="longrope"), 8, 16)
+
+
+def test_offsets_of_a_draft_vocabulary_round_trip() -> None:
+    counts = torch.randint(1000, (97,))
+    vocab = DraftVocab.most_frequent(counts, 20)
+    again = DraftVocab.from_offsets(vocab.offsets(), 97)
+    assert torch.equal(again.ids, vocab.ids)
+    assert torch.equal(torch.arange(20) + vocab.offsets(), vocab.ids)
+    assert vocab.members().nonzero().flatten().tolist() == vocab.ids.tolist()
+    assert not vocab.is_full
+
+
+def test_a_full_vocabulary_is_the_identity() -> None:
+    full = DraftVocab.full(97)
+    assert full.is_full
+    assert not full.offsets().any()
+    assert full.members().all()
+    assert full.coverage(torch.randint(9, (97,))) == 1
+    assert DraftVocab.most_frequent(torch.randint(9, (97,)), 97).is_full
+
+
+def test_the_most_frequent_tokens_are_kept_and_ties_go_to_the_smaller_id() -> None:
+    counts = torch.tensor([0, 3, 7, 3, 0, 3, 9])
+    assert DraftVocab.most_frequent(counts, 3).ids.tolist() == [1, 2, 6]
+    assert DraftVocab.most_frequent(counts, 6).ids.tolist() == [0, 1, 2, 3, 5, 6]
+    assert DraftVocab.most_frequent(counts, 3).coverage(counts) == pytest.approx(19 / 25)
+    many = torch.randint(5, (5000,))
+    ranked = sorted(range(5000), key=lambda token: (-int(many[token]), token))
+    assert DraftVocab.most_frequent(many, 1234).ids.tolist() == sorted(ranked[:1234])
+    assert DraftVocab.most_frequent(torch.zeros(7, dtype=torch.long), 2).coverage(torch.zeros(7, dtype=torch.long)) == 0
+
+
+@pytest.mark.parametrize("size", [0, -1, 98])
+def test_an_impossible_draft_vocabulary_size_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"head\.draft_vocab_size: {size} given, 1 to .* 97"):
+        DraftVocab.most_frequent(torch.ones(97, dtype=torch.long), size)
+
+
+@pytest.mark.parametrize(
+    "d2t",
+    [
+        [0, 5, 95],  # target ids 0 6 97: beyond the vocabulary
+        [5, 4, 4],  # 5 5 6: a repeated id
+        [9, 0, 0],  # 9 1 2: not ascending
+        [-1, 0, 0],  # -1 1 2: a negative id
+    ],
+)
+def test_offsets_that_give_no_vocabulary_are_refused(d2t: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"d2t gives ids .* ascending target ids below 97"):
+        DraftVocab.from_offsets(torch.tensor(d2t), 97)

@@ -1,0 +1,433 @@
+"""Laws of Medusa and Hydra heads: new ones give the target's logits, drafts follow the definition, no text changes."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from scripted import SetCosts
+from tiny_run import build_run, modified, tiny_recipe
+from torch import Tensor
+
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.base import DraftHead, LevelHead
+from headstart.heads.calibration import Calibration, StaticTree, search_tree
+from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import head_from_files, load_head_for, new_head, save_head
+from headstart.heads.kinds.medusa import MedusaHead, from_any_layout, to_reference_layout
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Verified, VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.build import depth_for, growth_from_recipe
+from headstart.inference.drafters.costs import CostAwareShape
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.generate.options import DRAFTS
+from headstart.inference.report.command import report
+from headstart.inference.report.forcing import Forced
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection, MedusaSection
+from headstart.trainers import run
+
+MakeHead = Callable[..., Any]
+SEQUENTIAL = [False, True]
+kinds = pytest.mark.parametrize("sequential", SEQUENTIAL, ids=["medusa", "hydra"])
+LIMITED = DraftVocab(torch.arange(0, 97, 3), 97)
+PROMPT = [5, 6, 7, 8]
+
+
+@pytest.fixture(scope="module")
+def reader(deep_target: TargetModel) -> TargetModel:
+    """The heads' target, tapped at the hidden state that Medusa reads."""
+    return TargetModel(deep_target.model, (deep_target.config.num_layers,))
+
+
+def lossless_samplings() -> list[Sampling]:
+    return [Sampling(), Sampling(0.9, seed=4), Sampling(1.0, top_p=0.8, repetition_penalty=1.2, seed=5)]
+
+
+@kinds
+@pytest.mark.parametrize("rank", [None, 4])
+@pytest.mark.parametrize("size", [None, 30])
+def test_new_heads_give_the_targets_own_logits(
+    frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None, rank: int | None
+) -> None:
+    """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
+    vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
+    section = MedusaSection(kind="medusa", medusa_heads=3, sequential=sequential, lm_head_rank=rank)
+    head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
+    assert isinstance(head, LevelHead)
+    output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
+    for level in range(3):
+        hidden = head(features, tokens, torch.arange(9), level=level)
+        torch.testing.assert_close(
+            head.logits(hidden, level), output.logits[..., vocab.ids], atol=1e-4, rtol=1e-4, check_dtype=False
+        )
+        features = head.feedback(hidden, features, tokens)
+
+
+def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
+    frozen: FrozenTarget, make_head: MakeHead
+) -> None:
+    """As in Gemma 2; heads without the cap once agreed with the target on nothing but the likeliest token."""
+    capped = replace(frozen, config=replace(frozen.config, final_logit_softcap=5.0), softcap=5.0)
+    head = new_head(MedusaSection(kind="medusa", medusa_heads=1), capped, DraftVocab.full(97), seed=0)
+    assert isinstance(head, LevelHead)
+    last_hidden = torch.randn(1, 4, 32)
+    hidden = head(head.project(last_hidden), torch.zeros(1, 4, dtype=torch.long), torch.arange(4))
+    torch.testing.assert_close(head.logits(hidden), capped.logits(last_hidden))
+
+
+def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: FrozenTarget) -> None:
+    section = MedusaSection(kind="medusa", medusa_heads=2, lm_head_rank=4)
+    head = new_head(section, frozen, DraftVocab.full(97), seed=0)
+    assert isinstance(head, LevelHead)
+    assert sum(weight.numel() for weight in head.logits_parameters) == 2 * 4 * (32 + 97)
+    features, tokens = torch.randn(1, 5, 32), torch.zeros(1, 5, dtype=torch.long)
+    for _ in range(2):  # `up` starts at zero, so `down` gets no gradient in the first step
+        head.zero_grad()
+        logits = [head.logits(head(features, tokens, torch.arange(5), level=level), level) for level in range(2)]
+        torch.stack(logits).log_softmax(-1)[..., 3].sum().backward()
+        with torch.no_grad():
+            for weight in head.parameters():
+                assert weight.grad is not None
+                weight.add_(weight.grad)
+    assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
+
+
+def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
+    """A level's tokens by the definition, likeliest first; `path` holds the root token and the draft tokens so far."""
+    known = [feature, *(head.embedding[token] for token in path)] if head.shape.sequential else [feature]
+    inputs, hidden = torch.cat(known), feature
+    for number in range(head.shape.num_layers):
+        block = head.state_dict()[f"blocks.{level}.layers.{number}.weight"]
+        bias = head.state_dict()[f"blocks.{level}.layers.{number}.bias"]
+        added = block @ inputs + bias
+        hidden = hidden + added * torch.sigmoid(added)
+        inputs = hidden
+    logits = head.state_dict()[f"lm_heads.{level}.weight"] @ hidden
+    return head.vocab.ids[logits.argsort(descending=True)].tolist()
+
+
+class Recording(HeadDrafter):
+    """Records each tree with the text before it."""
+
+    def __init__(self, head: LevelHead, growth: Growth) -> None:
+        super().__init__(head, growth)
+        self.seen: list[tuple[list[int], Tree]] = []
+
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
+        assert isinstance(verified, VerifiedOnHost)
+        tree = super().draft(verified, cache)
+        self.seen.append(([*verified.texts[0]], tree))
+        return tree
+
+
+@kinds
+def test_a_drafted_tree_follows_the_papers_definition(
+    reader: TargetModel, make_head: MakeHead, sequential: bool
+) -> None:
+    """Every level's head reads the hidden state of the last token that the target has read; a sequential head also
+    reads the tokens between that one and its own.
+
+    root - 0 - 0 - 0
+         - 1 - 0
+    """
+    paths = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0))
+    head = make_head("medusa", num_layers=2, vocab=LIMITED, sequential=sequential)
+    drafter = Recording(head, Fixed(paths))
+    generate(reader, PROMPT, 12, drafter=drafter)
+    assert len(drafter.seen) > 5
+    for text, tree in drafter.seen[:-4]:  # near the end of the text the trees are cut short
+        feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
+        tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
+        for path in sorted(paths, key=len):
+            above = tokens[path[:-1]]
+            tokens[path] = [*above, guesses(head, feature, above, len(path) - 1)[path[-1]]]
+        parents, drafted = tree.parents[0].tolist(), tree.tokens[0].tolist()
+        found = {0: [text[-1]]}
+        for node, parent in enumerate(parents[1:], start=1):
+            found[node] = [*found[parent], drafted[node]]
+        assert sorted(found.values()) == sorted(tokens.values())
+
+
+GROWTHS: list[Growth] = [
+    Dynamic.chain(3),
+    Dynamic(3, 3, 7),
+    Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
+    CostAwareShape(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
+]
+
+
+@pytest.mark.each_value
+@kinds
+@pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
+@pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
+def test_heads_change_no_text(
+    reader: TargetModel, make_head: MakeHead, growth: Growth, static: bool, sequential: bool
+) -> None:
+    requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
+    drafter = HeadDrafter(make_head("medusa", sequential=sequential), growth)
+    for batch in (requests, requests[:2]):  # with penalties and without; only the latter may be captured in a graph
+        wanted = [found.tokens for found in generate_batch(reader, batch)]
+        found = generate_batch(reader, batch, drafter, static=static)
+        assert [generation.tokens for generation in found] == wanted
+        assert sum(generation.stats.drafted for generation in found) > 0
+
+
+def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match=r"decode.depth: 4 given, 1 to the head's 3 is allowed"):
+        HeadDrafter(make_head("medusa"), Dynamic.chain(4))
+
+
+@pytest.mark.parametrize("kind", ["medusa", "block"])
+def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
+    kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    """`headstart chat --head` with three Medusa heads said "decode.depth: 4 given", which no flag sets."""
+    head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
+    assert head.max_levels == 3
+    save_head(head, tmp_path / "head")
+    load = partial(SpeculativeModel.from_folders, target_folder, tmp_path / "head", device="cpu")
+    for section in (None, DecodeSection(width=2), DecodeSection(growth="chain"), DecodeSection(depth=3)):
+        drafter = load(section).drafter
+        assert drafter is not None
+        assert drafter.depth == 3
+    assert depth_for(DRAFTS.model_copy(update={"max_batch": 2}), head) == 3  # of chat and serve
+    with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
+        load(DecodeSection(depth=5))
+
+
+def test_a_recipe_without_a_depth_fits_any_number_of_heads(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(path.read_text().replace("  depth: 2\n", "", 1))
+    assert tiny_recipe(tmp_path, *MEDUSA_RUN).decode.depth > 2  # for two heads
+
+
+# The best tree
+
+
+def all_trees(levels: int, ranks: int, nodes: int) -> set[frozenset[tuple[int, ...]]]:
+    """Every tree of this many nodes that contains the parent and the earlier siblings of each node."""
+    paths = [path for depth in range(1, levels + 1) for path in product(range(ranks), repeat=depth)]
+
+    def closed(tree: frozenset[tuple[int, ...]]) -> bool:
+        whole = tree | {()}
+        return all(p[:-1] in whole and (p[-1] == 0 or (*p[:-1], p[-1] - 1) in tree) for p in tree)
+
+    return {tree for tree in map(frozenset, combinations(paths, nodes)) if closed(tree)}
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
+def test_the_searched_tree_is_the_best_of_all_trees(nodes: int) -> None:
+    accuracies = torch.rand(3, 2).sort(descending=True).values * 0.6
+
+    def length(tree: frozenset[tuple[int, ...]]) -> float:
+        return sum(float(torch.stack([accuracies[i, rank] for i, rank in enumerate(path)]).prod()) for path in tree)
+
+    best = max(length(tree) for tree in all_trees(3, 2, nodes))
+    searched = search_tree(accuracies, 9)
+    assert length(frozenset(searched.paths[:nodes])) == pytest.approx(best, rel=1e-6)
+    assert searched.expected(nodes) == pytest.approx(1 + best, rel=1e-6)
+    Fixed(searched.best(nodes))  # raises if a node's parent is missing
+
+
+def test_more_nodes_than_were_searched_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to 6 is allowed, the size of the head's tree"):
+        search_tree([[0.5, 0.2], [0.4, 0.3]], 99).best(7)
+
+
+def test_expensive_nodes_give_a_small_tree() -> None:
+    tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
+    costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # each node adds a cost of 1 / nodes
+    sizes = [CostAwareShape(tree, 12, table).fastest(table.costs).nodes for table in costs]
+    assert sizes == sorted(sizes, reverse=True)
+    assert (sizes[0], sizes[-1]) == (12, 1)
+
+
+@kinds
+def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
+    reader: TargetModel, make_head: MakeHead, sequential: bool
+) -> None:
+    head = make_head("medusa", vocab=LIMITED, sequential=sequential)
+    tally = Tally.empty(torch.ones(3, 1), RANKS)
+    tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
+    hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
+    text = PROMPT + generate(reader, PROMPT, 20).tokens
+    features = head.project(reader.forward(torch.tensor([text])).taps)[0]
+    for t in range(len(PROMPT) - 2, len(text) - 2):
+        for level in range(min(3, len(text) - 2 - t)):
+            ranked = guesses(head, features[t], text[t + 1 : t + 2 + level], level)[:RANKS]
+            tried[level] += 1
+            if text[t + 2 + level] not in ranked:
+                break
+            hits[level, ranked.index(text[t + 2 + level])] += 1
+    assert torch.equal(tally.hits.float(), hits)
+    assert torch.equal(tally.tried.float(), tried)
+
+
+def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
+    reader: TargetModel, make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
+    with pytest.raises(ValueError, match=r"fit one with headstart calibrate RECIPE"):
+        growth_from_recipe(section, reader, head)
+    head.calibration = fit_calibration(reader, head, [PROMPT], 3, 8)
+    save_head(head, tmp_path / "head")
+    loaded = load_head_for(tmp_path / "head", frozen)
+    found, wanted = loaded.calibration.tree, head.calibration.tree
+    assert found is not None
+    assert wanted is not None
+    assert found.paths == wanted.paths
+    assert found.chances == pytest.approx(wanted.chances, abs=1e-5)
+    growth = growth_from_recipe(section, reader, loaded)
+    assert growth.nodes == 10
+    searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
+    text = generate(reader, PROMPT, 10, drafter=head_drafter(loaded, searched)).tokens
+    assert text == generate(reader, PROMPT, 10).tokens
+    assert StaticTree.from_config(json.loads(json.dumps(wanted.to_config()))).paths == wanted.paths
+
+
+# Files
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"num_layers": 2, "bias": False},
+    {"sequential": True},
+    {"vocab": LIMITED},
+    {"lm_head_rank": 4},
+    {"lm_head_rank": 4, "vocab": LIMITED},
+]
+
+
+def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
+    """The logits of all levels."""
+    assert isinstance(head, LevelHead)
+    found = []
+    for level in range(head.max_levels or 1):
+        hidden = head(features, tokens, torch.arange(tokens.shape[1]), level=level)
+        found.append(head.logits(hidden, level))
+        features = head.feedback(hidden, features, tokens)
+    return found
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("scaled", [False, True], ids=["loaded", "trained"])
+def test_loaded_heads_give_the_same_logits_as_the_saved_ones(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, shape: dict[str, Any], scaled: bool
+) -> None:
+    head = make_head("medusa", **shape)
+    if scaled:  # training scales the inputs by powers of two
+        head.input_scale = torch.tensor([4.0] * 32 + [0.5] * 96)
+    tokens, features = torch.randint(97, (2, 5)), torch.randn(2, 5, 32)
+    save_head(head, tmp_path / "head")
+    loaded = load_head_for(tmp_path / "head", frozen)
+    assert loaded.shape == head.shape
+    assert torch.equal(loaded.vocab.ids, head.vocab.ids)
+    for mine, its in zip(read(head, tokens, features), read(loaded, tokens, features), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
+
+
+def test_the_authors_layout_and_vllms_hold_the_same_heads(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head = make_head("medusa", num_layers=2)
+    ours = head.engine_tensors()
+    reference = to_reference_layout(ours)
+    assert [*reference][:4] == ["0.0.linear.weight", "0.0.linear.bias", "0.1.linear.weight", "0.1.linear.bias"]
+    assert {"0.2.weight", "1.2.weight", "2.2.weight"} <= reference.keys()
+    for prefix in ("", "medusa_head."):
+        again = from_any_layout({prefix + name: tensor for name, tensor in reference.items()})
+        assert again.keys() == ours.keys()
+        assert all(again[name] is tensor for name, tensor in ours.items())
+    imported = MedusaHead.from_engine({}, reference, frozen)
+    imported.load_state_dict(reference)  # from_engine turned it into the state dict
+    tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
+    for mine, its in zip(read(head, tokens, features), read(imported, tokens, features), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("name", ["vllm", "medusa"])
+def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    head = make_head("medusa", lm_head_rank=4)
+    config, tensors = FORMATS[name].files(head, ServedTarget("target", [], 3))
+    whole = head_from_files(Path(name), config, tensors, frozen)
+    assert whole.shape == replace(head.shape, lm_head_rank=None)
+    tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
+    for mine, its in zip(read(head, tokens, features), read(whole, tokens, features), strict=True):
+        torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
+
+
+def test_heads_that_the_authors_layout_cannot_hold_are_refused(make_head: MakeHead) -> None:
+    with pytest.raises(ValueError, match="token_map: the Medusa authors' layout"):
+        to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
+    with pytest.raises(ValueError, match="more than one hidden state"):
+        to_reference_layout(make_head("medusa", sequential=True).engine_tensors())
+
+
+# The whole run
+
+MEDUSA_RUN = (
+    "head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}",
+    "train.unroll=2",
+    "train.optimizer=muon",
+    "train.eval_prompts=1",
+    "decode.growth=searched",
+    "decode.nodes=6",
+    "train.checkpoint_every=8",
+    "report.num_prompts=1",
+    "report.temperatures=[0.7]",
+)
+
+
+@pytest.mark.usefixtures("log_every_step")
+@pytest.mark.slow  # test_medusa2.py trains Medusa heads in the fast suite
+@kinds
+def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path, sequential: bool) -> None:
+    build_run(tmp_path)
+    shared = harvest(tiny_recipe(tmp_path)).folder  # harvested with the taps of an EAGLE-3 head
+    before = modified(shared)
+    places = f"run_dir={tmp_path / 'medusa'}", f"data.folder={shared.parent}"
+    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places, f"head.sequential={str(sequential).lower()}")
+    run(recipe)
+    assert modified(shared) == before
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
+    assert losses[-1] < losses[0]
+    outcomes = report(recipe)
+    assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, the levels that head.medusa_heads gives"),
+        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, the levels that head.medusa_heads gives"),
+    ],
+)
+def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, override: str, said: str) -> None:
+    build_run(tmp_path)
+    with pytest.raises(ValueError, match=said):
+        tiny_recipe(tmp_path, *MEDUSA_RUN, override)
+
+
+def test_a_calibration_with_a_tree_survives_saving_and_loading() -> None:
+    tree = search_tree([[0.5]], 1)
+    both = Calibration.from_config(replace(Calibration(), greedy=(2.0,), tree=tree).to_config())
+    assert both == Calibration((2.0,), (1.0,), (1.0,), tree)

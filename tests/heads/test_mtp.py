@@ -1,0 +1,299 @@
+"""A target's own MTP layer as a head: transformers' numbers, the files' names, drafts, training, and exports."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from exported import exported, read_config, read_tensors, same_bits
+from families import GROUPED, OTHERS, STATEFUL
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from headstart.heads.formats.convert import convert
+from headstart.heads.frozen import FrozenTarget, requantised
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.mtp import OLDEST, MtpHead
+from headstart.heads.unroll_attention import UnrollCache
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.request import Request
+from headstart.inference.doctor.command import diagnose
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.other_commands import Options
+from headstart.recipes.schema import MtpSection, TargetSection
+
+pytestmark = pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="MTP layers need transformers 5.23"
+)
+QWEN = {**GROUPED, **{key: value for key, value in STATEFUL["qwen3_next"][1].items() if "linear" in key}}
+LAYERS = {"hybrid": ["linear_attention", "full_attention"], "dense": ["full_attention"] * 2}
+NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
+
+
+def sizes_of(name: str) -> tuple[str, dict[str, Any]]:
+    if name == "latent":
+        return OTHERS["deepseek_v3"]
+    return "qwen3_5_text", {**QWEN, "num_hidden_layers": 2, "layer_types": LAYERS[name], "tie_word_embeddings": False}
+
+
+def published(name: str, mtp: MtpModel, last: int) -> dict[str, Tensor]:
+    """The layer's tensors as published files of the family name them."""
+    found: dict[str, Tensor] = {}
+    for own, tensor in mtp.layers[0].state_dict().items():
+        part, _, rest = own.partition(".")
+        if name != "latent":
+            found[f"mtp.layers.0.{rest}" if part == "mtp_block" else f"mtp.{NAMES[part]}.{rest}"] = tensor.clone()
+        elif ".experts." in own:
+            columns = ("gate_proj", "up_proj") if "gate_up" in own else ("down_proj",)
+            for number, expert in enumerate(tensor):
+                for column, matrix in zip(columns, expert.chunk(len(columns)), strict=True):
+                    found[f"model.layers.{last}.mlp.experts.{number}.{column}.weight"] = matrix.clone()
+        else:
+            place = rest if part == "mtp_block" else own.replace("post_norm", "shared_head.norm")
+            found[f"model.layers.{last}.{place}"] = tensor.clone()
+    return found
+
+
+@pytest.fixture(scope="module", params=["hybrid", "dense", "latent"])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of a random target with an MTP layer, and its name here."""
+    kind, sizes = sizes_of(request.param)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **{**sizes, "initializer_range": 0.3})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    config.num_mtp_layers, config.mtp_layer_types = 1, ["full_attention"]
+    mtp = MtpModel(model, 1)
+    for weight in mtp.layers.parameters():
+        torch.nn.init.normal_(weight, mean=float(weight.ndim == 1), std=0.3)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | published(request.param, mtp, model.config.num_hidden_layers), file, {"format": "pt"})
+    # Published files of Qwen3.5 name neither key, those of DeepSeek-V3 the first.
+    written = json.loads((folder / "config.json").read_text())
+    for key in ("num_mtp_layers", "mtp_layer_types"):
+        written.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(written))
+    return folder, request.param
+
+
+def head_of(folder: Path) -> MtpHead:
+    frozen = FrozenTarget.from_folder(folder, torch.float32)
+    head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(97), seed=0).eval().requires_grad_(False)
+    assert isinstance(head, MtpHead)
+    return head
+
+
+def in_transformers(folder: Path, name: str) -> tuple[PreTrainedModel, MtpModel]:
+    """The target and its MTP layer as transformers loads them."""
+    config = AutoConfig.from_pretrained(folder)
+    config.num_mtp_layers = 1
+    if name != "latent":
+        config.mtp_layer_types = ["full_attention"]
+    model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    if name == "latent":  # the class knows the layer's number in the published model alone
+        model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{config.num_hidden_layers}\..*"]
+    return model, MtpModel.from_pretrained(model).eval()
+
+
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(tiny: tuple[Path, str]) -> None:
+    model, mtp = in_transformers(*tiny)
+    head, tokens = head_of(tiny[0]), torch.randint(97, (2, 9))
+    last = model(tokens, output_hidden_states=True).hidden_states[-1][:, :-1]
+    given: dict[str, Any] = {"position_ids": torch.arange(1, 9).expand(2, -1), "mtp_cache": MtpCache(config=mtp.config)}
+    wanted = mtp.forward_layer(0, last, input_ids=tokens[:, 1:], **given)
+    found = head(last, tokens[:, 1:], torch.arange(8))
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(head.logits(found), mtp._project_to_logits(wanted))
+
+
+def test_tensors_keep_their_names_and_bits(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    head, in_file = head_of(tiny[0]), load_file(tiny[0] / "model.safetensors")
+    own = head.engine_tensors()
+    assert same_bits(own, {name: in_file[name] for name in own})
+    outside = in_file.keys() - own.keys()
+    assert not [name for name in outside if "mtp" in name or f"layers.{head.target.num_layers}." in name]
+    save_head(head, tmp_path / "head")
+    back = load_head_for(tmp_path / "head", FrozenTarget.from_folder(tiny[0], torch.float32))
+    assert back.shape == head.shape
+    assert same_bits(back.state_dict(), head.state_dict())
+
+
+@torch.no_grad()
+def test_an_unroll_sees_what_drafting_sees(tiny: tuple[Path, str]) -> None:
+    head, features, tokens = head_of(tiny[0]), torch.randn(1, 8, 32), torch.randint(97, (1, 9))
+    cache, index = UnrollCache(), 4
+    first = head(features, tokens[:, :8], torch.arange(8), cache=cache)
+    second = head(
+        head.feedback(first, features, tokens[:, :8]), tokens[:, 1:], 1 + torch.arange(8), cache=cache, level=1
+    )
+    drafted = torch.cat([features[:, : index + 1], first[:, index : index + 1]], dim=1)
+    found = head(drafted, tokens[:, : index + 2], torch.arange(index + 2))
+    torch.testing.assert_close(found[:, -1], second[:, index])
+
+
+def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
+    model, _ = in_transformers(*tiny)
+    target = TargetModel(model, (model.config.num_hidden_layers,))
+    head = head_of(tiny[0])
+    requests = [Request([5, 7, 11, seed], 12) for seed in range(3)]
+    plain = [text.tokens for text in generate_batch(target, requests, None, 2)]
+    for growth in [Dynamic.chain(3), *([Dynamic(3, 2, 6)] if target.grows_trees else [])]:
+        found = generate_batch(target, requests, head_drafter(head, growth), 2)
+        assert [text.tokens for text in found] == plain
+
+
+def test_a_report_of_an_mtp_head_ended_with_assertion_error(tiny: tuple[Path, str]) -> None:
+    """Its untrained row is a new head for a loaded target: the checkpoint's own layer."""
+    section = TargetSection(path=str(tiny[0]), dtype="float32")
+    frozen = TargetModel.load(section, ()).frozen
+    head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(97), seed=0)
+    assert same_bits(head.state_dict(), head_of(tiny[0]).state_dict())
+
+
+def test_an_export_is_the_target_with_the_tuned_layer(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    head, (folder, name) = head_of(tiny[0]), tiny
+    for tensor in head.state_dict().values():
+        tensor += 0.1
+    out = exported(head, tmp_path, folder, "vllm")
+    assert read_config(out) == read_config(folder)
+    _, mtp = in_transformers(out, name)
+    assert same_bits(mtp.layers[0].state_dict(), head.layer.state_dict())
+    before, after = read_tensors(folder), read_tensors(out)
+    assert before.keys() == after.keys()
+    assert {key for key in before if not torch.equal(before[key], after[key])} == head.engine_tensors().keys()
+    assert "vllm serve" in (out / "README.md").read_text()
+    convert(out, tmp_path / "back", str(folder))
+    assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
+
+
+def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(tiny[0], folder)
+    half = {name: tensor.bfloat16() for name, tensor in load_file(folder / "model.safetensors").items()}
+    save_file(half, folder / "model.safetensors")
+    convert(folder, tmp_path / "head", str(folder))
+    assert {tensor.dtype for tensor in read_tensors(tmp_path / "head").values()} == {torch.bfloat16}
+
+
+def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    """It ended with KeyError: 'mtp'."""
+    save_head(head_of(tiny[0]), tmp_path / "head")
+    (tmp_path / "samples.jsonl").write_text(json.dumps({"tokens": [5, 7, 11]}))
+    options = Options(samples=tmp_path / "samples.jsonl", new_tokens=24, depth=2)
+    found = diagnose(tmp_path / "head", str(tiny[0]), None, options)
+    assert len(found.trained) == 2
+    assert not {each.category for each in found.findings} - {"accuracy"}  # no guess of random weights is right
+
+
+def quantised(source: Path, folder: Path, dtype: torch.dtype, suffix: str) -> Path:
+    """The same target with the projections of all layers in 8 bits, in blocks of 16 or with a scale for each row."""
+    folder.mkdir()
+    found, config = read_tensors(source), read_config(source)
+    for name in [name for name in found if name.endswith(("_proj.weight", "_mqa.weight", "mtp.fc.weight"))]:
+        rows, columns = found[name].shape
+        like = torch.ones(-(-rows // 16), -(-columns // 16)) if suffix == "_scale_inv" else torch.ones(rows, 1)
+        old = like + torch.rand_like(like)
+        found[name], found[name + suffix] = requantised(found[name], torch.zeros(1).to(dtype), old)
+    save_file(found, folder / "model.safetensors", {"format": "pt"})
+    if suffix == "_scale_inv":
+        how = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]}
+    else:
+        how = {"quant_method": "compressed-tensors", "format": "int-quantized"}
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "suffix"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "_scale")], ids=["fp8", "int8"]
+)
+def test_a_layer_stored_in_8_bits_was_refused_at_export(
+    tiny: tuple[Path, str], tmp_path: Path, dtype: torch.dtype, suffix: str
+) -> None:
+    """Its new weights get new scales. The head's own folder has dense weights, so no quantization_config."""
+    folder = quantised(tiny[0], tmp_path / "target", dtype, suffix)
+    head, before = head_of(folder), read_tensors(folder)
+    untuned = exported(head, tmp_path / "untuned", folder, "vllm")
+    assert same_bits(read_tensors(untuned), before)
+    for tensor in head.state_dict().values():
+        tensor += 0.1 * torch.randn_like(tensor)
+    out = exported(head, tmp_path, folder, "sglang")
+    assert read_config(out) == read_config(folder)
+    assert "quantization_config" not in read_config(tmp_path / "head")
+    after, own = read_tensors(out), head.engine_tensors().keys()
+    assert {name: tensor.dtype for name, tensor in after.items()} == {name: old.dtype for name, old in before.items()}
+    assert {name.removesuffix(suffix) for name in before if not torch.equal(before[name], after[name])} == own
+    back = head_of(out).state_dict()
+    for name, tensor in head.state_dict().items():
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=0.05 * float(tensor.abs().max()))
+
+
+def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(
+    tiny: tuple[Path, str], tmp_path: Path
+) -> None:
+    """A matrix that is no multiple of its blocks, such as DeepSeek-V3's of 576 rows, on a CPU."""
+    if tiny[1] != "latent":
+        pytest.skip("one family is enough")
+    folder = quantised(tiny[0], tmp_path / "target", torch.float8_e4m3fn, "_scale_inv")
+    found, name = read_tensors(folder), "model.layers.0.self_attn.o_proj.weight_scale_inv"
+    save_file({**found, name: torch.ones(3, 3)}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="transformers cannot convert its weights"):
+        TargetModel.load(TargetSection(path=str(folder), dtype="float32"), ())
+
+
+def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    shards, head = tmp_path / "shards", head_of(tiny[0])
+    shards.mkdir()
+    tensors, own = read_tensors(tiny[0]), head.engine_tensors().keys()
+    files = {name: "b.safetensors" if name in own else "a.safetensors" for name in tensors}
+    for file in ("a.safetensors", "b.safetensors"):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, shards / file)
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    (shards / "config.json").write_bytes((tiny[0] / "config.json").read_bytes())
+    out = exported(head_of(shards), tmp_path, shards, "sglang")
+    assert (out / "a.safetensors").is_symlink()
+    assert not (out / "b.safetensors").is_symlink()
+    assert not (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (lambda tensors: {name: own for name, own in tensors.items() if "mtp" not in name}, "hold no MTP layer"),
+        (
+            lambda tensors: tensors | {name.replace("s.0", "s.1"): own.clone() for name, own in tensors.items()},
+            "has 2 MTP layers",
+        ),
+        (lambda tensors: {name: own for name, own in tensors.items() if name != "mtp.fc.weight"}, "eh_proj"),
+    ],
+)
+def test_another_number_of_layers_is_refused(
+    tmp_path: Path, tiny: tuple[Path, str], edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
+) -> None:
+    if tiny[1] != "dense":
+        pytest.skip("one family is enough")
+    (tmp_path / "config.json").write_bytes((tiny[0] / "config.json").read_bytes())
+    save_file(edit(read_tensors(tiny[0])), tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=said):
+        head_of(tmp_path)
+
+
+def test_a_sliding_layer_is_refused(tiny: tuple[Path, str], tmp_path: Path) -> None:
+    if tiny[1] != "dense":
+        pytest.skip("one family is enough")
+    config = {**read_config(tiny[0]), "mtp_layer_types": ["sliding_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny[0] / "model.safetensors")
+    with pytest.raises(ValueError, match="full attention, is allowed"):
+        head_of(tmp_path)

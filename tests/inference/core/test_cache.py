@@ -1,0 +1,511 @@
+"""Laws of the KV cache: it holds exactly what one forward over the kept tokens alone would have written."""
+
+import math
+import mmap
+import random
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from matrix import slow_unless
+from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
+from torch import Tensor
+
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.inference.core import cache as cache_module
+from headstart.inference.core.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.engine import batch as batch_module
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.targets.model import TargetModel
+
+PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]
+PROMPT = PROMPTS[0]
+
+
+def random_tree(*sizes: int) -> Tree:
+    """One row per size, each a random tree of that many nodes."""
+    rows = []
+    for nodes in sizes:
+        parents = [-1] + [int(torch.randint(node, ())) for node in range(1, nodes)]
+        rows.append((torch.randint(97, (nodes,)).tolist(), parents))
+    return batch_trees(rows)
+
+
+def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
+    """The nodes from the root down to `node`."""
+    path = [node]
+    while (parent := int(tree.parents[row, path[0]])) >= 0:
+        path.insert(0, parent)
+    return path
+
+
+def cache_with_prompts(
+    target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, filler: float = 0.0
+) -> KVCache:
+    """A cache with one prompt in each row, each read by itself. Unwritten slots hold `filler`."""
+    cache = target.new_cache(capacity, batch=len(prompts), static=static)
+    cache.target.storages[0].fill_(filler)
+    for row, prompt in enumerate(prompts):
+        target.forward(torch.tensor([prompt]), cache=cache.row(row))
+    cache.target.set_lengths([len(prompt) for prompt in prompts])
+    return cache
+
+
+def held(slots: Slots, row: int = 0) -> Tensor:
+    """Keys and values of the tokens that a row holds. [layers, kv, kv_heads, length, head_dim]"""
+    return slots.storages[0][:, :, row, :, : slots.lengths[row]]
+
+
+def test_a_kept_path_equals_a_forward_from_scratch_in_every_layer(target: TargetModel) -> None:
+    """0 - 1 - 3 - 6      keep 0 2 5 8: they move to slots 5 6 7 8, after a prompt of 5 tokens,
+    \\- 2 - 4        and then equal what a forward over the prompt and 0, 2, 5, 8 writes
+        \\- 5 - 7
+            \\- 8
+    """
+    tree = Tree(torch.randint(97, (1, 9)), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 5, 5]]))
+    for path in ([0], [0, 1], [0, 2], [0, 1, 3, 6], [0, 2, 4], [0, 2, 5, 8]):
+        cache = cache_with_prompts(target, PROMPT)
+        target.forward_tree(tree, cache)
+        cache.target.keep([path])
+        assert cache.target.lengths == [len(PROMPT) + len(path)]
+        scratch = cache_with_prompts(target, PROMPT + tree.tokens[0, path].tolist())
+        torch.testing.assert_close(held(cache.target), held(scratch.target), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: TargetModel, static: bool) -> None:
+    """Rows differ in length, in the size of their trees and in how many nodes they keep."""
+    cache = cache_with_prompts(target, *PROMPTS, capacity=90, static=static)
+    texts = [list(prompt) for prompt in PROMPTS]
+    for _ in range(6):
+        sizes = torch.randint(1, 9, (3,)).tolist()
+        tree = random_tree(*sizes)
+        target.forward_tree(tree, cache)
+        paths = [path_to(tree, int(torch.randint(size, ())), row) for row, size in enumerate(sizes)]
+        cache.target.keep(paths)
+        for row, path in enumerate(paths):
+            texts[row] += tree.tokens[row, path].tolist()
+    assert cache.target.lengths == cache.target.starts.tolist() == [len(text) for text in texts]
+    for row, text in enumerate(texts):
+        scratch = cache_with_prompts(target, text, capacity=90)
+        torch.testing.assert_close(held(cache.target, row), held(scratch.target), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("sizes", [(1,), (2,), (12,), (1, 1, 1), (12, 3, 7)], ids=str)
+def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: tuple[int, ...], static: bool) -> None:
+    """A node has the logits, taps and last hidden state of plain text that consists of its prompt and its path.
+
+    Unwritten slots hold large numbers here, which must not matter.
+    """
+    prompts = PROMPTS[: len(sizes)]
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tree = random_tree(*sizes)
+        output = target.forward_tree(tree, cache_with_prompts(target, *prompts, static=static, filler=1e3))
+        for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
+            for node in range(nodes):
+                text = prompt + tree.tokens[row, path_to(tree, node, row)].tolist()
+                plain = target.forward(torch.tensor([text]))
+                for in_tree, in_text in (
+                    (output.logits, plain.logits),
+                    (output.taps, plain.taps),
+                    (output.last_hidden, plain.last_hidden),
+                ):
+                    torch.testing.assert_close(in_tree[row, node], in_text[0, -1], atol=1e-3, rtol=1e-3)
+
+
+def test_a_text_read_in_blocks_equals_the_text_read_at_once(target: TargetModel) -> None:
+    tokens = torch.randint(97, (2, 12))
+    cache, parts = target.new_cache(12, batch=2), []
+    for block in tokens.split([5, 1, 4, 2], dim=1):
+        parts.append(target.forward(block, cache=cache).logits)
+        cache.target.advance([block.shape[1]] * 2)
+    torch.testing.assert_close(torch.cat(parts, dim=1), target.forward(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
+    """Slots in which every entry is a different number. The second to last axis is the slot."""
+    shape = layers, 2, batch, 2, capacity, 4
+    slots = Slots([torch.arange(torch.Size(shape).numel()).float().reshape(shape)], batch)
+    slots.set_lengths([*lengths])
+    return slots
+
+
+PATHS = [[0], [0, 1, 2], [1], [0, 2], [0, 1, 4, 6], [2, 3, 7], [7]]
+
+
+@pytest.mark.parametrize("path", PATHS, ids=str)
+def test_keep_moves_a_path_side_by_side_in_every_layer_and_leaves_earlier_slots_alone(path: list[int]) -> None:
+    """slots  v v 0 1 2 3 4 5 6 7     keep 0 1 4 6 ->   v v 0 1 4 6"""
+    slots = numbered_slots(2, 2)
+    before = slots.storages[0].clone()
+    slots.keep([path, path])
+    assert slots.lengths == slots.starts.tolist() == [2 + len(path)] * 2
+    for row in (0, 1):
+        assert torch.equal(held(slots, row), before[:, :, row][:, :, :, [0, 1, *(2 + node for node in path)]])
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_keep_writes_only_the_slots_of_the_kept_paths(static: bool) -> None:
+    """The slots that nodes came from, the slots after a shorter path and unused rows stay as they were."""
+    for paths in ([[0, 3, 4], [0], [0, 1]], [[0, 1], [0, 2, 3, 6], [5]], [[0], [7], [0, 1, 2]], [[2, 3], [1], [0]]):
+        slots = numbered_slots(3, 0, 4, batch=4)
+        slots.static = static
+        wanted = slots.storages[0].clone()
+        for row, path in enumerate(paths):
+            start = slots.lengths[row]
+            wanted[:, :, row, :, start : start + len(path)] = slots.storages[0][:, :, row][
+                :, :, :, [start + node for node in path]
+            ]
+        slots.keep(paths)
+        assert torch.equal(slots.storages[0], wanted)
+        assert slots.lengths == [3 + len(paths[0]), len(paths[1]), 4 + len(paths[2])]
+
+
+@pytest.mark.parametrize("path", [[0], [0, 1], [0, 1, 2, 3, 4, 5, 6, 7]], ids=str)
+def test_a_path_that_is_already_in_place_is_not_moved(path: list[int]) -> None:
+    slots = numbered_slots(2, 4)
+    writes = slots.storages[0]._version  # torch counts every write to a tensor
+    assert slots.keep([path, [0]]) == 0
+    assert slots.storages[0]._version == writes
+    assert slots.lengths == [2 + len(path), 5]
+
+
+def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(target: TargetModel) -> None:
+    """4 layers x keys and values x 2 heads x 8 entries x 4 bytes = 512 bytes per row for each node that moves."""
+    for context in (10, 200):
+        cache = target.new_cache(256)
+        cache.target.set_lengths([context])
+        assert cache.target.keep([[0, 1, 4, 6]]) == 2 * 512  # 0 and 1 are already in place
+        assert cache.target.keep([[0, 1, 2]]) == 0
+        assert cache.target.keep([[0, 2, 3, 4, 5]]) == 4 * 512
+    cache = target.new_cache(256, batch=2)
+    cache.target.set_lengths([10, 200])
+    assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
+
+
+def test_the_bytes_moved_in_a_generation_do_not_grow_with_the_prompt(target: TargetModel) -> None:
+    """After 10 and after 200 tokens the same paths are accepted. At most the accepted nodes move, 512 bytes each."""
+    moved = []
+    for length in (10, 200):
+        prompt = [5 + i % 7 for i in range(length)]
+        text = generate(target, prompt, 25).tokens
+        drafter = Hidden(prompt + text)
+        drafter.random_below = lambda end: end // 2  # the same trees after both prompts
+        stats = generate(target, prompt, 25, drafter=drafter).stats
+        moved.append(stats.bytes_moved)
+        assert 0 < stats.bytes_moved <= 512 * stats.tokens
+    assert moved[0] == moved[1]
+
+
+def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
+    slots = Slots([torch.zeros(1, 2, 1, 1, 8, 1)])
+    first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
+    slots.append(0, first, first)
+    slots.advance([1])
+    keys, values = slots.append(0, second, -second)
+    assert keys.flatten().tolist() == [1, 2, 2]
+    assert values.flatten().tolist() == [1, -2, -2]
+    slots.set_lengths([0])
+    assert slots.append(0, second, second)[0].flatten().tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
+    """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""
+    slots = Slots([torch.zeros(1, 2, 3, 1, 7, 1)], 3, static)
+    slots.set_lengths([3, 1])
+    for value, count in ((1.0, 2), (2.0, 1)):
+        block = torch.full((2, 1, count, 1), value)
+        keys, values = slots.append(0, block, -block)
+        slots.hold(count)
+    wanted = torch.tensor([[0, 0, 0, 1, 1, 2, 0], [0, 1, 1, 2, 0, 0, 0], [0] * 7]).float()
+    assert torch.equal(slots.storages[0][0, 0, :, 0, :, 0], wanted)
+    assert torch.equal(slots.storages[0][0, 1, :, 0, :, 0], -wanted)
+    width = 7 if static else 6
+    assert torch.equal(keys[:, 0, :, 0], wanted[:2, :width])
+    assert torch.equal(values[:, 0, :, 0], -wanted[:2, :width])
+    slots.advance([1, 2])
+    assert (slots.lengths, slots.starts.tolist(), slots.pending) == ([4, 3], [4, 3], 0)
+
+
+def test_overflow_raises_an_error_that_gives_both_sizes() -> None:
+    slots = Slots([torch.zeros(1, 2, 2, 1, 8, 1)], 2)
+    slots.set_lengths([1, 6])
+    before = slots.storages[0].clone()
+    block = torch.ones(2, 1, 3, 1)
+    with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
+        slots.append(0, block, block)
+    assert torch.equal(slots.storages[0], before)
+    assert slots.lengths == [1, 6]
+
+
+def test_a_tree_that_does_not_fit_the_cache_raises_the_same_error(target: TargetModel) -> None:
+    cache = cache_with_prompts(target, PROMPT, capacity=8)
+    with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
+        target.forward_tree(random_tree(4), cache)
+
+
+def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: TargetModel, head: Eagle3Head) -> None:
+    """The row need not be in use. The other rows keep their content and lengths."""
+    cache = target.new_cache(16, head.cache_shape, batch=3)
+    assert cache.head is not None
+    for slots in cache.slots:
+        slots.set_lengths([4, 2])
+    before = [slots.storages[0].clone() for slots in cache.slots]
+    row = cache.row(2)
+    assert row.head is not None
+    assert [slots.lengths for slots in row.slots] == [[0], [0]]
+    target.forward(torch.tensor([PROMPT]), cache=row)
+    block = torch.ones(1, *head.shape.cache_shape[1:], 3).transpose(2, 3)
+    row.head.append(0, block, block)
+    for slots, old, count in zip(cache.slots, before, (len(PROMPT), 3), strict=True):
+        assert slots.lengths == [4, 2]
+        assert torch.equal(slots.storages[0][:, :, :2], old[:, :, :2])
+        assert torch.equal(slots.storages[0][:, :, 2, :, count:], old[:, :, 2, :, count:])
+        assert (slots.storages[0][:, :, 2, :, :count] != old[:, :, 2, :, :count]).any(-1).all()
+
+
+@pytest.mark.parametrize("number", [0, 1, 2])
+def test_the_last_row_moves_into_the_place_of_a_row_that_ends(number: int) -> None:
+    """Rows a b c become c b when a ends, a c when b ends, and a b when c ends."""
+    slots = numbered_slots(2, 7, 5)
+    rows = [held(slots, row).clone() for row in range(3)]
+    slots.end_row(moves_to_end(slots.lengths, number))
+    order = {0: [2, 1], 1: [0, 2], 2: [0, 1]}[number]
+    assert slots.lengths == slots.starts.tolist() == [[2, 7, 5][row] for row in order]
+    for place, row in enumerate(order):
+        assert torch.equal(held(slots, place), rows[row])
+    for _ in range(2):
+        slots.end_row(moves_to_end(slots.lengths, 0))
+    assert slots.lengths == slots.starts.tolist() == []
+
+
+def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
+    """Each row that ends is replaced by a new one; attention over groups of rows then reads few keys in vain."""
+    rng, lengths = random.Random(0), list(range(4 * GROUP_ROWS, 0, -1))
+    for _ in range(500):
+        ends = rng.randrange(len(lengths))
+        kept = lengths[:ends] + lengths[ends + 1 :]
+        for source, goal in moves_to_end(lengths, ends):
+            lengths[goal] = lengths[source]
+        assert sorted(lengths[:-1]) == sorted(kept)
+        lengths = [length + 1 for length in lengths[:-1]] + [1]
+    groups = [lengths[start : start + GROUP_ROWS] for start in range(0, len(lengths), GROUP_ROWS)]
+    read = sum(GROUP_ROWS * max(group) for group in groups)
+    assert read < 1.5 * sum(lengths)
+    assert max(lengths) * len(lengths) > 2.5 * sum(lengths)  # what would be read without groups
+
+
+def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:
+    cache = target.new_cache(16, head.cache_shape, batch=3)
+    for slots in cache.slots:
+        slots.storages[0].normal_()
+        slots.set_lengths([7, 3])
+    cache.target.keep([[0, 2], [0]])
+    before = [[held(slots, row).clone() for row in (0, 1)] for slots in cache.slots]
+    cache.make_room(17, 1000)
+    for slots, old in zip(cache.slots, before, strict=True):
+        assert slots.capacity >= 17
+        assert slots.storages[0].shape[2] == 3
+        assert [torch.equal(held(slots, row), old[row]) for row in (0, 1)] == [True, True]
+        assert torch.isfinite(slots.storages[0]).all()
+    assert cache.target.lengths == cache.target.starts.tolist() == [9, 4]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "needed", "limit", "wanted"),
+    [
+        (100, 100, 1000, 100),  # large enough already
+        (100, 101, 1000, 256),  # to at least double the size, in whole pages
+        (300, 301, 10_000, 768),
+        (256, 1500, 10_000, 1536),  # to more than double the size where needed
+        (600, 601, 1000, 1000),  # not beyond the limit, which need not be a whole number of pages
+        (100, 120, 50, 120),  # but never less than needed
+    ],
+)
+def test_a_cache_grows_to_at_least_double_in_whole_pages_up_to_the_limit(
+    capacity: int, needed: int, limit: int, wanted: int
+) -> None:
+    for head_shape in (None, (1, 1, 4)):
+        cache = KVCache.allocate((2, 1, 4), head_shape, capacity)
+        cache.make_room(needed, limit)
+        assert [slots.capacity for slots in cache.slots] == [wanted] * len(cache.slots)
+        assert num_bytes(cache) == (2 if head_shape is None else 3) * 2 * wanted * 4 * 4
+
+
+def test_growing_copies_each_token_about_once() -> None:
+    """A text of 20 000 tokens is copied less than twice in total, though every step needs one more slot."""
+    cache, copied, num_tokens = KVCache.allocate((1, 1, 4), None, 256), 0, 20_000
+    for length in range(1, num_tokens):
+        before = cache.target.storages[0]
+        cache.target.set_lengths([length])
+        cache.make_room(length + 1, 10 * num_tokens)
+        copied += length if cache.target.storages[0] is not before else 0
+    assert copied < 2 * num_tokens
+
+
+@pytest.fixture
+def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """set_page_size(size): caches grow by pages of that many tokens."""
+
+    def set_size(size: int) -> None:
+        for module in (cache_module, batch_module):
+            monkeypatch.setattr(module, "PAGE", size)
+
+    return set_size
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("drafter_name", ["half right head, tree", "truth hidden in a tree"])
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, seed=2, frequency_penalty=0.5)], ids=["greedy", "T=1"])
+def test_a_cache_that_grows_changes_no_text(
+    target: TargetModel,
+    make_head: Callable[..., Eagle3Head],
+    set_page_size: Callable[[int], None],
+    drafter_name: str,
+    sampling: Sampling,
+    rows: int,
+) -> None:
+    """A row that is in the middle of its text when the cache grows goes on unchanged.
+
+    A cache of one row grows with its text, that of several when longer requests come.
+    """
+    requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (35, 8, 20), strict=True)]
+    wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
+    whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
+    set_page_size(4)
+    loop = DecodeLoop(target, DRAFTERS[drafter_name](Texts(target, whole, make_head)), max_batch=rows)
+    capacities: list[int] = []
+    for number in (1, 2, 0):
+        loop.submit(requests[number])
+        for _ in range(4):
+            loop.step()
+        capacities.append(loop.batch.cache.target.capacity)
+    while not loop.idle:
+        loop.step()
+        capacities.append(loop.batch.cache.target.capacity)
+    assert [generation.tokens for generation in loop.generations.values()] == [wanted[1], wanted[2], wanted[0]]
+    assert capacities[-1] > capacities[0]
+    assert capacities == sorted(capacities)
+    assert capacities[-1] <= 2 * loop.batch.limit  # room for a still longer one
+
+
+def num_bytes(cache: KVCache) -> int:
+    return sum(storage.nbytes for slots in cache.slots for storage in slots.storages)
+
+
+def test_a_cache_is_no_larger_than_its_requests_can_fill(target: TargetModel) -> None:
+    """Its capacity is that of the longest request: prompt, new tokens and one tree. Pages do not round it up."""
+    requests = [Request([1] * 10, 20), Request([1], 5)]
+    whole = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
+    loop = loop_of(target, requests, Oracle(*whole), static=False)
+    loop.step()
+    assert loop.batch.cache.target.capacity == loop.batch.limit == 10 + 20 + Oracle.max_nodes
+    assert num_bytes(loop.batch.cache) == loop.batch.limit * 2 * 512  # two rows
+
+
+def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
+    text = generate(target, PROMPT, 30).tokens
+    loop, addresses = loop_of(target, [Request(PROMPT, 30)], Hidden(PROMPT + text)), set()
+    for _ in loop.run():
+        addresses.add(loop.batch.cache.target.storages[0].data_ptr())
+    assert len(addresses) == 1
+
+
+def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, head: Eagle3Head) -> None:
+    for batch in (1, 3):
+        cache = target.new_cache(16, head.cache_shape, batch)
+        assert cache.head is not None
+        storage = cache.target.storages[0].untyped_storage()
+        assert cache.head.storages[0].untyped_storage().data_ptr() == storage.data_ptr()
+        assert num_bytes(cache) == storage.nbytes() == batch * 16 * (512 + math.prod(head.shape.cache_shape) * 2 * 4)
+        cache.head.storages[0].fill_(0)
+        cache.target.storages[0].fill_(3)
+        assert (cache.head.storages[0] == 0).all()
+        cache.head.storages[0].fill_(4)
+        assert (cache.target.storages[0] == 3).all()
+
+
+@pytest.mark.parametrize(("batch", "static"), [(2, False), (1, True), (2, True)])
+def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bool) -> None:
+    """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
+    cache = target.new_cache(1000, (1, 2, 8), batch, static)
+    cache.make_room(3000, 3000)
+    assert all((slots.storages[0] == 0).all() for slots in cache.slots)
+
+
+def test_a_prompt_far_longer_than_the_others_decodes_in_a_batch_as_alone(
+    target: TargetModel, set_page_size: Callable[[int], None]
+) -> None:
+    """It is in the last row at the start, then comes from the queue into the first row. Pages are 2 tokens."""
+    long = [7 + i % 50 for i in range(60)]
+    prompts = [[3], long, [4, 5], [8], long]
+    requests = [Request(prompt, 12) for prompt in prompts]
+    wanted = [generate(target, prompt, 12).tokens for prompt in prompts]
+    set_page_size(2)
+    assert [generation.tokens for generation in generate_batch(target, requests, max_batch=2)] == wanted
+
+
+SOME = ("head, wide tree", "half right head, fixed tree", "half right head and repeats", "truth hidden in a tree")
+
+
+@pytest.mark.parametrize("drafter_name", slow_unless(SOME, DRAFTERS))
+def test_a_single_row_reads_no_slot_that_it_has_not_written(
+    target: TargetModel,
+    make_head: Callable[..., Eagle3Head],
+    set_page_size: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+    drafter_name: str,
+) -> None:
+    """Its cache is not cleared, so old memory, even NaN, must reach neither the text nor the drafts."""
+    text = PROMPT + generate(target, PROMPT, 20).tokens
+
+    def decode_with(filler: float) -> tuple[list[int], list[int]]:
+        with monkeypatch.context() as patched:
+            patched.setattr(torch, "empty", partial(torch.full, fill_value=filler))
+            found = generate(target, PROMPT, 20, drafter=DRAFTERS[drafter_name](Texts(target, [text], make_head)))
+        return found.tokens, found.stats.accepted_at_depth
+
+    set_page_size(4)
+    clean, dirty = decode_with(0.0), decode_with(math.nan)
+    assert clean[0] == text[len(PROMPT) :]
+    assert dirty == clean
+
+
+# Memory that is taken up only where slots were written.
+
+
+def resident_bytes() -> int:
+    """The memory that this process takes up."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux maps memory without reserving it")
+def test_a_long_row_makes_no_other_row_take_up_memory() -> None:
+    """Sixteen rows of 4,096 slots would be 1.1 GiB; a row of 4,000 tokens and fifteen of 50 take up about 90 MiB.
+
+    Growing copies what they hold and no more.
+    """
+    mebibyte, lengths = 2**20, [4_000, *[50] * 15]
+    before = resident_bytes()
+    cache = KVCache.allocate((16, 4, 32), (1, 4, 32), 4_096, 16)  # 16 KiB and 1 KiB per token
+    assert resident_bytes() - before < 4 * mebibyte
+    for row, length in enumerate(lengths):
+        for slots in cache.slots:
+            slots.storages[0][:, :, row, :, :length] = 1.0
+    del slots  # it holds the memory that the cache leaves when it grows
+    assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
+    cache.set_lengths(lengths)
+    cache.make_room(6_000, 8_192)
+    assert 70 * mebibyte < resident_bytes() - before < 110 * mebibyte
+    assert bool((cache.target.storages[0][:, :, 1:, :, :50] == 1).all())

@@ -1,0 +1,410 @@
+"""Laws of constrained output: every text that ends is valid, and drafts change none of it."""
+
+import json
+import random
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting import draft, new_cache, noisy_copy, verified
+from matrix import slow_unless
+from scripted import paths
+from tiny_run import build_target, build_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.target_config import TargetConfig
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.constraint import NoWayOnError, follow, masked_tree
+from headstart.inference.core.constraint import Path as Tokens
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
+from headstart.inference.drafters.model import ModelDrafter
+from headstart.inference.drafters.repeats import TreeLimits
+from headstart.inference.engine.loop import DecodeLoop, generate_batch
+from headstart.inference.generate.text_rules import TextRules
+from headstart.inference.serve.api.constraints import Grammar, Grammars
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "kind": {"enum": ["cat", "catfish", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+        "tame": {"type": "boolean"},
+    },
+    "required": ["kind", "age", "tame"],
+    "additionalProperties": False,
+}
+DIGITS = r"[0-9]{1,3}(-[0-9]{2}){2}"
+GROWTH = Dynamic(4, 3, 12)
+LIMITS = TreeLimits(depth=5, width=3, nodes=12)
+WRITTEN = '{"kind": "dog", "age": 7, "tame": false}{"kind": "cow", "age": 123, "tame": true}'
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    """Its end token is 0."""
+    folder: Path = build_target(tmp_path_factory.mktemp("constrained"))
+    taps = TargetConfig.from_folder(folder).default_taps()
+    return TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), taps)
+
+
+@pytest.fixture(scope="module")
+def grammars(target: TargetModel) -> Grammars:
+    return Grammars(build_tokenizer(), target.config.vocab_size, [0])
+
+
+@pytest.fixture(scope="module")
+def requests(grammars: Grammars) -> list[Request]:
+    """Two of a schema, one of a regular expression, and one that is free."""
+    schema, digits = grammars.json_schema(SCHEMA), grammars.regex(DIGITS)
+    return [
+        Request([5, 6, 7], 60, Sampling(), constraint=schema, end_tokens=(0,)),
+        Request([9, 8], 60, Sampling(1.0, seed=3), constraint=schema, end_tokens=(0,), logprobs=True),
+        Request([11] * 20, 30, Sampling(0.8, top_p=0.9, seed=4), constraint=digits, end_tokens=(0,)),
+        Request([12, 13], 12, Sampling(1.0, seed=5)),
+    ]
+
+
+def head_of(target: TargetModel, vocab: DraftVocab | None = None) -> Any:
+    full = DraftVocab.full(target.config.vocab_size)
+    return new_head(Eagle3Section(kind="eagle3"), target.frozen, vocab or full, seed=1).eval().requires_grad_(False)
+
+
+def text(tokens: list[int]) -> str:
+    return str(build_tokenizer().decode([token for token in tokens if token]))
+
+
+def assert_valid(request: Request, tokens: list[int]) -> None:
+    assert tokens[-1] == 0
+    if len(request.prompt) == 20:
+        assert re.fullmatch(DIGITS, text(tokens))
+    else:
+        found = json.loads(text(tokens))
+        assert found.keys() == {"kind", "age", "tame"}
+        assert found["kind"] in ("cat", "catfish", "dog")
+        assert 0 <= found["age"] <= 99
+
+
+@pytest.fixture(scope="module")
+def ruled(target: TargetModel, requests: list[Request]) -> list[Request]:
+    """`requests`, one that text rules constrain, and one with the same rules and a schema."""
+    rules = TextRules(
+        (9, 8), target.config.vocab_size, 30, (0,), min_new_tokens=20, no_repeat_ngram_size=2, forced_eos=0
+    )
+    free = Request([9, 8], 30, Sampling(0.3, seed=3), end_tokens=(0,), constraint=rules)
+    return [*requests, free, replace(requests[1], constraint=replace(rules, grammar=requests[1].constraint))]
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
+    return generate_batch(target, ruled, None, 4)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "name",
+    slow_unless(
+        ("none", "head of 40 tokens", "draft model", "prompt lookup"),
+        ["none", "head", "head of 40 tokens", "draft model", "prompt lookup", "corpus lookup"],
+    ),
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_constrained_texts_are_valid_and_the_same_with_drafts(
+    target: TargetModel, ruled: list[Request], plain: list[Generation], name: str, static: bool
+) -> None:
+    size = target.config.vocab_size
+    vocab = DraftVocab(torch.arange(0, size, size // 40), size)
+    drafters: dict[str, Drafter | None] = {
+        "none": None,
+        "head": HeadDrafter(head_of(target), GROWTH),
+        "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
+        "draft model": ModelDrafter(noisy_copy(target, 0.03), GROWTH, target),
+        "prompt lookup": Lookup(LIMITS),
+        "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
+    }
+    found = generate_batch(target, ruled, drafters[name], 4, static)
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    for request, each in zip(ruled[:3], found, strict=False):
+        assert each.finish == "end"
+        assert_valid(request, each.tokens)
+    assert plain[3].tokens == generate_batch(target, [ruled[3]])[0].tokens
+    written = (9, 8, *plain[4].tokens)
+    assert len({*pairwise(written)}) == len(written) - 1 >= 21
+    assert written[-1] == 0
+    assert_valid(ruled[1], plain[5].tokens)
+    # Log-probabilities are the target's own, without the constraint.
+    logprobs = plain[1].logprobs
+    assert logprobs is not None
+    logits = target.forward(torch.tensor([[9, 8, *plain[1].tokens]])).logits[0, 1:-1].log_softmax(-1)
+    wanted = logits.gather(1, torch.tensor(plain[1].tokens).unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_many_seeds_write_valid_json(target: TargetModel, grammars: Grammars) -> None:
+    schema = grammars.json_schema(SCHEMA)
+    wanted = [Request([5, 6], 80, Sampling(1.0, seed=seed), constraint=schema, end_tokens=(0,)) for seed in range(20)]
+    written = generate_batch(target, wanted, HeadDrafter(head_of(target), GROWTH))
+    for request, found in zip(wanted, written, strict=True):
+        assert_valid(request, found.tokens)
+
+
+@pytest.mark.parametrize("name", ["head", "head without these tokens", "block head without these tokens", "lookup"])
+def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars, name: str) -> None:
+    """A head of random weights is hardly ever right, but under a grammar that leaves no choice always.
+
+    It may not even score the tokens that the grammar forces, and lookup has seen no such text.
+    """
+    size = target.config.vocab_size
+    digits = {token for text, token in build_tokenizer().get_vocab().items() if any(map(str.isdigit, text))}
+    others = DraftVocab(torch.tensor([token for token in range(size) if token not in digits]), size)
+    block_head = new_head(
+        BlockSection(kind="block", block_size=5, markov_rank=6, taps=target.taps), target.frozen, others, seed=1
+    ).eval()
+    drafters: dict[str, Drafter] = {
+        "head": HeadDrafter(head_of(target), Dynamic.chain(4)),
+        "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
+        "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
+        "lookup": Lookup(TreeLimits(depth=4, width=3, nodes=12)),
+    }
+    request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
+    found = generate_batch(target, [request], drafters[name])[0]
+    assert text(found.tokens) == "9876543210" * 3
+    assert found.stats.acceptance_length > 4
+
+
+def test_a_head_drafts_on_after_a_forced_token_that_it_does_not_score(target: TargetModel, grammars: Grammars) -> None:
+    """The dash is forced and outside the head's vocabulary; which digit follows it is the head's guess.
+
+    5 - dash - digit
+    """
+    vocabulary, size = build_tokenizer().get_vocab(), target.config.vocab_size
+    digits = torch.tensor(sorted(vocabulary[digit] for digit in "0123456789"))
+    drafter = HeadDrafter(head_of(target, DraftVocab(digits, size)), Dynamic.chain(2))
+    free = verified(target, Sampling(), (0, 2), texts=[[5, 6, 7]])
+    given = replace(free, constraints=[grammars.regex("-[0-9]").start()])
+    tree = draft(drafter, given, new_cache(target, drafter))
+    assert tree.parents.tolist() == [[-1, 0, 1]]
+    assert tree.tokens[0, 1] == vocabulary["-"]
+    assert tree.tokens[0, 2] in digits
+
+
+def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, grammars: Grammars) -> None:
+    """The text goes on with `9a` in one place and with `98-7` in another; after two digits a dash is forced.
+
+    root - 9 - 8 - dash
+    """
+    vocabulary = build_tokenizer().get_vocab()
+    x, a, nine, eight, seven, dash = (vocabulary[letter] for letter in "xa987-")
+    before = [x, nine, a, a, x, nine, eight, seven, x]
+    free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
+    constrained = replace(free, constraints=[grammars.regex("[0-9]{2}-[a-z]+").start()])
+    lookup, cache = Lookup(LIMITS, ngram=2), KVCache.allocate((1, 1, 1), None, 1)
+    assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
+    assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
+
+
+def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, grammars: Grammars) -> None:
+    """The root allows a digit alone; after it a digit or the dash.
+
+    0 - 1 - 3     1 is a digit and 3 a letter; 2 is a letter
+     \\- 2 - 4
+    """
+    vocabulary = build_tokenizer().get_vocab()
+    digit, letter, dash = vocabulary["7"], vocabulary["x"], vocabulary["-"]
+    tree = Tree(torch.tensor([[5, digit, letter, letter, digit]]), torch.tensor([[-1, 0, 0, 1, 2]]))
+    logits = torch.zeros(1, 5, target.config.vocab_size)
+    _, masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
+    assert masked[0, 0, digit] == 0
+    assert masked[0, 0, dash] == masked[0, 0, letter] == masked[0, 0, 0] == -torch.inf
+    assert masked[0, 1, dash] == masked[0, 1, digit] == 0
+    assert (masked[0, 2:] == 0).all()
+
+
+def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammars: Grammars) -> None:
+    state = grammars.regex("ab?").start()
+    vocabulary = build_tokenizer().get_vocab()
+    assert not state.allowed(())[0]
+    assert state.advance([vocabulary["a"]]) == 1
+    assert state.allowed(())[0]
+    assert state.allowed((vocabulary["b"],)).nonzero().flatten().tolist() == [0]
+    assert state.allowed((0,)).nonzero().flatten().tolist() == [0]  # after its end only that is repeated
+    assert state.advance([vocabulary["b"], vocabulary["b"]]) == 1
+    assert state.advance([0, 0]) == 2
+
+
+def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
+    cat = {"properties": {"name": {"type": "string"}, "of": {"$ref": "#/$defs/Owner"}}, "required": ["name"]}
+    parameters = {**cat, "$defs": {"Owner": {"properties": {"age": {"type": "integer"}}}}}
+    parts = [{"properties": {name: {"const": 1}}, "required": [name]} for name in "ab"]
+    tools = {'an "odd" <tool_call> \\ name': parameters, "any": {"type": "object"}, "both": {"allOf": parts}}
+    odd = f'{{"name": {json.dumps(next(iter(tools)))}, "arguments": '
+    first, second = (
+        f'{odd}{{"name": "Tom </tool_call>", "of": {{"age": 3}}}}}}',
+        '{"name": "any", "arguments": {"x": [1]}}',
+    )
+    marked = [f"<tool_call>{newline}{call}{newline}</tool_call>" for newline in ("", "\n") for call in (first, second)]
+    wrong = [
+        f"<tool_call>{odd}{arguments}}}</tool_call>"
+        for arguments in ("{}", '{"name": 1}', '{"name": "x", "more": 1}', '{"name": "x", "of": {"more": 1}}')
+    ]
+    for only_one in (True, False):
+        grammar = grammars.tool_calls(tools, only_one)
+        assert all(spells(grammar, call) for call in marked)
+        assert spells(grammar, "\n".join(marked)) == spells(grammar, "".join(marked)) == (not only_one)
+        assert not any(spells(grammar, text) for text in ["", "so", '{"a": 1}', f"so {marked[0]}", *wrong])
+    both = '<tool_call>{"name": "both", "arguments": {"a": 1, "b": 1}}</tool_call>'
+    assert spells(grammar, both)
+    either = grammars.tool_calls(tools, True, content={"type": "array"})
+    assert spells(either, marked[0])
+    assert spells(either, "[1, 2]")
+
+
+def spells(grammar: Grammar, text: str) -> bool:
+    """Whether a whole text is one of a grammar's."""
+    tokens = [*build_tokenizer()(text)["input_ids"], 0]
+    return grammar.start().advance(tokens) == len(tokens)
+
+
+def test_an_end_token_that_is_ordinary_text_does_not_end_json_within_a_string(target: TargetModel) -> None:
+    vocabulary = build_tokenizer().get_vocab()
+    state = Grammars(build_tokenizer(), target.config.vocab_size, [0, vocabulary["b"]]).regex("a[bc]+d").start()
+    assert state.allowed((vocabulary["a"],)).nonzero().flatten().tolist() == [vocabulary["c"]]
+
+
+def test_a_text_without_a_way_on_ends_in_an_error_and_not_as_a_proper_end(
+    target: TargetModel, grammars: Grammars
+) -> None:
+    """A bias forbids what the grammar allows, at the first token or later. The step, and other rows, go on."""
+    banned = [token for name, token in build_tokenizer().get_vocab().items() if "3" in name]
+    sampling = Sampling(logit_bias=tuple((token, -float("inf")) for token in banned))
+    requests = [
+        Request([5, 6], 20, sampling, constraint=grammars.regex("123"), end_tokens=(0,)),
+        Request([5, 6], 20, sampling, constraint=grammars.regex("3"), end_tokens=(0,)),
+        Request([7], 20, end_tokens=()),
+    ]
+    loop = DecodeLoop(target, max_batch=3)
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        assert all(block.tokens for block in loop.step())
+    found = [*loop.generations.values()]
+    assert [text(each.tokens) for each in found[:2]] == ["12", ""]
+    assert [each.finish for each in found] == ["error", "error", "length"]
+    assert all(isinstance(each.error, NoWayOnError) for each in found[:2])
+    assert found[2].tokens == generate_batch(target, requests[2:])[0].tokens
+    with pytest.raises(NoWayOnError, match="the format allows no token after the"):
+        generate_batch(target, requests)
+
+
+@pytest.mark.parametrize("string", ["a<end>b", "<end>", "é<end>"])
+def test_a_constant_may_spell_an_end_token(target: TargetModel, grammars: Grammars, string: str) -> None:
+    """The library forces the token that the tokenizer would write, which here would end the text within the string."""
+    request = Request([5, 6], 40, constraint=grammars.json_schema({"const": string}), end_tokens=(0,))
+    for drafter in (None, ModelDrafter(noisy_copy(target, 0.03), GROWTH, target)):
+        [found] = generate_batch(target, [request], drafter)
+        assert found.finish == "end"
+        assert found.tokens.count(0) == 1
+        assert json.loads(text(found.tokens)) == string
+
+
+def test_an_error_of_the_library_while_drafts_are_checked_does_not_end_the_text(grammars: Grammars) -> None:
+    """Its errors are final, so the text goes on from a new matcher, and without drafts."""
+    vocabulary = build_tokenizer().get_vocab()
+    state, (a, b, c) = grammars.regex("ab+c").start(), (vocabulary[letter] for letter in "abc")
+    assert state.advance([a, b]) == 2
+    assert state.allowed((b,)).any()
+    state.matcher.consume_token(a)  # an error
+    assert not state.allowed((b, b)).any()
+    assert state.allowed(()).nonzero().flatten().tolist() == [b, c]
+    assert state.advance([b, c, a]) == 2
+    assert state.advance([0]) == 1
+
+
+# What may follow depends on the last hundreds of letters, so that its automaton grows without end.
+BOUNDLESS = "(.*a.{500}b.*|.*b.{600}a.*|.*c.{700}d.*|.*d.{300}c.*|.*[ab].{400}[cd].*)*x"
+
+
+def test_a_grammar_comes_before_rules_that_would_leave_it_no_way_on(target: TargetModel, grammars: Grammars) -> None:
+    vocabulary = build_tokenizer().get_vocab()
+    a, b = vocabulary["a"], vocabulary["b"]
+    rules = TextRules((a, b), target.config.vocab_size, 9, (0,), min_new_tokens=9, bad_words=((b, a), (a, b)))
+    state = replace(rules, grammar=grammars.regex("[ab][abc]d")).start()
+    assert state.allowed(()).nonzero().flatten().tolist() == [b]  # a would complete a bad word
+    assert not state.allowed((b,))[a]
+    assert state.allowed((b,))[b]
+    assert state.advance([b, b, vocabulary["d"]]) == 3
+    assert state.allowed(()).nonzero().flatten().tolist() == [0]  # before its least length
+
+
+@pytest.mark.slow
+def test_a_grammar_that_grows_beyond_limits_ends_its_own_text_alone(grammars: Grammars) -> None:
+    """It ended the step, and with it the texts of all rows. The drafts of a tree are asked for level by level."""
+    letters, draw = [build_tokenizer().get_vocab()[letter] for letter in "abcd"], random.Random(0)
+    state, level = grammars.regex(BOUNDLESS).start(), list[Tokens]()
+    for _ in range(500):
+        level = [()]
+        for _ in range(5):
+            found = [follow(state, path, letter) for path in level[:3] for letter in letters]
+            level = [path for path in found if path is not None] or level
+            draw.shuffle(level)
+        if not level[0] or not state.advance(list(level[0][:1])):
+            break
+    assert not state.allowed(()).any()
+    assert state.advance(letters) == 0
+
+
+def test_each_text_has_its_own_state(target: TargetModel, grammars: Grammars) -> None:
+    """A constraint may be shared, also by requests that run one after another in the same row."""
+    schema: Grammar = grammars.json_schema(SCHEMA)
+    same = [Request([5, 6, 7], 60, constraint=schema, end_tokens=(0,))] * 5
+    found = generate_batch(target, same, max_batch=2)
+    assert len({tuple(each.tokens) for each in found}) == 1
+    assert_valid(same[0], found[0].tokens)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda g: g.json_schema({"type": "foo"}, "response_format"), r"response_format: Invalid type: foo.*allowed"),
+        (lambda g: g.json_schema([1], "response_format"), "response_format: a list given, a JSON object is allowed"),
+        (lambda g: g.json_schema({"pattern": object()}), "schema: .*not JSON serializable.*correct it"),
+        (lambda g: g.json_schema(nested(5000)), "schema: maximum recursion depth.*correct it"),
+        (lambda g: g.regex("(a"), r"regex: .*unclosed group.*correct it"),
+        (lambda g: g.regex("(?=a)b", "pattern"), r"pattern: .*look-around"),
+        (lambda g: Grammars(build_tokenizer(), g.vocab_size, []), "end_tokens: none given, 1 or more are allowed"),
+        (
+            lambda g: Grammars(PreTrainedTokenizerBase(), g.vocab_size, [0]),
+            "the tokenizer PreTrainedTokenizerBase cannot constrain output, only fast",
+        ),
+    ],
+)
+def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        make(grammars)
+
+
+def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
+    sampling = Sampling(1.0, rule="rejection")
+    with pytest.raises(ValueError, match=r"decode\.acceptance: rejection given, only seeded is allowed"):
+        DecodeLoop(target).submit(replace(requests[0], sampling=sampling))

@@ -1,0 +1,357 @@
+"""Costs of a decode step: measured at load and never in a request, kept on disk, corrected by the steps that run."""
+
+import gc
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from families import make_family
+from matrix import slow_unless
+
+from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core import states
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters import cost_measurement
+from headstart.inference.drafters.build import growth_from_recipe, load_costs
+from headstart.inference.drafters.cost_measurement import NEEDED, cost_table, surface_from, time_works
+from headstart.inference.drafters.costs import (
+    NODES,
+    WINDOW,
+    CostAware,
+    CostSurface,
+    CostTable,
+    Situation,
+)
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import generate, loop_of
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection, Eagle3Section
+
+PROMPT, NEW_TOKENS = [5, 17, 3], 24
+SURFACE = CostSurface((1, 2, 8, 32), (1.0, 1.1, 1.3, 2.0), 32, (1e-4, 4e-4), (0.1, 0.3), (0.2, 1e-5), (0.1, 1e-5))
+AT = Situation(context=300, batch=1, greedy=True)
+MakeHead = Callable[..., Eagle3Head]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where costs are kept on disk; empty."""
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    return tmp_path / "costs"
+
+
+@pytest.fixture
+def fresh(target: TargetModel) -> Callable[[], TargetModel]:
+    """The shared target as another process would load it: nothing is kept with it."""
+    return lambda: TargetModel(target.model, target.taps)
+
+
+def refuse(*_: Any) -> CostSurface:
+    raise AssertionError("measured")
+
+
+def growths(target: TargetModel, head: Eagle3Head) -> Iterator[CostAware]:
+    for width, nodes in ((3, 12), (1, 3)):
+        section = DecodeSection(growth="cost_aware", depth=3, width=width, nodes=nodes)
+        found = growth_from_recipe(section, target, head)
+        assert isinstance(found, CostAware)
+        yield found
+
+
+def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TargetModel, "is_packed", True)
+    head, keys = make_head(), []
+    found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
+    for kernel, bits, turns in found:
+        monkeypatch.setattr(cost_measurement, "kernel_name", lambda kernel=kernel: kernel)
+        monkeypatch.setattr(cost_measurement, "forms_of", lambda model, bits=bits: [bits])
+        monkeypatch.setenv("GOMP_SPINCOUNT", turns)
+        keys.append(cost_measurement.cost_key(target, head, 2, 4, 1))
+    assert keys[0] != keys[1] != keys[2] != keys[3]
+
+
+def test_no_request_measures_and_every_request_is_observed(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, head = fresh(), make_head()
+    built = list(growths(target, head))
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
+    for growth in built:
+        for sampling in (Sampling(), Sampling(1.0, seed=3)):
+            plain = generate(target, PROMPT, NEW_TOKENS, sampling)
+            found = generate(target, PROMPT, NEW_TOKENS, sampling, HeadDrafter(head, growth))
+            assert found.tokens == plain.tokens
+        observed = growth.watch.costs.observed
+        assert {"target, greedy, batch 1", "target, sampled, batch 1", "first level, greedy, batch 1"} <= set(observed)
+
+
+def test_costs_on_disk_are_read_and_not_measured_again(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = cost_table(fresh(), make_head(), width=2, nodes=6)
+    assert len(list(folder.iterdir())) == 1
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
+    assert cost_table(fresh(), make_head(seed=2), width=2, nodes=6).surface == measured.surface
+    for other in ({"width": 3, "nodes": 6}, {"width": 2, "nodes": 7}, {"width": 2, "nodes": 6, "batch": 4}):
+        with pytest.raises(AssertionError, match="measured"):
+            cost_table(fresh(), make_head(), **other)
+    with pytest.raises(AssertionError, match="measured"):
+        cost_table(fresh(), make_head(intermediate_size=48), width=2, nodes=6)
+
+
+def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()  # tables of tests before would write what they observed here
+    shutil.rmtree(folder, ignore_errors=True)
+    monkeypatch.setattr(cost_measurement, "PATIENCE", 0.0)
+    table = cost_table(fresh(), make_head(), width=2, nodes=6)
+    assert not table.surface.complete
+    table.observe_target(AT, 4, 1.0)
+    del table
+    gc.collect()
+    assert not folder.exists()
+    monkeypatch.undo()
+    monkeypatch.setenv("HEADSTART_CACHE", str(folder.parent))
+    assert cost_table(fresh(), make_head(), width=2, nodes=6).surface.complete
+
+
+def test_observed_steps_are_kept_on_disk(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = cost_table(fresh(), make_head(), width=2, nodes=6)
+    before = table.now(AT).target
+    for _ in range(WINDOW):
+        table.observe_target(AT, 4, 100 * before[2])
+    del table
+    gc.collect()
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
+    assert cost_table(fresh(), make_head(), width=2, nodes=6).now(AT).target[2] > 5 * before[2]
+
+
+def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead
+) -> None:
+    for factor, kept in ((0.6, True), (0.3, False)):
+        table = cost_table(fresh(), make_head(), width=2, nodes=6)
+        measured = table.surface.seconds(numpy.array([4.0]), AT)[0]
+        for _ in range(WINDOW):
+            table.observe_target(AT, 4, factor * measured)
+        del table
+        gc.collect()
+        assert len([*folder.iterdir()]) == kept
+
+
+DAMAGES: dict[str, Callable[[str], str]] = {
+    "cut": lambda text: text[: len(text) // 2],
+    "foreign": lambda text: "[]",
+    "other dtype": lambda text: text.replace('"dtype": "torch.float32"', '"dtype": "torch.float16"'),
+    "other key": lambda text: text.replace('"width": 2', '"width": "2"'),
+    "negative": lambda text: with_surface(text, target=[-1.0] * 4),
+    "not a number": lambda text: with_surface(text, target=[math.nan] * 4),
+    "descending": lambda text: with_surface(text, tokens=[4, 2, 1, 8]),
+    "wrong type": lambda text: with_surface(text, most="many"),
+}
+
+
+@pytest.mark.parametrize("symptom", slow_unless(("cut", "negative"), DAMAGES))
+def test_a_broken_or_foreign_file_is_measured_anew(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, symptom: str
+) -> None:
+    cost_table(fresh(), make_head(), width=2, nodes=6)
+    (path,) = folder.iterdir()
+    damaged = DAMAGES[symptom](path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    cost_table(fresh(), make_head(), width=2, nodes=6)
+    assert json.loads(path.read_text())["key"]["width"] == 2
+    assert min(json.loads(path.read_text())["surface"]["target"]) > 0
+    assert path.read_text() != damaged
+
+
+def with_surface(text: str, **changed: Any) -> str:
+    content = json.loads(text)
+    return json.dumps({**content, "surface": {**content["surface"], **changed}})
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], TargetModel], make_head: MakeHead
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
+    assert cost_table(fresh(), make_head(), width=2, nodes=6).surface.target[0] > 0
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_costs_grow_with_nodes_context_and_batch_whatever_was_observed() -> None:
+    numbers = random.Random(0)
+    table = CostTable(SURFACE, width=4)
+    situations = [Situation(64 * n, batch, greedy) for n in (2, 9, 40) for batch in (1, 3) for greedy in (True, False)]
+    for at in situations:
+        costs = table.now(at).verify(100)
+        assert (numpy.diff(costs) > 0).all()
+        longer, wider = (
+            Situation(at.context + 64, at.batch, at.greedy),
+            Situation(at.context, at.batch + 1, at.greedy),
+        )
+        assert (table.now(longer).verify(100) > costs).all()
+        assert (table.now(wider).verify(100) > costs).all()
+    for _ in range(400):
+        table.observe_target(numbers.choice(situations), numbers.randint(1, 64), numbers.uniform(0.1, 10))
+    assert all((numpy.diff(table.now(at).verify(100)) >= 0).all() for at in situations)
+
+
+def test_observed_steps_move_the_costs_towards_what_they_took() -> None:
+    table, nodes = CostTable(SURFACE, width=4), 8
+    place, before = NODES.index(nodes), table.now(AT)
+    for count in (WINDOW // 4, WINDOW):
+        for _ in range(count):
+            table.observe_target(AT, nodes, 3 * before.target[place])
+            table.observe_drafting(AT, 2 * before.first_level, [before.level / 2] * 2)
+        ratio = table.now(AT).target[place] / before.target[place]
+        assert 2 < ratio < 3.01
+    assert ratio > 2.9
+    assert table.now(AT).first_level / before.first_level == pytest.approx(2, rel=0.1)
+    assert table.now(AT).level / before.level == pytest.approx(0.5, rel=0.1)
+    # Sizes that were not observed follow, other situations do not.
+    assert table.now(AT).target[-1] > 2 * before.target[-1]
+    sampled = Situation(AT.context, 1, greedy=False)
+    assert table.now(sampled) == CostTable(SURFACE, width=4).now(sampled)
+
+
+def test_a_few_slow_steps_do_not_move_the_costs() -> None:
+    table = CostTable(SURFACE, width=4)
+    usual = table.now(AT).target[NODES.index(8)]
+    for step in range(WINDOW):
+        table.observe_target(AT, 8, usual * (1000 if step % 8 == 0 else 1))
+    assert table.now(AT).target[NODES.index(8)] == pytest.approx(usual, rel=0.1)
+
+
+def test_drafts_stay_affordable_after_the_machine_was_busy_while_one_size_was_timed() -> None:
+    """A server did not draft for a single client: 8 steps of some sizes, timed at 79 times their costs, were believed
+    for good, since without drafts no such step came again."""
+    table, usual = CostTable(SURFACE, width=3), CostTable(SURFACE, width=3)
+    for each in (table, usual):
+        for _ in range(WINDOW):
+            each.observe_target(AT, 6, float(SURFACE.seconds(numpy.array([6.0]), AT)[0]))
+    for _ in range(8):
+        table.observe_target(AT, 4, 79 * float(SURFACE.seconds(numpy.array([4.0]), AT)[0]))
+    for _ in range(WINDOW):
+        table.observe_target(AT, 6, float(SURFACE.seconds(numpy.array([6.0]), AT)[0]))
+    assert table.now(AT).target[NODES.index(4)] <= 1.5 * usual.now(AT).target[NODES.index(4)]
+
+
+def test_captured_steps_cost_what_the_next_power_of_two_costs() -> None:
+    costs = CostTable(SURFACE, width=4, captured=True).now(AT).verify(40)
+    assert len(set(costs[8:15].tolist())) == 1  # 10 to 16 nodes
+    assert costs[15] > costs[14]
+
+
+def test_loops_that_take_turns_learn_only_from_their_own_steps(
+    fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drafter serves two loops; the step that a loop hands back must be the one that was drafted last."""
+    target, head, learnt = fresh(), make_head(), []
+    growth = CostAware(3, 2, 6, cost_table(target, head, 2, 6))
+    monkeypatch.setattr(CostTable, "observe_target", lambda self, *seen: learnt.append(seen))
+    drafter = HeadDrafter(head, growth)
+    runs = [loop_of(target, [Request(PROMPT, NEW_TOKENS)], drafter).run() for _ in range(2)]
+    for _ in range(4):
+        for run in runs:
+            next(run)
+    assert not learnt
+    steps = sum(1 for _ in runs[0])
+    assert 0 < len(learnt) <= steps
+    assert all(seconds > 0 for _, _, seconds in learnt)
+
+
+def test_measured_costs_are_those_of_the_machine() -> None:
+    """On a machine whose steps cost what a formula says, the surface says the same between the timed sizes."""
+
+    def step(nodes: int, context: int, batch: int = 1, sampled: bool = False) -> float:
+        return 30 + 2 * nodes * batch + batch * context * (0.01 + 0.001 * nodes) + batch * sampled * (1 + nodes / 2)
+
+    def draft(levels: int, context: int) -> float:
+        return 5 + 0.002 * context + (levels - 1) * (3 + 0.001 * context)
+
+    times = {("target", size): step(size, 128) for size in (1, 2, 8, 32)}
+    times |= {("far", size): step(size, 2048) for size in (1, 32)}
+    times |= {("sampled", size): step(size, 128, sampled=True) for size in (1, 32)}
+    times |= {("batch", size): step(size, 128, batch=4) for size in (16, 32)}
+    times |= {("first", context): draft(1, context) for context in (128, 2048)}
+    times |= {("levels", context): draft(3, context) for context in (128, 2048)}
+    surface = surface_from(times, 128, 2048, 32, 4, 3)
+    for nodes in (1, 5, 20, 32):
+        for context, batch, sampled in ((128, 1, False), (1000, 1, True), (4000, 2, False), (700, 4, True)):
+            found = surface.seconds(numpy.array([float(nodes)]), Situation(context, batch, not sampled))
+            assert found[0] == pytest.approx(step(nodes, context, batch, sampled))
+    first, further = surface.drafting(Situation(700, 1, True), 4)
+    assert (first, first + 2 * further) == pytest.approx((draft(1, 700), draft(3, 700)))
+
+
+def test_a_size_that_was_timed_in_a_slow_moment_does_not_make_larger_ones_dear() -> None:
+    """Trees stayed small on a machine where a pass of six nodes had once taken seven times as long as usual."""
+    times = {("target", size): 30.0 + size for size in (1, 2, 6, 16, 64)} | {("target", 6): 197.0}
+    times |= {("first", 128): 5.0, ("levels", 128): 9.0}
+    surface = surface_from(times, 128, 2048, 64, 1, 3)
+    assert surface.target == (31.0, 32.0, 46.0, 46.0, 94.0)
+
+
+def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(cost_measurement, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def work() -> None:
+        now[0] += 60
+
+    times = time_works({("target", size): work for size in range(10)}, torch.device("cpu"))
+    assert list(times) == [("target", size) for size in range(NEEDED)]
+    assert now[0] == 2 * NEEDED * 60
+    few = {("target", 1): 60.0, ("first", 128): 5.0, ("target", 32): 90.0, ("levels", 128): 15.0}
+    assert surface_from(few, 128, 2048, 32, 1, 3).target == (60.0, 90.0)
+
+
+def test_captured_steps_are_measured_and_observed_too(
+    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the functions that CUDA would capture run as they are."""
+    monkeypatch.setattr(TargetModel, "may_capture", True)
+    target, head = fresh(), make_head()
+    for growth in growths(target, head):
+        assert growth.watch.costs.captured
+        assert growth.watch.costs.surface.tokens == ((1, 2, 4, 8, 16) if growth.width == 3 else (1, 2, 4))
+        plain = generate(target, PROMPT, NEW_TOKENS)
+        found = generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth), static=True)
+        assert found.tokens == plain.tokens
+        assert growth.watch.costs.observed
+
+
+def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`headstart chat` ended in an index error: a chain is deeper than the positions whose noise a step draws. And the
+    server measured a second table, of wider trees."""
+    target = TargetModel(make_family("qwen3_next"), (1, 2, 3))
+    head = new_head(Eagle3Section(kind="eagle3", taps=target.taps), target.frozen, DraftVocab.full(97), seed=1).eval()
+    section = DecodeSection(growth="cost_aware", depth=3)
+    growth = growth_from_recipe(section, target, head)
+    assert isinstance(growth, CostAware)
+    assert growth.width == 1
+    assert growth.watch.costs.surface.tokens[-1] >= states.WINDOW + 4  # a pass reads accepted tokens again
+    monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
+    assert load_costs(section, target, HeadDrafter(head, growth)) is growth.watch.costs
+    plain = generate(target, PROMPT, NEW_TOKENS)
+    assert generate(target, PROMPT, NEW_TOKENS, drafter=HeadDrafter(head, growth)).tokens == plain.tokens

@@ -1,0 +1,382 @@
+"""The law of batches: each request gets the text, and takes the steps, that it would alone."""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from matrix import slow_unless
+from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
+from torch.testing import assert_close
+
+from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
+from headstart.inference.engine.prefill import read_chunk, read_prompts
+from headstart.inference.targets.model import TargetModel
+
+MakeHead = Callable[..., Eagle3Head]
+MakeModel = Callable[..., Any]
+INF = float("inf")
+CHI_SQUARE_999 = {24: 51.18}  # the 99.9 % quantile of the chi-square distribution, by degrees of freedom
+PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -INF),), seed=7)
+# Prompts and texts of different lengths, sampled differently; three requests differ only in the seed.
+REQUESTS = [
+    Request([5, 6, 7, 11], 12),
+    Request([3], 6, Sampling(1.0, seed=1)),
+    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
+    Request([9, 9, 1], 1),
+    Request([8, 8, 8, 8, 8, 8], 8, PENALTIES),
+    Request([50, 51], 14, Sampling(1.0, seed=3)),
+    Request([5, 6, 7, 11], 4, Sampling(repetition_penalty=1.5)),
+    Request([70, 2, 33, 41, 5], 7, Sampling(1.0, seed=4)),
+    Request([12] * 17, 2, Sampling(1.0, top_k=3, min_p=0.05, seed=5)),
+]
+GREEDY = [replace(request, sampling=Sampling()) for request in REQUESTS]
+
+
+def comparable(stats: DecodeStats) -> DecodeStats:
+    """The stats without time and memory, which depend on the other rows of the batch."""
+    return replace(stats, seconds=0.0, bytes_moved=0)
+
+
+def texts_of(target: TargetModel, requests: list[Request], make_head: MakeHead) -> Texts:
+    """The requests with what plain decoding writes for each of them alone."""
+    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
+    return Texts(target, whole, make_head)
+
+
+@pytest.fixture(scope="module")
+def texts(target: TargetModel, make_head: MakeHead) -> Texts:
+    return texts_of(target, REQUESTS, make_head)
+
+
+def new_tokens(texts: Texts, requests: list[Request] = REQUESTS) -> list[list[int]]:
+    return [whole[len(request.prompt) :] for whole, request in zip(texts.whole, requests, strict=True)]
+
+
+BATCH_DRAFTERS = [
+    "head, wide tree",
+    "head, fixed tree",
+    "half right head, tree",
+    "half right head, fixed tree",
+    "half right head, cost-aware",
+    "half right head, cost-aware chain",
+    "moody oracle",
+    "careless oracle",
+    "truth hidden in a tree",
+    "duplicate siblings",
+]
+SOME = ("head, wide tree", "half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
+# These choose one tree shape for all rows, so a row's steps depend on the others.
+ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
+
+
+# A warning may be about a row in which no token has any probability left.
+@pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
+@pytest.mark.parametrize("drafter_name", slow_unless(SOME, BATCH_DRAFTERS))
+def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts: Texts, drafter_name: str) -> None:
+    """Token for token and step for step, for any number of rows, with dynamic and with static shapes.
+
+    Requests that wait start when others end.
+    """
+    drafter = DRAFTERS[drafter_name](texts)
+    alone = [generate_batch(target, [request], drafter, static=False)[0] for request in REQUESTS]
+    assert [generation.tokens for generation in alone] == new_tokens(texts)
+    more_sizes = drafter_name in ("moody oracle", "truth hidden in a tree")
+    for max_batch, static in [(3, False), (4, True), *([(1, True), (2, False), (16, False)] if more_sizes else [])]:
+        together = generate_batch(target, REQUESTS, drafter, max_batch, static)
+        assert [generation.tokens for generation in together] == new_tokens(texts), max_batch
+        if drafter_name not in ONE_SHAPE_FOR_ALL_ROWS:
+            assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
+
+
+def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetModel, texts: Texts) -> None:
+    for max_batch, static in ((1, True), (2, False), (4, True), (16, False)):
+        found = generate_batch(target, REQUESTS, None, max_batch, static)
+        assert [generation.tokens for generation in found] == new_tokens(texts), max_batch
+        assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_p=0.9)],
+    ids=["greedy", "T=1, top-p"],
+)
+def test_rows_that_sample_alike_write_the_same_in_static_steps(
+    target: TargetModel, make_head: MakeHead, sampling: Sampling
+) -> None:
+    """Static steps are separate code with fixed shapes; they take the same steps and write the same texts."""
+    chosen = [REQUESTS[number] for number in (1, 2, 3, 6)]
+    requests = [replace(request, sampling=replace(sampling, seed=number)) for number, request in enumerate(chosen)]
+    texts = texts_of(target, requests, make_head)
+    for drafter_name in ("half right head, tree", "half right head, fixed tree", "truth hidden in a tree"):
+        drafter = DRAFTERS[drafter_name](texts)
+        alone = generate_batch(target, requests, drafter, max_batch=1, static=False)
+        for max_batch in (1, 3):
+            found = generate_batch(target, requests, drafter, max_batch, static=True)
+            assert [generation.tokens for generation in found] == new_tokens(texts, requests)
+            assert [comparable(g.stats) for g in found] == [comparable(g.stats) for g in alone]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 9])
+def test_static_steps_need_no_more_slots_than_a_drafter_declares(target: TargetModel, count: int) -> None:
+    """Every tree has the declared 21 nodes, even at the very end of the longest request."""
+    text = generate(target, [5, 6, 7, 11], count).tokens
+    drafter = Hidden([5, 6, 7, 11, *text, *[1] * 9])
+    drafter.continuation = lambda prefix, remaining: [1] * 5  # however few tokens remain
+    drafter.random_below = lambda end: min(end - 1, 3)  # three random nodes per token, so trees have 1 + 5 * 4 nodes
+    drafter.max_nodes = 21
+    assert generate_batch(target, [Request([5, 6, 7, 11], count)], drafter, static=True)[0].tokens == text
+
+
+def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts: Texts) -> None:
+    """The next run with the same drafter reuses the step and its cache, also after or during an unfinished run."""
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(5, 4, 16))
+    pairs = list(zip(REQUESTS, new_tokens(texts), strict=True))
+    first, second = [pairs[number] for number in (7, 1, 5)], [pairs[number] for number in (0, 7, 2, 5)]
+    for chosen in (first, second, first):
+        found = generate_batch(target, [request for request, _ in chosen], drafter, 3, static=True)
+        assert [generation.tokens for generation in found] == [tokens for _, tokens in chosen]
+    unfinished = loop_of(target, [request for request, _ in second], drafter, 3, static=True).run()
+    for _ in range(7):
+        next(unfinished)
+    found = generate_batch(target, [request for request, _ in first], drafter, 3, static=True)
+    assert [generation.tokens for generation in found] == [tokens for _, tokens in first]
+    loops = [loop_of(target, [request for request, _ in chosen], drafter, 3, static=True) for chosen in (first, second)]
+    for _ in itertools.zip_longest(unfinished, *(loop.run() for loop in loops)):
+        pass
+    for loop, chosen in zip(loops, (first, second), strict=True):
+        assert [generation.tokens for generation in loop.generations.values()] == [tokens for _, tokens in chosen]
+
+
+def test_requests_may_be_in_any_order(target: TargetModel, texts: Texts) -> None:
+    drafter, pairs = Moody(*texts.whole), list(zip(REQUESTS, new_tokens(texts), strict=True))
+    for shift in (1, 4, 8):
+        shifted = pairs[shift:] + pairs[:shift]
+        found = generate_batch(target, [request for request, _ in shifted], drafter, max_batch=4)
+        assert [generation.tokens for generation in found] == [tokens for _, tokens in shifted]
+
+
+def test_the_same_request_may_be_in_a_batch_twice(target: TargetModel) -> None:
+    first, second = generate_batch(target, [REQUESTS[5]] * 2)
+    assert first.tokens == second.tokens
+    assert len(first.tokens) == 14
+
+
+def test_no_requests_give_no_generations(target: TargetModel) -> None:
+    assert generate_batch(target, []) == []
+
+
+@pytest.mark.parametrize("drafter_name", ["half right head, tree", "careless oracle", "truth hidden in a tree"])
+def test_each_row_ends_at_its_own_end_token(
+    target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch, drafter_name: str
+) -> None:
+    end_tokens = [new_tokens(texts)[row][place] for row, place in ((0, 7), (1, 0), (2, 5), (5, 9), (7, 3))]
+    monkeypatch.setattr(target, "end_tokens", end_tokens)
+    wanted = []
+    for tokens in new_tokens(texts):
+        first = next((place for place, token in enumerate(tokens) if token in end_tokens), len(tokens))
+        wanted.append(tokens[: first + 1])
+    assert len({len(tokens) for tokens in wanted}) > 3
+    for static in (False, True):
+        found = generate_batch(target, REQUESTS, DRAFTERS[drafter_name](texts), 4, static)
+        assert [generation.tokens for generation in found] == wanted
+        assert [g.finish for g in found] == ["end" if tokens[-1] in end_tokens else "length" for tokens in wanted]
+
+
+def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) -> None:
+    """In three rows, texts of 9, 2, 5, 4, 2 and 3 tokens take 8 steps, each with up to three rows.
+
+    row 0  a a a a a a a a      b needs one step after its first token, then d takes its place, and so on;
+    row 1  b d d d f f          a request for one token takes no step
+    row 2  c c c c e
+    """
+    requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 4, 2, 3, 1])]
+    loop, batch_sizes = loop_of(target, requests, max_batch=3), []
+    embedding = target.model.get_input_embeddings()
+    handle = embedding.register_forward_pre_hook(lambda module, args: batch_sizes.append(len(args[0])))
+    seen: list[list[int]] = [[] for _ in requests]
+    for block in loop.run():
+        seen[block.number] += block.tokens
+    handle.remove()
+    assert seen == [generation.tokens for generation in loop.generations.values()]
+    assert [len(tokens) for tokens in seen] == [9, 2, 5, 4, 2, 3, 1]
+    # The first three prompts are read in one pass, before the first step; later ones as rows become free.
+    assert batch_sizes[:4] == [1, 3, 1, 3]
+    assert sum(batch_sizes) == 4 + (8 + 1 + 4 + 3 + 1 + 2)
+    assert len(batch_sizes) == 4 + 8
+
+
+def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetModel) -> None:
+    """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
+    prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
+    cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
+    together = read_prompts(target, prompts, [cache.row(row) for row in range(3)])
+    for row, prompt in enumerate(prompts):
+        single = read_chunk(target, prompt, alone.row(row), 0)
+        assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
+        assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
+        held = (..., slice(len(prompt)), slice(None))
+        stored = cache.row(row).target.storages[0][held], alone.row(row).target.storages[0][held]
+        assert_close(*stored, rtol=1e-4, atol=1e-4)
+
+
+def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
+    """Short texts come before longer ones that began earlier, and each comes once."""
+    requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 1])]
+    wanted = generate_batch(target, requests)
+    found = list(generate_each(target, requests, max_batch=2))
+    assert [number for number, _ in found] == [1, 2, 3, 0]
+    assert {number: generation.tokens for number, generation in found} == dict(enumerate(g.tokens for g in wanted))
+
+
+def test_each_row_yields_a_block_per_step(target: TargetModel, texts: Texts) -> None:
+    """A request's first block is one token; each later one holds what a step made certain. No block is empty."""
+    loop = loop_of(target, REQUESTS, Moody(*texts.whole), max_batch=4)
+    blocks: dict[int, list[list[int]]] = {}
+    for block in loop.run():
+        blocks.setdefault(block.number, []).append(block.tokens)
+        assert block.tokens
+    assert [list(itertools.chain(*blocks[number])) for number in range(len(REQUESTS))] == new_tokens(texts)
+    for number, generation in loop.generations.items():
+        assert len(blocks[number][0]) == 1
+        assert len(blocks[number]) == 1 + generation.stats.steps
+
+
+def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts) -> None:
+    """Requests that ask for logprobs get those of a full forward over their text; the others get none."""
+    requests = [replace(request, logprobs=number != 2) for number, request in enumerate(REQUESTS)]
+    found = generate_batch(target, requests, Hidden(*texts.whole), max_batch=3)
+    for request, whole, generation in zip(requests, texts.whole, found, strict=True):
+        if not request.logprobs:
+            assert generation.logprobs is None
+            continue
+        logits = target.forward(torch.tensor([whole])).logits[0, len(request.prompt) - 1 : -1]
+        written = torch.tensor(whole[len(request.prompt) :]).unsqueeze(1)
+        wanted = logits.log_softmax(-1).gather(1, written).squeeze(1)
+        torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
+
+
+def test_requests_with_different_acceptance_rules_are_refused_before_any_work(target: TargetModel) -> None:
+    requests = [Request([1], 5), Request([1], 5, Sampling(1.0, rule="rejection"))]
+    with pytest.raises(ValueError, match=r"the requests of a batch must agree on decode\.acceptance"):
+        loop_of(target, requests)
+
+
+@pytest.mark.parametrize("max_batch", [0, -1])
+def test_a_batch_of_no_rows_is_refused(target: TargetModel, max_batch: int) -> None:
+    """Otherwise its requests would wait for a row for ever."""
+    with pytest.raises(ValueError, match=f"max_batch: {max_batch} given, 1 or more is allowed"):
+        generate_batch(target, [Request([1], 5)], max_batch=max_batch)
+
+
+def test_stats_of_a_batch_report_bytes_moved_and_seconds(target: TargetModel, texts: Texts) -> None:
+    found = generate_batch(target, REQUESTS, Hidden(*texts.whole), max_batch=3)
+    assert all(generation.stats.seconds > 0 for generation in found)
+    assert found[0].stats.bytes_moved > 0
+    assert found[3].stats.bytes_moved == 0  # its only token comes from prefill
+    in_place = generate_batch(target, REQUESTS, Oracle(*texts.whole), max_batch=3)
+    assert {generation.stats.bytes_moved for generation in in_place} == {0}
+
+
+# Rejection sampling in the loop: the texts differ from plain decoding's but have the same distribution.
+
+REJECTION_GROWTHS = {"chain": Fixed.chain(3), "tree": LOPSIDED}
+
+
+def with_rule(rule: Any, requests: list[Request] = REQUESTS, **changes: Any) -> list[Request]:
+    return [replace(request, sampling=replace(request.sampling, rule=rule, **changes)) for request in requests]
+
+
+@pytest.mark.parametrize("growth", REJECTION_GROWTHS)
+def test_greedy_text_is_the_same_under_any_acceptance_rule(
+    target: TargetModel, make_head: MakeHead, growth: str
+) -> None:
+    texts = texts_of(target, GREEDY, make_head)
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
+    found = generate_batch(target, with_rule("rejection", GREEDY), drafter, max_batch=3)
+    assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
+
+
+@pytest.mark.parametrize("growth", slow_unless(("chain",), REJECTION_GROWTHS))
+def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
+    target: TargetModel, texts: Texts, growth: str
+) -> None:
+    """Rows differ in the draft tokens they can still use, in penalties and in truncation. The seed decides the text."""
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
+    requests = with_rule("rejection")
+    alone = [generate_batch(target, [request], drafter)[0] for request in requests]
+    for max_batch in (4, 16):
+        together = generate_batch(target, requests, drafter, max_batch)
+        assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
+        assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone]
+    other = generate_batch(target, with_rule("rejection", seed=99), drafter)
+    assert other[1].tokens != alone[1].tokens
+    assert max(g.stats.acceptance_length for g in alone) > 1
+
+
+def test_rejection_sampling_without_proposals_is_plain_decoding(target: TargetModel, texts: Texts) -> None:
+    """Drafts that were not sampled, such as an oracle's, are accepted by the seeded rule."""
+    for drafter in (None, Moody(*texts.whole)):
+        found = generate_batch(target, with_rule("rejection"), drafter, max_batch=4)
+        assert [generation.tokens for generation in found] == new_tokens(texts)
+
+
+@pytest.mark.parametrize("growth", [Dynamic.chain(3), Dynamic(3, 3, 8)], ids=["chain", "tree"])
+def test_rejection_sampling_refuses_a_dynamic_tree(target: TargetModel, head: Eagle3Head, growth: Growth) -> None:
+    with pytest.raises(ValueError, match=r"decode\.growth: a dynamic tree chooses its nodes after it has drawn them"):
+        generate_batch(target, with_rule("rejection"), HeadDrafter(head, growth))
+
+
+@pytest.fixture(scope="module")
+def five_token_target(make_model: MakeModel) -> TargetModel:
+    """A target with a vocabulary of five tokens."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    return TargetModel(make_model(vocab_size=5, initializer_range=0.25, intermediate_size=16, **sizes), (0, 1))
+
+
+def chi_square(target: TargetModel, growth: Growth, sampling: Sampling, num_texts: int) -> float:
+    """The chi-square statistic of the second and third new tokens against their exact probabilities."""
+    sizes = Eagle3Shape(
+        hidden_size=16, intermediate_size=16, num_heads=1, num_kv_heads=1, head_dim=16, taps=target.taps
+    )
+    head = Eagle3Head(sizes, target.config, DraftVocab.full(5), target.model.get_input_embeddings().weight)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    drafter, prompt = HeadDrafter(head.requires_grad_(False), growth), [1, 4, 2]
+    requests = [Request(prompt, 4, replace(sampling, seed=seed)) for seed in range(num_texts)]
+    counts = torch.zeros(5, 5)
+    for generation in generate_batch(target, requests, drafter, max_batch=128):
+        counts[generation.tokens[1], generation.tokens[2]] += 1
+    continuations = torch.tensor(list(itertools.product(range(5), repeat=3)))
+    whole = torch.cat([torch.tensor(prompt).expand(125, -1), continuations], dim=1)
+    log_p = BatchSampling([sampling] * 125, "cpu").warp(target.forward(whole).logits[:, 2:-1])
+    probabilities = log_p.gather(2, continuations.unsqueeze(2)).sum((1, 2)).exp().view(5, 5, 5).sum(0)
+    assert probabilities.sum() == pytest.approx(1, abs=1e-4)
+    expected = probabilities * num_texts
+    assert counts[expected == 0].sum() == 0
+    return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
+
+
+SHALLOW = Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+
+
+def test_texts_by_rejection_sampling_have_the_targets_distribution(five_token_target: TargetModel) -> None:
+    assert chi_square(five_token_target, SHALLOW, Sampling(1.0, rule="rejection"), 300) < CHI_SQUARE_999[24]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=4, top_p=0.95)], ids=["T=1", "warped"])
+@pytest.mark.parametrize("rule", ["rejection", "seeded"])
+@pytest.mark.parametrize("growth", [Fixed.chain(2), SHALLOW], ids=["chain", "tree"])
+def test_many_sampled_texts_have_the_targets_distribution(
+    five_token_target: TargetModel, growth: Growth, rule: Any, sampling: Sampling
+) -> None:
+    assert chi_square(five_token_target, growth, replace(sampling, rule=rule), 2_000) < CHI_SQUARE_999[24]

@@ -1,0 +1,665 @@
+"""Laws of a loop that runs while requests come and go: each finished text is the one that its request writes alone."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from families import FAMILIES, SOME_FAMILIES
+from matrix import slow_unless
+from scripted import DRAFTERS, HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
+from sound_loop import assert_drafter_has_read
+from torch import Tensor
+
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Generation, Request, StopStrings
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import BONUS
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.model import ModelDrafter
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.engine.prefill import Pace
+from headstart.inference.targets.model import TargetModel
+
+MakeHead = Callable[..., Eagle3Head]
+REQUESTS = [
+    Request([5, 6, 7, 11], 12),
+    Request([3], 6, Sampling(1.0, seed=1)),
+    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
+    Request([9, 9, 1], 1),
+    Request([8, 8, 8, 8, 8, 8], 8, Sampling(0.8, repetition_penalty=1.3, frequency_penalty=1.0, seed=7)),
+    Request([50, 51], 14, Sampling(1.0, seed=3)),
+]
+
+
+@pytest.fixture(scope="module")
+def texts(target: TargetModel, make_head: MakeHead) -> Texts:
+    """The requests with what each writes alone."""
+    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in REQUESTS]
+    return Texts(target, whole, make_head)
+
+
+def written(texts: Texts, number: int) -> list[int]:
+    """What a request writes alone."""
+    return texts.whole[number][len(REQUESTS[number].prompt) :]
+
+
+def finish(loop: DecodeLoop) -> None:
+    while not loop.idle:
+        loop.step()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
+def test_requests_may_come_while_others_decode(
+    target: TargetModel, texts: Texts, drafter_name: str, static: bool
+) -> None:
+    """A new one every other step, the longest in the middle, so that caches must grow under running rows."""
+    loop = DecodeLoop(target, DRAFTERS[drafter_name](texts), max_batch=3, static=static)
+    assert loop.idle
+    assert loop.step() == []
+    for number, request in enumerate(REQUESTS):
+        assert loop.submit(request) == number
+        loop.step()
+        loop.step()
+    finish(loop)
+    for number in range(len(REQUESTS)):
+        assert loop.generations[number].tokens == written(texts, number), number
+    assert sorted(number for number, _ in loop.take_ended()) == [*range(len(REQUESTS))]
+    loop.submit(REQUESTS[0])  # an idle loop goes on
+    finish(loop)
+    assert loop.generations[len(REQUESTS)].tokens == written(texts, 0)
+    loop.close()
+
+
+def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target: TargetModel, texts: Texts) -> None:
+    """One is cancelled while it decodes, one while it waits; a third takes the free row in the next step."""
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8))
+    loop = DecodeLoop(target, drafter, max_batch=2)
+    for request in (REQUESTS[0], REQUESTS[5], REQUESTS[2], REQUESTS[1]):
+        loop.submit(request)
+    loop.step()
+    loop.step()
+    loop.cancel(0)
+    loop.cancel(2)
+    assert [row.number for row in loop.batch.rows] == [1]
+    assert loop.batch.cache.target.lengths == [len(loop.batch.rows[0].text) - 1]
+    partial = list(loop.generations[0].tokens)
+    assert partial == written(texts, 0)[: len(partial)]
+    assert {block.number for block in loop.step()} == {1, 3}
+    finish(loop)
+    assert [loop.generations[number].finish for number in range(4)] == ["cancelled", "length", "cancelled", "length"]
+    assert loop.generations[0].tokens == partial
+    assert loop.generations[1].tokens == written(texts, 5)
+    assert loop.generations[2].tokens == []
+    assert loop.generations[3].tokens == written(texts, 1)
+    loop.cancel(1)  # it has ended
+    assert loop.generations[1].finish == "length"
+    assert sorted(number for number, _ in loop.take_ended()) == [0, 1, 2, 3]
+
+
+def test_requests_of_higher_priority_come_first_and_others_in_order(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=1)
+    for priority in (0, 2, 1, 2, 0):
+        loop.submit(replace(REQUESTS[0], max_new_tokens=1, priority=priority))
+    assert [block.number for block in loop.run()] == [1, 3, 2, 0, 4]
+
+
+def test_a_block_tells_the_draft_depth_of_each_token(target: TargetModel, texts: Texts) -> None:
+    loop = DecodeLoop(target, Oracle(*texts.whole, ahead=3), max_batch=1)
+    loop.submit(REQUESTS[0])
+    blocks = list(loop.run())
+    assert [block.depths for block in blocks] == [[None], *[[1, 2, 3, BONUS]] * 2, [1, 2, BONUS]]
+    assert [token for block in blocks for token in block.tokens] == written(texts, 0)
+    plain = DecodeLoop(target, max_batch=1)
+    plain.submit(REQUESTS[0])
+    assert {depth for block in plain.run() for depth in block.depths} == {None}
+
+
+def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=1)
+    for request in REQUESTS[:2]:
+        loop.submit(request)
+    loop.step()
+    for number in (0, 1):
+        with pytest.raises(ValueError, match=f"request {number} has not ended.*cancel it first"):
+            loop.forget(number)
+    finish(loop)
+    loop.forget(0)
+    assert set(loop.generations) == {1}
+    assert [number for number, _ in loop.take_ended()] == [1]
+
+
+def test_what_is_refused_is_not_queued(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=2)
+    for request, message in (
+        (Request([], 5), "the prompt is empty"),
+        (Request([1], 256), "exceed the target's 256 positions"),
+        (Request([97], 5), "token id 97"),
+        (Request([1], 5, Sampling(logit_bias=((97, 1.0),))), "logit_bias: token 97"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            loop.submit(request)
+    assert loop.idle
+    assert loop.generations == {}
+    loop.submit(Request([1], 5))
+    with pytest.raises(ValueError, match=r"must agree on decode\.acceptance"):
+        loop.submit(Request([1], 5, Sampling(1.0, rule="rejection")))
+    finish(loop)
+    assert loop.submit(Request([1], 5, Sampling(1.0, rule="rejection"))) == 1  # alone, it may have any rule
+
+
+def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=1)
+    for request in REQUESTS[:2]:
+        loop.submit(request)
+    blocks = loop.run()
+    next(blocks)
+    blocks.close()
+    assert loop.idle
+    assert [generation.finish for generation in loop.generations.values()] == ["cancelled", "cancelled"]
+    assert not loop.batch.is_open
+
+
+# Prompts that are read in pieces.
+
+LONG = [7 + (5 * i + i * i) % 71 for i in range(100)]
+
+
+def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static: bool = False) -> DecodeLoop:
+    """A loop that reads `piece` tokens per pass while rows run, whatever the passes take."""
+    loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=piece)
+    loop.pace.chunk = piece
+    return loop
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
+@pytest.mark.parametrize("static", [False, True])
+def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
+    target: TargetModel, make_head: MakeHead, piece: int, static: bool
+) -> None:
+    """The head drafts the same trees too: it read each piece with the token after it, which the prompt holds."""
+    requests = [Request(LONG, 12), Request([3], 40, Sampling(1.0, seed=1)), Request(LONG[:50], 8, Sampling(0.8))]
+    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
+    loop = make_paced(target, drafter, piece, static)
+    order = 1, 2, 0  # the short prompt first, so that its row runs while the others are read
+    for number in order:
+        loop.submit(requests[number])
+    finish(loop)
+    for place, number in enumerate(order):
+        found, wanted = loop.generations[place], alone[number]
+        assert found.tokens == wanted.tokens
+        if static or number == order[-1]:  # rows do not draft while a prompt is read beside their steps
+            assert found.stats.accepted_at_depth == wanted.stats.accepted_at_depth
+    loop.close()
+
+
+@pytest.mark.parametrize("kind", ["block head", "draft model"])
+def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
+    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str
+) -> None:
+    """A draft model reads each piece as the target does."""
+    growth = Dynamic(3, 2, 6)
+    drafters: dict[str, Drafter] = {
+        "block head": head_drafter(make_head("block"), growth),
+        "draft model": ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target),
+    }
+    drafter = drafters[kind]
+    alone = generate(target, LONG, 12, drafter=drafter)
+    loop = make_paced(target, drafter, 9)
+    loop.submit(Request(LONG, 12))
+    finish(loop)
+    assert loop.generations[0].tokens == alone.tokens
+    assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
+
+
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
+def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: str) -> None:
+    """Sliding windows and position encodings of all kinds; prompts are longer than a window. The third is read beside
+    the steps of another row, if the target reads parts side by side."""
+    target = TargetModel(FAMILIES[family](), ())
+    request, other = Request([5 + (7 * i) % 60 for i in range(45)], 6, end_tokens=()), Request([7], 12, end_tokens=())
+    alone, others = (generate_batch(target, [each])[0].tokens for each in (request, other))
+    loop = DecodeLoop(target, max_batch=2, prefill_chunk=11, prefix_memory=2**20)
+    for number in range(2):
+        loop.submit(request)
+        finish(loop)
+        assert loop.generations[number].tokens == alone
+    assert loop.generations[1].cached_tokens == 32
+    apart = family in ("gemma2", "gpt_oss")  # transformers runs these on eager attention
+    assert target.packs == loop.pace.beside == (not apart)
+    loop.submit(other)
+    loop.step()
+    loop.submit(replace(request, prompt=request.prompt[::-1]))
+    finish(loop)
+    assert loop.generations[2].tokens == others
+    assert (
+        loop.generations[3].tokens == generate_batch(target, [replace(request, prompt=request.prompt[::-1])])[0].tokens
+    )
+
+
+def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
+    """Nobody but our attention may look into the mask of several parts; a model that does is found out."""
+    model = make_model(num_hidden_layers=4)
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: (args, {**kwargs, "attention_mask": without_subclass(kwargs)}),
+            with_kwargs=True,
+        )
+    changed = TargetModel(model, ())
+    assert target.packs
+    assert not changed.packs
+    loop = make_paced(changed, None, 10)
+    assert not loop.pace.beside
+    for request in (Request([3], 40), Request(LONG, 5)):
+        loop.submit(request)
+        loop.step()
+    finish(loop)
+    assert loop.generations[1].tokens == generate(target, LONG, 5).tokens
+
+
+def without_subclass(kwargs: dict[str, Any]) -> Tensor | None:
+    mask = kwargs["attention_mask"]
+    return None if mask is None else mask.as_subclass(Tensor) + 0.0
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, static: bool) -> None:
+    """At least ten pieces, in the row's own steps, or in turn with them if these have static shapes."""
+    loop = make_paced(target, None, 10, static)
+    loop.submit(Request([3], 200))
+    loop.step()
+    loop.submit(Request(LONG, 5))
+    blocks: list[list[int]] = []
+    while not any(1 in numbers for numbers in blocks) and not loop.idle:
+        blocks.append([block.number for block in loop.step()])
+    pieces = len(blocks) // 2 if static else len(blocks) - 1  # the first step is alone: it tells how long steps take
+    if static:
+        assert blocks == [[0], *[[], [0]] * (pieces - 1), [1]]
+    else:
+        assert blocks == [*[[0]] * pieces, [0, 1]]
+    assert pieces >= len(LONG) / 10
+    loop.close()
+
+
+def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
+    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
+    requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
+    alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
+    loop = make_paced(target, None, 5)
+    for request in requests:
+        loop.submit(request)
+    finish(loop)
+    assert [loop.generations[number].tokens for number in range(3)] == alone
+    growing = make_paced(target, None, 5)
+    growing.submit(Request([3], 30))
+    growing.step()
+    growing.step()
+    growing.submit(requests[2])
+    finish(growing)
+    assert growing.generations[1].tokens == alone[2]
+    assert growing.generations[0].tokens == generate(target, [3], 30).tokens
+
+
+def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None:
+    loop = make_paced(target, None, 10)
+    loop.submit(Request(LONG, 5))
+    loop.step()
+    loop.step()
+    assert loop.batch.reading is not None
+    loop.cancel(0)
+    assert loop.idle
+    assert loop.generations[0].finish == "cancelled"
+    loop.submit(REQUESTS[0])
+    finish(loop)
+    assert loop.generations[1].tokens == generate(target, REQUESTS[0].prompt, REQUESTS[0].max_new_tokens).tokens
+
+
+def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
+    """On a machine where a step takes 1 s and each prompt token 0.1 s, plus 0.5 s per pass: 1.5 s are 10 tokens."""
+    pace = Pace(512, prompts_first=False)
+    assert pace.tokens(has_rows=False) == 512
+    pace.stepped(1.0, drafts=False)
+    for _ in range(12):
+        tokens = pace.tokens(has_rows=True)
+        pace.has_read(tokens, 0.5 + 0.1 * tokens)
+        assert not pace.reads_next(running=1)
+        pace.stepped(1.0, drafts=False)
+        assert pace.reads_next(running=1)
+    assert 9 <= pace.tokens(has_rows=True) <= 11
+    pace.has_read(512, 51.7)  # nobody waited for this one
+    assert pace.tokens(has_rows=True) <= 20
+
+
+def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) -> None:
+    """A text ends with nearly every step there: a pass for each new prompt would take as long as the steps."""
+    lengths = [1 + 5 * number % 61 for number in range(96)]
+    requests = [Request([5 + number % 40, 7, 9], length) for number, length in enumerate(lengths)]
+    loop, passes = loop_of(target, requests, max_batch=48), 0
+    while not loop.idle:
+        loop.step()
+        passes += loop.pace.read_last
+    loop.close()
+    for number in range(5, 96, 24):
+        alone = generate(target, requests[number].prompt, lengths[number])
+        assert loop.generations[number].tokens == alone.tokens
+    assert passes <= 24  # 36 as long as each place was filled at once
+
+
+def test_places_that_became_free_are_filled_together_and_in_the_end() -> None:
+    pace = Pace(512, prompts_first=True)
+    pace.stepped(1.0, drafts=False)
+    assert not pace.reads_next(running=480, free=29, waiting=100)
+    assert pace.reads_next(running=480, free=30, waiting=100)
+    assert pace.reads_next(running=480, free=3, waiting=3)  # no more will come
+    assert pace.reads_next(running=15, free=1, waiting=100)
+    pace.has_read(512, 1.0)
+    assert pace.reads_next(running=510, free=2, waiting=60)  # until all places are taken
+
+
+def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> None:
+    """Where a step takes 1 s and each prompt token 0.05 s more, but the first ten nothing: 24 tokens are 1.7 s."""
+    pace = Pace(512, prompts_first=False, beside=True)
+    pace.stepped(3.0, drafts=True)
+    assert pace.reads_next(running=1)
+    pace.stepped(1.3, drafts=False, beside=16)
+    assert not pace.reads_next(running=1)  # nobody knows yet what a step takes without a piece
+    pace.stepped(1.0, drafts=False)
+    alone = 0
+    for _ in range(60):
+        if pace.reads_next(running=1):
+            tokens = pace.tokens(has_rows=True)
+            pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
+        else:
+            alone += 1
+            pace.stepped(1.0, drafts=False)
+    assert 22 <= pace.tokens(has_rows=True) <= 26
+    assert 2 <= alone <= 5  # it measures again now and then
+    for _ in range(20):  # the rows draft between prompts: no piece is compared to such a step
+        pace.stepped(3.0, drafts=True)
+    assert pace.reads_next(running=1)
+    for _ in range(3):
+        tokens = pace.tokens(has_rows=True)
+        pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
+    assert 22 <= pace.tokens(has_rows=True) <= 26
+    pace.stepped(3.0, drafts=True)
+    pace.stepped(2.0, drafts=False)  # with more rows or longer texts, plain steps take twice as long by now
+    for _ in range(12):
+        tokens = pace.tokens(has_rows=True)
+        pace.stepped(2 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
+    assert 36 <= pace.tokens(has_rows=True) <= 40
+
+
+def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:
+    loop = DecodeLoop(target, HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)), max_batch=2)
+    loop.submit(REQUESTS[0])
+    loop.submit(replace(REQUESTS[5], speculative=False))
+    finish(loop)
+    assert loop.generations[0].tokens == written(texts, 0)
+    assert loop.generations[1].tokens == written(texts, 5)
+    assert loop.generations[0].stats.drafted > 0
+    assert loop.generations[1].stats.drafted == 0
+
+
+def test_no_drafter_works_when_no_row_wants_drafts(
+    target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8))
+    for name in ("prefill", "draft"):
+        monkeypatch.setattr(drafter, name, lambda *inputs: pytest.fail("the drafter worked"))
+    for static in (False, True):
+        loop = DecodeLoop(target, drafter, max_batch=2, static=static)
+        for request in REQUESTS:
+            loop.submit(replace(request, speculative=False))
+        finish(loop)
+        assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
+
+
+class Switch:
+    """In place of `SpeculationByLoad`: drafts pay while it is on."""
+
+    is_on = False
+
+    def pays(self, at: Any) -> bool:
+        return self.is_on
+
+    def observe(self, *_: Any) -> None:
+        """Learn nothing."""
+
+
+@pytest.mark.parametrize("event", ["another row ends", "the cache grows"])
+def test_what_a_drafter_has_read_moves_with_its_row(
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    """The drafter catches up with the second row, in several steps without a draft, when it moves to another place."""
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
+    loop, switch = DecodeLoop(target, HeadDrafter(make_head(), Dynamic(3, 3, 8)), max_batch=2), Switch()
+    loop.decode_step.speculation = switch  # type: ignore[assignment]
+    loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
+    loop.submit(Request([5, 6], 40))
+    while len(loop.batch.rows) < 2 or len(loop.batch.rows[1].text) < 20:
+        loop.step()
+    switch.is_on = True
+    for number in range(6):
+        if number == 2 and event == "the cache grows":
+            loop.submit(Request([5, 6], 200))
+        loop.step()
+        assert_drafter_has_read(loop)
+    assert len(loop.batch.rows) == (1 if event == "another row ends" else 2)
+    assert loop.batch.rows[-1].unread.start > 12
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_a_constraint_that_gives_up_on_drafts_changes_no_text(
+    target: TargetModel, make_head: MakeHead, patience: int
+) -> None:
+    """It gives up after `patience` draft tokens; once these are text, there is a way on."""
+    requests = [Request(each.prompt, 12, each.sampling, constraint=NoThirds()) for each in REQUESTS]
+    plain = generate_batch(target, requests)
+    whole = [request.prompt + found.tokens for request, found in zip(requests, plain, strict=True)]
+    drafts = [replace(request, constraint=NoThirds(patience)) for request in requests]
+    found = generate_batch(target, drafts, HeadDrafter(HalfRightHead(target, *whole), Dynamic(4, 3, 12)))
+    assert [each.tokens for each in found] == [each.tokens for each in plain]
+    assert any(each.stats.drafted for each in found) == (patience > 0)
+
+
+class Failure(Exception):
+    """Raised in the work for one row."""
+
+
+def detokenize(tokens: list[int]) -> str:
+    """A letter for each token; nobody can read the last one."""
+    if 96 in tokens:
+        raise Failure("token 96 has no text")
+    return "".join(chr(ord("0") + token) for token in tokens)
+
+
+FAILING: dict[str, dict[str, Any]] = {
+    "stop": {"stop": StopStrings(("nowhere",), lambda tokens: detokenize([*tokens, 96]))},
+    "constraint, at once": {"constraint": NoThirds(fails_at=0)},
+    "constraint, later": {"constraint": NoThirds(fails_at=4)},
+    "scores": {"logprobs": True, "alternatives": -2},
+}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("drafted", [False, True])
+@pytest.mark.parametrize("what", FAILING)
+def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
+    target: TargetModel, texts: Texts, what: str, drafted: bool
+) -> None:
+    """It ended the step, and with it every row."""
+    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
+    loop = DecodeLoop(target, drafter, max_batch=3)
+    numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]
+    loop.step()
+    failing = loop.submit(replace(REQUESTS[2], **FAILING[what]))
+    finish(loop)
+    assert [loop.generations[number].tokens for number in numbers] == [written(texts, 0), written(texts, 5)]
+    found = loop.generations[failing]
+    assert (found.finish, type(found.error)) == ("error", Failure if what == "stop" else RuntimeError)
+    if what != "constraint, later":
+        assert not found.tokens
+    else:  # the tree of the last step may hold the state that fails
+        assert len(found.tokens) in ((3, 4) if drafted else (4,))
+    assert failing in [number for number, _ in loop.take_ended()]
+    with pytest.raises((Failure, RuntimeError)):
+        generate_batch(target, [replace(REQUESTS[2], **FAILING[what])], drafter)
+
+
+# A fixed budget of memory.
+
+
+def test_a_request_waits_until_its_longest_text_fits_in_the_memory(target: TargetModel) -> None:
+    """A token is 512 bytes, and pages hold 128 tokens each, so that a text of 7 tokens may touch two of them."""
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 2 * 128 * 512)
+    for number in range(4):
+        loop.submit(Request([3 + number], 6, priority=number == 3))
+    seen = []
+    while not loop.idle:
+        loop.step()
+        seen.append(len(loop.batch.rows))
+    assert max(seen) == 2
+    assert [number for number, _ in loop.take_ended()] == [3, 0, 1, 2]
+    for number in range(4):
+        assert loop.generations[number].tokens == generate(target, [3 + number], 6).tokens
+
+
+def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: TargetModel) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=2 * 128 * 512)
+    loop.submit(Request([3], 100))
+    message = r"memory: 131\.1 kB of cache given, and a prompt of 1 tokens with max_new_tokens 200 needs 196\.6 kB"
+    with pytest.raises(ValueError, match=message):
+        loop.submit(Request([3], 200))
+    static = DecodeLoop(target, max_batch=4, memory=4 * 120 * 512, static=True)
+    static.submit(Request([3], 100))
+    with pytest.raises(ValueError, match=r"needs 411\.6 kB in each of 4 rows, which share one block of memory"):
+        static.submit(Request([3], 199))
+
+
+@pytest.mark.parametrize("memory", [0, -5, 2**62])
+def test_memory_that_is_not_there_is_refused(target: TargetModel, memory: int) -> None:
+    with pytest.raises(ValueError, match=rf"memory: {memory} bytes given, 1 to \d+ are allowed.*lower it"):
+        DecodeLoop(target, memory=memory)
+
+
+def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:
+    loop, text = DecodeLoop(target, max_batch=4, memory=4 * 128 * 512), generate(target, [3], 4).tokens
+    assert text[3] not in text[:3]
+    for count in (20, 140, 20):  # the second does not fit beside the first; the third would
+        loop.submit(Request([3], count, end_tokens=(text[3],)))
+    finish(loop)
+    assert [number for number, _ in loop.take_ended()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("memory", [4 * 256 * 512, None])
+def test_the_cache_usage_tells_what_running_texts_reserve(target: TargetModel, memory: int | None) -> None:
+    loop = DecodeLoop(target, max_batch=4, memory=memory)
+    usages = [loop.batch.cache_usage]
+    for _ in range(2):
+        loop.submit(Request([3], 40, end_tokens=()))
+        loop.step()
+        usages.append(loop.batch.cache_usage)
+    assert 0 == usages[0] < usages[1] <= 0.5
+    assert usages[2] == pytest.approx(2 * usages[1])
+    finish(loop)
+    assert loop.batch.cache_usage == 0
+
+
+# Everything at once.
+
+
+def random_request(rng: random.Random) -> Request:
+    """Many begin alike; they sample, end and draft differently, and some are more urgent."""
+    samplings = [
+        Sampling(),
+        Sampling(1.0, seed=rng.randrange(99)),
+        Sampling(0.7, top_p=0.9, seed=rng.randrange(99)),
+        Sampling(0.8, repetition_penalty=1.3, presence_penalty=0.5, seed=rng.randrange(99)),
+        Sampling(logit_bias=((3, -float("inf")), (9, 2.0))),
+    ]
+    shared = LONG[: rng.choice([0, 0, 20, 40, 70])]
+    prompt = [*shared, *(rng.randrange(97) for _ in range(rng.randrange(1, 20)))]
+    if rng.random() < 0.1:  # up to the end of the context
+        prompt = (prompt * 256)[: rng.randrange(235, 256)]
+    return Request(
+        prompt,
+        min(rng.randrange(1, 25), 256 - len(prompt)),
+        rng.choice(samplings),
+        StopStrings((chr(60), chr(71) + chr(80)), detokenize) if rng.random() < 0.3 else None,
+        logprobs=rng.random() < 0.2,
+        end_tokens=rng.choice([None, (5, 17, 60)]),
+        priority=rng.randrange(3),
+        speculative=rng.random() < 0.7,
+        constraint=rng.choice([None, None, None, NoThirds(), NoThirds(patience=1), NoThirds(fails_at=3)]),
+    )
+
+
+def decode_alone(target: TargetModel, request: Request) -> Generation:
+    loop = DecodeLoop(target, max_batch=1)
+    loop.submit(request)
+    finish(loop)
+    return loop.generations[0]
+
+
+@pytest.mark.parametrize(
+    ("seed", "static", "count"),
+    slow_unless([(0, False, 14)], [(0, False, 14), (0, False, 30), (1, False, 30), (2, True, 30)]),
+)
+def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
+    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
+) -> None:
+    """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
+    found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
+    some rows fail.
+    """
+    for module in ("step", "reading"):
+        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP", 8)
+    rng = random.Random(seed)
+    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    memory = None if static else 12 * 128 * (512 + 128)
+    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
+    requests: dict[int, Request] = {}
+    seen: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    while len(requests) < count or not loop.idle:
+        if len(requests) < count and (loop.idle or rng.random() < 0.2):
+            for _ in range(rng.randrange(1, 4)):
+                request = random_request(rng)
+                requests[loop.submit(request)] = request
+        if rng.random() < 0.05:
+            cancelled.add(number := rng.choice([*requests]))
+            loop.cancel(number)
+        loop.pace.chunk = rng.randrange(1, 40)
+        for block in loop.step():
+            seen.setdefault(block.number, []).extend(block.tokens)
+        if rng.random() < 0.1:
+            assert_drafter_has_read(loop)
+    ended = dict(loop.take_ended())
+    assert set(ended) == set(requests)
+    for number, request in requests.items():
+        found = ended[number]
+        alone = decode_alone(target, request)
+        assert found.tokens == seen.get(number, [])
+        if found.finish == "cancelled":
+            assert number in cancelled
+            assert found.tokens == alone.tokens[: len(found.tokens)]
+        else:
+            assert (found.tokens, found.finish) == (alone.tokens, alone.finish), number
+    assert loop.prefix_counts[1] > 3 * count
+    assert any(found.finish == "cancelled" for found in ended.values())
+    assert any(found.stats.drafted for found in ended.values())
+    assert loop.batch.cache.target.lengths == []
+    assert loop.batch.prefixes is not None
+    assert loop.batch.prefixes.num_bytes <= 150_000

@@ -1,0 +1,516 @@
+"""The law of `generate`: greedy output equals that of transformers' `generate`; unsupported fields raise ValueError."""
+
+import warnings
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from matrix import slow_unless
+from scripted import Moody
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    TextIteratorStreamer,
+)
+
+from headstart.heads.kinds.checkpoint import save_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.inference.core.history import History
+from headstart.inference.core.request import Generation
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import generate
+from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
+from headstart.inference.generate.settings import DEFAULTS, IGNORED, SUPPORTED, read_sampling, read_settings
+from headstart.inference.targets.model import TargetModel
+
+INF, PAD, NEW = float("inf"), 96, 10
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
+DEMO = Path(__file__).parents[3] / "assets" / "demo_target"
+MakeModel = Callable[..., LlamaForCausalLM]
+
+
+def left_padded(prompts: list[list[int]], pad: int = PAD) -> dict[str, Any]:
+    longest = max(map(len, prompts))
+    tokens = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+BATCH, ALONE = left_padded(PROMPTS), left_padded(PROMPTS[:1])
+
+
+def written_by(model: SpeculativeModel, **fields: Any) -> Tensor:
+    found = model.generate(**fields)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
+    found = model.generate(**fields, return_dict_in_generate=True)
+    assert isinstance(found, SpeculativeOutput)
+    return found
+
+
+@pytest.fixture(scope="module")
+def theirs(make_model: MakeModel) -> Any:
+    """The transformers model with the weights of `target`, not wrapped by TargetModel."""
+    return make_model(num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def ends(theirs: Any) -> list[int]:
+    """Two tokens that end the greedy texts of the first two prompts early when used as end tokens."""
+    written = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
+    return [written[0][5], written[1][2]]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(DEMO)
+
+
+@pytest.fixture
+def model(target: TargetModel, head: Eagle3Head) -> SpeculativeModel:
+    return SpeculativeModel(target, HeadDrafter(head, Dynamic(4, 3, 8)))
+
+
+def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
+    """Cases in which our greedy output must equal that of transformers: name -> fields."""
+    return {
+        "no end": {"max_new_tokens": NEW},
+        "one end token": {"max_new_tokens": NEW, "eos_token_id": ends[0]},
+        "two end tokens": {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD},
+        "end token as padding": {"max_new_tokens": NEW, "eos_token_id": ends},
+        "max_length": {"max_length": len(PROMPTS[2]) + 9},
+        "max_length, ends": {"max_length": len(PROMPTS[2]) + 9, "eos_token_id": ends, "pad_token_id": 0},
+        "one new token": {"max_new_tokens": 1},
+        "fixed length": {"max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": ends},
+        "fixed length by min_length": {"max_length": 20, "min_length": 20, "eos_token_id": ends},
+        "a least length": {"max_new_tokens": NEW, "min_new_tokens": 7, "eos_token_id": ends, "pad_token_id": PAD},
+        "a least length by min_length": {"max_new_tokens": NEW, "min_length": 15, "eos_token_id": ends},
+        "a least length beyond the longest": {"max_new_tokens": NEW, "min_new_tokens": NEW + 1, "eos_token_id": ends},
+        "a forced end": {"max_new_tokens": NEW, "forced_eos_token_id": 3, "eos_token_id": [*ends, 3]},
+        "a forced end after a fixed length": {
+            **{"max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": ends, "forced_eos_token_id": ends[0]},
+        },
+        "no n-gram twice": {"max_new_tokens": 3 * NEW, "no_repeat_ngram_size": 2},
+        "no token twice": {"max_new_tokens": NEW, "no_repeat_ngram_size": 1},
+        "bad words": {"max_new_tokens": NEW, "bad_words_ids": [[ends[1]], [7, 11, 12], [11, ends[0]], [23, 9, 40]]},
+        "bad words that are end tokens": {
+            "max_new_tokens": NEW,
+            "bad_words_ids": [[e] for e in ends],
+            "eos_token_id": ends,
+        },
+        "suppressed tokens": {"max_new_tokens": NEW, "suppress_tokens": [ends[0], 500]},
+        "tokens suppressed at the beginning": {"max_new_tokens": NEW, "begin_suppress_tokens": [*range(50)]},
+        "normalised": {"max_new_tokens": NEW, "renormalize_logits": True, "repetition_penalty": 1.2},
+        "min_length within the prompts": {"max_new_tokens": NEW, "min_length": 4, "eos_token_id": ends},
+        "repetition penalty": {"max_new_tokens": NEW, "repetition_penalty": 1.5},
+        "repetition penalty, ends": {"max_new_tokens": NEW, "repetition_penalty": 0.7, "eos_token_id": ends},
+        "bias": {"max_new_tokens": NEW, "sequence_bias": {(ends[0],): -INF, (3,): 2.0}},
+        "bias as a list": {"max_new_tokens": NEW, "sequence_bias": [[[ends[0]], -10.0], [[3], 4.0]]},
+        "beams of one": {"max_new_tokens": NEW, "num_beams": 1, "use_cache": True, "output_attentions": False},
+    }
+
+
+SOME_CASES = (
+    *(
+        "one end token",
+        "two end tokens",
+        "max_length",
+        "one new token",
+        "fixed length",
+        "a least length",
+        "a forced end",
+    ),
+    *("no n-gram twice", "bad words", "suppressed tokens", "tokens suppressed at the beginning", "normalised", "bias"),
+)
+
+
+@pytest.fixture(scope="module")
+def of_batch(theirs: Any, ends: list[int]) -> dict[str, torch.Tensor]:
+    """What transformers writes after BATCH in each case."""
+    return {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("case", slow_unless(SOME_CASES, same_fields([0, 0])))
+@pytest.mark.parametrize("prompts", [BATCH, ALONE], ids=["batch", "alone"])
+def test_greedy_output_equals_that_of_transformers(
+    case: str,
+    prompts: dict[str, Any],
+    target: TargetModel,
+    model: SpeculativeModel,
+    theirs: Any,
+    of_batch: dict[str, torch.Tensor],
+    ends: list[int],
+) -> None:
+    fields = same_fields(ends)[case]
+    wanted = of_batch[case] if prompts is BATCH else theirs.generate(**prompts, **fields)
+    width = prompts["input_ids"].shape[1]
+    texts = [PROMPTS[row] + written[width:].tolist() for row, written in enumerate(wanted)]
+    for drafter in (None, Moody(*texts)):
+        assert torch.equal(written_by(SpeculativeModel(target, drafter), **prompts, **fields), wanted)
+    assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
+
+
+def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: dict[str, torch.Tensor]) -> None:
+    assert (of_batch["two end tokens"][0] == PAD).any()
+    same = [case for case, found in of_batch.items() if torch.equal(found, of_batch["no end"])]
+    assert same == ["no end", "beams of one"]
+
+
+def test_texts_end_at_the_end_tokens_of_the_checkpoint(make_model: MakeModel, ends: list[int]) -> None:
+    for own in ({"eos_token_id": ends}, {"eos_token_id": ends, "pad_token_id": PAD}):
+        model = SpeculativeModel(TargetModel(make_model(**own), ()))
+        theirs: Any = make_model(**own)
+        for fields in ({}, {"eos_token_id": None}, {"eos_token_id": ends[1]}):
+            wanted = theirs.generate(**BATCH, max_new_tokens=NEW, **fields)
+            assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW, **fields), wanted)
+
+
+def test_the_default_is_twenty_new_tokens(model: SpeculativeModel, theirs: Any) -> None:
+    long = {"input_ids": torch.arange(246).unsqueeze(0) % 90}  # 10 positions are left
+    for prompts in (BATCH, ALONE, long):
+        with pytest.warns(UserWarning, match="max_new_tokens"):
+            assert torch.equal(written_by(model, **prompts), theirs.generate(**prompts))
+
+
+def test_max_new_tokens_overrides_max_length(model: SpeculativeModel, theirs: Any) -> None:
+    with pytest.warns(UserWarning, match="max_length"):
+        found = written_by(model, **ALONE, max_new_tokens=4, max_length=50)
+    assert torch.equal(found, theirs.generate(**ALONE, max_new_tokens=4))
+
+
+def test_padding_is_recognised_without_a_mask(model: SpeculativeModel, theirs: Any) -> None:
+    # Unless the pad token is also an end token: then it counts as text.
+    for more in ({}, {"eos_token_id": PAD}):
+        fields: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": PAD, "input_ids": BATCH["input_ids"], **more}
+        assert torch.equal(written_by(model, **fields), theirs.generate(**fields))
+
+
+def test_a_padded_batch_without_a_mask_warns_if_padding_looks_like_text(model: SpeculativeModel) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": 1, "pad_token_id": PAD, "eos_token_id": PAD}
+    with pytest.warns(UserWarning, match="attention_mask: missing for 3 prompts, .* the pad token 96 is also an end"):
+        model.generate(BATCH["input_ids"], **fields)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.simplefilter("ignore", ResourceWarning)  # a socket of an earlier test
+        model.generate(**BATCH, **fields)
+        model.generate(ALONE["input_ids"], **fields)  # a single prompt needs no padding
+        model.generate(BATCH["input_ids"], max_new_tokens=1, pad_token_id=PAD)
+
+
+def test_texts_stop_at_the_same_strings_as_in_transformers(target: TargetModel, theirs: Any, tokenizer: Any) -> None:
+    free = theirs.generate(**BATCH, max_new_tokens=NEW)[:, len(PROMPTS[2]) :].tolist()
+    strings = [tokenizer.decode(free[0][4:7]), tokenizer.decode(free[1][2:4])]
+    unused = next(token for token in range(97) if all(token not in text for text in free))
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": unused, "stop_strings": strings}
+    wanted = theirs.generate(**BATCH, **fields, tokenizer=tokenizer)
+    assert (wanted == unused).any()
+    texts = [prompt + text for prompt, text in zip(PROMPTS, free, strict=True)]
+    assert torch.equal(written_by(SpeculativeModel(target, Moody(*texts), tokenizer), **BATCH, **fields), wanted)
+    assert torch.equal(written_by(SpeculativeModel(target), **BATCH, **fields, tokenizer=tokenizer), wanted)
+    one: dict[str, Any] = {**fields, "stop_strings": strings[0]}
+    alone = theirs.generate(**ALONE, **one, tokenizer=tokenizer)
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **one), alone)
+
+
+def test_a_special_token_may_be_a_stop_string(target: TargetModel, theirs: Any, tokenizer: Any) -> None:
+    name = tokenizer.decode([0])
+    assert name in tokenizer.all_special_tokens
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "stop_strings": name, "sequence_bias": {(0,): 9.0}}
+    wanted = theirs.generate(**ALONE, **fields, tokenizer=tokenizer)
+    assert wanted[0, -1] == 0
+    assert wanted.shape[1] < len(PROMPTS[0]) + NEW
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: TargetModel, theirs: Any) -> None:
+    """Tokenizers like that of Llama 2 strip the first space of the text that they decode."""
+    pairs = [first + second for first in "wxyz" for second in LETTERS]
+    words = ["abcdef", *pairs][:97]  # transformers decodes each token after the text abcdef
+    whole_words = Tokenizer(WordLevel({f"\u2581{word}": i for i, word in enumerate(words)}, unk_token="\u2581wa"))
+    whole_words.pre_tokenizer, whole_words.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=whole_words, clean_up_tokenization_spaces=False)
+    first = theirs.generate(**ALONE, max_new_tokens=1)[0, -1]
+    string = " " + tokenizer.decode([first])
+    assert tokenizer.decode([first, first]).count(string) == 1
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "stop_strings": string}
+    wanted = theirs.generate(**ALONE, **fields, tokenizer=tokenizer)
+    assert wanted.shape[1] == len(PROMPTS[0]) + 1
+    assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
+
+
+def test_integers_may_come_from_numpy_and_torch(target: TargetModel) -> None:
+    model, fields = SpeculativeModel(target), {**BATCH, "max_new_tokens": NEW, "do_sample": True}
+    wanted = written_by(model, **fields, seed=3, eos_token_id=5)
+    seeds = numpy.int64(3), torch.tensor(3), [3, numpy.int64(3), 3], torch.tensor([3, 3, 3])
+    ends = numpy.int64(5), torch.tensor(5), torch.tensor([5]), numpy.array([5])
+    for seed, end in zip(seeds, ends, strict=True):
+        assert torch.equal(written_by(model, **fields, seed=seed, eos_token_id=end), wanted)
+
+
+def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> None:
+    odd = copy(target)
+    odd.end_tokens = [5, 2000]
+    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
+    found = written_by(SpeculativeModel(odd), **fields)
+    assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
+
+
+# The defaults are those of transformers: with do_sample, top_k is 50.
+MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
+    ({}, Sampling()),
+    ({"do_sample": True}, Sampling(1.0, top_k=50)),
+    ({"do_sample": True, "temperature": 0.7, "top_k": 0}, Sampling(0.7)),
+    ({"do_sample": True, "top_k": 5, "top_p": 0.9}, Sampling(1.0, top_k=5, top_p=0.9)),
+    (
+        {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
+        Sampling(1.0, 50, min_p=0.05, repetition_penalty=1.3),
+    ),
+    ({"do_sample": True, "sequence_bias": {(4,): 2.0}}, Sampling(1.0, 50, logit_bias=((4, 2.0),))),
+    ({"repetition_penalty": 1.3}, Sampling(repetition_penalty=1.3)),
+    ({"temperature": 0}, Sampling()),
+]
+
+
+@pytest.mark.parametrize(("fields", "meant"), MEANINGS, ids=[", ".join(fields) for fields, _ in MEANINGS])
+def test_fields_mean_what_they_mean_in_transformers(fields: dict[str, Any], meant: Sampling, theirs: Any) -> None:
+    assert read_sampling(read_settings(None, fields)) == meant
+    assert read_sampling(read_settings(GenerationConfig(**fields), {})) == meant
+    if meant.temperature == 0:
+        return
+    found = theirs.generate(
+        **ALONE, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True, **fields
+    )
+    warped = BatchSampling([meant], "cpu").warp(found.logits[0].unsqueeze(1), History.start(PROMPTS[:1], 97, "cpu"))
+    torch.testing.assert_close(warped.exp()[:, 0], found.scores[0].softmax(-1))
+
+
+def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(theirs: Any) -> None:
+    for config, overrides, top_k in (
+        (GenerationConfig(do_sample=True, top_k=None), {}, 50),
+        (GenerationConfig(do_sample=True, top_k=7), {"top_k": None}, None),
+        (GenerationConfig(do_sample=True), {"top_k": None, "temperature": None, "top_p": None}, None),
+    ):
+        assert read_sampling(read_settings(config, overrides)) == Sampling(1.0, top_k=top_k)
+        details = {"max_new_tokens": 1, "return_dict_in_generate": True, "output_scores": True}
+        found = theirs.generate(**ALONE, generation_config=config, **details, **overrides)
+        assert int(found.scores[0].isfinite().sum()) == (top_k or 97)
+
+
+def test_fields_that_transformers_lacks_are_read() -> None:
+    own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
+    meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
+    assert read_sampling(read_settings(None, own)) == meant
+    found = read_sampling(read_settings(None, {"do_sample": True}), "rejection")
+    assert found == Sampling(1.0, 50, rule="rejection")
+
+
+def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
+    fields = {"max_new_tokens": NEW, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
+    sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
+    width = len(PROMPTS[2])
+
+    def written(own: SpeculativeModel, **more: Any) -> list[list[int]]:
+        return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
+
+    def alone(prompt: list[int], seed: int) -> list[int]:
+        return generate(target, prompt, NEW, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
+
+    assert read_sampling(read_settings(None, fields)) == sampling
+    wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}
+    for own in (model, SpeculativeModel(target, max_batch=2)):
+        assert written(own) == [wanted[row, 0] for row in range(3)]
+        assert written(own, seed=2) == [wanted[row, 2] for row in range(3)]
+        assert written(own, seed=[3, 1, 2]) == [wanted[0, 3], wanted[1, 1], wanted[2, 2]]
+        assert written(own, seed=2, num_return_sequences=2) == [wanted[row, 2 + i] for row in range(3) for i in (0, 1)]
+    assert len({tuple(text) for text in wanted.values()}) == len(wanted)
+
+
+def test_rows_of_the_same_prompt_are_adjacent(model: SpeculativeModel) -> None:
+    found = written_by(model, **BATCH, max_new_tokens=2, do_sample=True, num_return_sequences=3)
+    assert torch.equal(found[:, : len(PROMPTS[2])], BATCH["input_ids"].repeat_interleave(3, dim=0))
+
+
+def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
+    fields = {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD}
+    wanted = theirs.generate(**BATCH, **fields, output_logits=True, return_dict_in_generate=True)
+    found = output_of(model, **BATCH, **fields, output_logits=True)
+    assert torch.equal(found.sequences, wanted.sequences)
+    width, logprobs = len(PROMPTS[2]), torch.stack(wanted.logits, dim=1).log_softmax(-1)  # [batch, new, vocab]
+    chosen = logprobs.gather(2, wanted.sequences[:, width:, None]).squeeze(2)
+    assert found.logprobs is not None
+    assert found.logprobs.shape == chosen.shape
+    for row, (generation, prompt) in enumerate(zip(found.generations, PROMPTS, strict=True)):
+        assert isinstance(generation, Generation)
+        count = len(generation.tokens)
+        assert found.sequences[row, width : width + count].tolist() == generation.tokens
+        assert (found.sequences[row, width + count :] == PAD).all()
+        assert found.sequences[row, width - len(prompt) : width].tolist() == prompt
+        torch.testing.assert_close(found.logprobs[row, :count], chosen[row, :count], atol=1e-4, rtol=1e-4)
+        assert not found.logprobs[row, count:].any()
+        assert generation.finish == ("end" if generation.tokens[-1] in ends else "length")
+    assert found.stats.steps == sum(generation.stats.steps for generation in found.generations)
+    assert 0 < max(generation.stats.seconds for generation in found.generations) <= found.stats.seconds
+    assert output_of(model, **BATCH, **fields).logprobs is None
+
+
+class Recorder:
+    """A streamer that records what it is given."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+    def put(self, value: Tensor) -> None:
+        self.given.append(value.tolist())
+
+    def end(self) -> None:
+        self.given.append("end")
+
+
+def test_a_streamer_is_given_the_same_as_by_transformers(target: TargetModel, theirs: Any, ends: list[int]) -> None:
+    cases: list[dict[str, Any]] = [{"max_new_tokens": NEW}, {"max_new_tokens": NEW, "eos_token_id": ends}]
+    for fields in cases:
+        wanted, found = Recorder(), Recorder()
+        written = theirs.generate(**ALONE, **fields, streamer=wanted)
+        model = SpeculativeModel(target, Moody(written[0].tolist()))
+        assert torch.equal(written_by(model, **ALONE, **fields, streamer=found), written)
+        assert found.given == wanted.given
+
+
+@pytest.mark.parametrize("skip_prompt", [False, True])
+def test_a_text_streamer_yields_exactly_the_text(
+    skip_prompt: bool, target: TargetModel, theirs: Any, tokenizer: Any
+) -> None:
+    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # makes the text more varied
+    written = theirs.generate(**ALONE, **fields)
+    model = SpeculativeModel(target, Moody(written[0].tolist()))
+    pieces = []
+    for their_or_own in (theirs, model):
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
+        thread = Thread(target=their_or_own.generate, kwargs={**ALONE, **fields, "streamer": streamer})
+        thread.start()
+        pieces.append(list(streamer))
+        thread.join()
+    assert pieces[0] == pieces[1]
+    start = len(PROMPTS[0]) if skip_prompt else 0
+    assert "".join(pieces[1]) == tokenizer.decode(written[0, start:])
+
+
+def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends: list[int]) -> None:
+    fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": ends[0]}
+    written = theirs.generate(**ALONE, **fields)[0].tolist()
+    blocks = list(SpeculativeModel(target, Moody(written)).stream(**ALONE, **fields))
+    assert PROMPTS[0] + [token for block in blocks for token in block] == written
+    assert 1 < len(blocks) < len(written) - len(PROMPTS[0])
+
+
+@pytest.mark.parametrize("value", [7, "x", [1], torch.ones(2)], ids=str)
+def test_every_other_field_is_refused(value: Any) -> None:
+    for name in GenerationConfig().to_dict().keys() - SUPPORTED - IGNORED:
+        with pytest.raises(ValueError, match=f"{name}: "):
+            read_settings(None, {name: value})
+
+
+def test_fields_at_their_defaults_are_not_refused() -> None:
+    documented = GenerationConfig._get_default_generation_params()
+    assert read_settings(None, documented).items() >= {**DEFAULTS, "max_length": 20, "min_length": 0}.items()
+    assert read_settings(GenerationConfig(), {}) == DEFAULTS
+    read_settings(GenerationConfig(**documented), {})
+    read_settings(GenerationConfig.from_pretrained(DEMO), {})
+    read_settings(None, {"logits_processor": None, "synced_gpus": False})
+
+
+REFUSED_FIELDS: list[tuple[dict[str, Any], str]] = [
+    ({"num_beams": 4}, "num_beams: 4 given, 1 is allowed"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: 0.6 given, None is allowed; top_k: 4 given, which needs do_s"),
+    (
+        {"encoder_no_repeat_ngram_size": 2, "max_time": 1.0},
+        r"size: 2 given, 0 is allowed .did you mean no_repeat_ngram_size.*; max_time: 1.0 given, None is",
+    ),
+    ({"constraints": ["x"]}, "constraints: "),
+    ({"forced_bos_token_id": 0}, "forced_bos_token_id: 0 given"),
+    ({"max_new_token": 4}, "max_new_token: 4 given.*supported fields: .*max_new_tokens"),
+    ({"inputs_embeds": torch.zeros(1, 4, 32)}, "inputs_embeds: "),
+    ({"logits_processor": [lambda tokens, scores: scores]}, "logits_processor: "),
+    ({"temperature": 0.7}, "temperature: 0.7 given, which needs do_sample=True"),
+    ({"do_sample": True, "temperature": 0.0}, "temperature: 0 given with do_sample=True, more than 0 is allowed"),
+    ({"do_sample": True, "top_p": 1.5}, "top_p: 1.5 given"),
+    ({"do_sample": True, "top_k": -1}, "top_k: -1 given"),
+    ({"output_scores": True}, "output_scores: True given, which needs return_dict_in_generate=True"),
+    ({"num_return_sequences": 2}, "num_return_sequences: 2 given, only 1 is allowed without do_sample=True"),
+    ({"eos_token_id": [5, 97]}, "eos_token_id: .* given, 0 to 96 is allowed"),
+    ({"forced_eos_token_id": [3, 4]}, r"forced_eos_token_id: \[3, 4\] given, one token id is allowed"),
+    ({"forced_eos_token_id": 97}, "forced_eos_token_id: 97 given, token ids 0 to 96"),
+    ({"bad_words_ids": [[3, 97]]}, "bad_words_ids: 97 given, token ids 0 to 96"),
+    ({"bad_words_ids": [3]}, r"bad_words_ids: \[3\] given, a list of lists of token ids"),
+    ({"max_new_tokens": 0}, "max_new_tokens: 0 given"),
+    ({"max_new_tokens": 1000}, "256 positions"),
+    ({"max_new_tokens": None, "max_length": 7}, "max_length: 7 given, more than the 7 columns"),
+    ({"stop_strings": "x"}, "stop_strings: given without a tokenizer"),
+    ({"sequence_bias": {(1, 2): 3.0}}, r"sequence_bias: \[\[1, 2\]\] given, sequences of 1 token"),
+    ({"seed": [1, 2]}, "seed: 2 given for 3 prompts, 1 for all or 3 is allowed"),
+    ({"seed": 1.5}, "seed: 1.5 given, a whole number is allowed"),
+    ({"seed": [1, 2, 1.5]}, "seed: 1.5 given, a whole number is allowed"),
+    ({"num_return_sequences": -1}, "num_return_sequences: -1 given, 1 or more is allowed"),
+    ({"do_sample": True, "top_k": 5.0}, "top_k: 5.0 given, a whole number is allowed"),
+    ({"max_new_tokens": 2.5}, "max_new_tokens: 2.5 given, a whole number is allowed"),
+    ({"input_ids": torch.zeros(0, 3, dtype=torch.long)}, r"input_ids: shape \[0, 3\] given, \[batch, seq\]"),
+    ({"logit_bias": [(3, 1.0)]}, r"logit_bias: \[\(3, 1.0\)\] given, a mapping of token ids"),
+    ({"logit_bias": {97: 1.0}}, "logit_bias: token 97 given, 0 to 96 is allowed"),
+    ({"logit_bias": {10**12: 1.0}}, "logit_bias: token 1000000000000 given, 0 to 96 is allowed"),
+    ({"streamer": Recorder()}, "streamer: given for 3 texts, only 1 is allowed"),
+    ({"input_ids": None}, "input_ids: missing; give prompts"),
+    ({"attention_mask": torch.ones(3, 6)}, r"attention_mask: shape \[3, 6\] given, \[3, 7\] is allowed"),
+    ({"attention_mask": BATCH["attention_mask"].flip(1)}, "a prompt ends with padding"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), REFUSED_FIELDS, ids=lambda value: ", ".join(value) if isinstance(value, dict) else ""
+)
+def test_unsupported_fields_are_refused_by_name(fields: dict[str, Any], message: str, model: SpeculativeModel) -> None:
+    with pytest.raises(ValueError, match=message):
+        model.generate(**{**BATCH, "max_new_tokens": NEW, **fields})
+
+
+def test_stop_strings_in_a_batch_need_a_pad_token(target: TargetModel, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="pad_token_id: missing"):
+        SpeculativeModel(target, None, tokenizer).generate(**BATCH, max_new_tokens=4, stop_strings="x")
+
+
+def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
+    model: SpeculativeModel, theirs: Any
+) -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
+    found = written_by(model, **BATCH, generation_config=config, do_sample=False)
+    assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
+
+
+def test_from_folders_is_ready_to_use(
+    target_folder: Path, head: Eagle3Head, deep_target: TargetModel, tmp_path: Path
+) -> None:
+    save_head(head, tmp_path / "head")
+    model = SpeculativeModel.from_folders(target_folder, tmp_path / "head", device="cpu")
+    theirs: Any = deep_target.model
+    assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
+    assert isinstance(model.drafter, HeadDrafter)
+    assert model.drafter.head.embedding.data_ptr() == model.target.frozen.embedding.data_ptr()
+    with pytest.raises(ValueError, match="dtype"):
+        SpeculativeModel.from_folders(target_folder, tmp_path / "head", dtype="float31")

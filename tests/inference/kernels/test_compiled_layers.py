@@ -1,0 +1,230 @@
+"""Laws of layers that are compiled for a CPU: decoding finds what the layers' own code finds, or that code runs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from shared_fixtures import HeadFactory, ModelFactory
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels.compiled import CompiledForward, Compiler, patch_own_thread_alone, use_compiled
+from headstart.inference.kernels.fast_layers import can_pack, pack_weights
+from headstart.inference.kernels.products import cpp_compiler
+from headstart.inference.targets.model import TargetModel
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
+    "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
+    "Gemma 3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
+    ),
+    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
+    "mixture of experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    ),
+}
+REQUESTS = [
+    Request([5, 6, 7, 8, 9], 6),
+    Request([9, 4], 9, Sampling(temperature=1.0, seed=3)),
+    Request(list(range(30)), 4),
+]
+
+
+@pytest.fixture
+def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run their graphs as they are, which takes no C++ compiler and no time."""
+    monkeypatch.setattr(torch._inductor, "standalone_compile", lambda graph, *_, **__: graph)
+
+
+def compile_at_once(target: TargetModel) -> Compiler:
+    compiler = Compiler(worth=1)
+    for layer in target.layers:
+        use_compiled(layer, compiler)
+    return compiler
+
+
+def texts(target: TargetModel) -> list[list[int]]:
+    alone = [generate_batch(target, [request])[0].tokens for request in REQUESTS[:1]]
+    return [*alone, *(found.tokens for found in generate_batch(target, REQUESTS))]
+
+
+def tree_logits(target: TargetModel) -> torch.Tensor:
+    """Logits at the nodes of a tree after five tokens."""
+    cache = target.new_cache(64)
+    with torch.inference_mode():
+        target.forward_tree(Tree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]])), cache)
+        cache.target.keep([[0, 1, 2, 3, 4]])
+        return target.forward_tree(Tree(torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])), cache).logits
+
+
+def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[int]], logits: torch.Tensor) -> None:
+    for _ in range(2):  # shapes are asked for, compiled, and used
+        texts(target), tree_logits(target)
+        compiler.finish()
+    assert texts(target) == wanted
+    assert_close(tree_logits(target), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
+def test_packed_layers_write_the_same_text_compiled(
+    make_model: ModelFactory, traced_only: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model(num_hidden_layers=2).bfloat16().float()
+    assert pack_weights(model, exact=True)
+    target = TargetModel(model, (0,))
+    wanted, logits = texts(target), tree_logits(target)
+    compiler = compile_at_once(target)
+    check_compiled(target, compiler, wanted, logits)
+    forms = {form for (_, form), kernel in compiler.kernels.items() if kernel}
+    assert len(forms) == 3  # several tokens of one row, one token of it, one token of several rows
+    for layer in target.layers:
+        assert all(kernel is not None and kernel.is_checked for kernel in vars(layer)["forward"].kernels.values())
+    own = CompiledForward.own
+    monkeypatch.setattr(CompiledForward, "own", lambda self, **values: pytest.fail("the layer's own code ran"))
+    assert texts(target) == wanted
+    monkeypatch.setattr(CompiledForward, "own", own)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name == "Gemma 3" else pytest.mark.slow) for name in FAMILIES]
+)
+def test_families_write_the_same_text_compiled(family: str, traced_only: None) -> None:
+    target = TargetModel(FAMILIES[family]().eval(), (0,))
+    wanted, logits = texts(target), tree_logits(target)
+    compiler = compile_at_once(target)
+    check_compiled(target, compiler, wanted, logits)
+    # The attention of gpt-oss is transformers' own, and its experts are no operations of fixed shapes.
+    assert any(compiler.kernels.values()) == (family != "gpt-oss")
+
+
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])
+def test_a_head_drafts_the_same_compiled(
+    kind: str, target: TargetModel, make_head: HeadFactory, traced_only: None
+) -> None:
+    head = make_head(kind)
+    drafter = head_drafter(head, Dynamic(3, 4, 12))
+    wanted = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
+    compiler = Compiler(worth=1)
+    for layer in head.decoder_layers:
+        use_compiled(layer, compiler)
+    for _ in range(3):
+        found = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
+        assert found == wanted
+        compiler.finish()
+    assert any(compiler.kernels.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(cpp_compiler() is None, reason="no C++ compiler")
+def test_a_compiled_layer_is_the_layer(make_model: ModelFactory) -> None:
+    """With Inductor, in both dtypes."""
+    for dtype in (torch.float32, torch.bfloat16):
+        target = TargetModel(make_model(num_hidden_layers=2).to(dtype), (0,))
+        wanted, logits = texts(target), tree_logits(target)
+        compiler = compile_at_once(target)
+        texts(target), tree_logits(target)
+        compiler.finish()
+        tree_logits(target), tree_logits(target)
+        kernels = [kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()]
+        assert kernels
+        assert all(kernel is not None for kernel in kernels)
+        if dtype == torch.float32:
+            assert texts(target) == wanted
+            assert_close(tree_logits(target), logits, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kernel_that_differs_is_not_used(make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(graph: Any, *_: Any, **__: Any) -> Any:
+        return lambda *inputs: 1.01 * graph(*inputs)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", wrong)
+    target = TargetModel(make_model(num_hidden_layers=2), ())
+    logits = tree_logits(target)
+    compiler = compile_at_once(target)
+    tree_logits(target)
+    compiler.finish()
+    assert any(compiler.kernels.values())
+    for _ in range(2):
+        assert torch.equal(tree_logits(target), logits)
+    assert {kernel for layer in target.layers for kernel in vars(layer)["forward"].kernels.values()} == {None}
+
+
+def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, traced_only: None) -> None:
+    target = TargetModel(make_model(num_hidden_layers=2), ())
+    compiler = compile_at_once(target)
+    target.states(torch.tensor([[5, 6, 7]]))
+    assert not compiler.kernels
+
+
+def test_a_pass_does_not_fail_while_another_thread_traces() -> None:
+    """torch.fx replaces nn.Module.__call__ in all threads: a step ended in "module is not installed as a submodule"."""
+    patch_own_thread_alone()
+    layer, given = torch.nn.Linear(4, 4), torch.ones(1, 4)
+    wanted = layer(given)
+
+    def beside(states: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            found.append(other.submit(layer, given).result())
+        return states + 1
+
+    found: list[Tensor] = []
+    graph = torch.fx.symbolic_trace(beside)  # as Inductor calls it
+    assert_close(found, [wanted])
+    assert [node.op for node in graph.graph.nodes] == ["placeholder", "call_function", "output"]
+
+
+@pytest.mark.slow
+def test_a_program_may_end_while_layers_are_compiled() -> None:
+    """Python would end the process with an error if a thread was inside compiled code."""
+    program = """
+import time, torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.core.request import Request
+from headstart.inference.kernels.compiled import Compiler, use_compiled
+from headstart.inference.targets.model import TargetModel
+model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2))
+target, compiler = TargetModel(model.eval(), ()), Compiler(worth=1)
+for layer in target.layers:
+    use_compiled(layer, compiler)
+generate_batch(target, [Request([5, 6], 4)])
+assert compiler.begun > compiler.ended
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,363 @@
+"""The laws of packed weights: the numbers stay the weights' own, and so does the text."""
+
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from shared_fixtures import ModelFactory
+from torch import nn
+from torch.testing import assert_close
+
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.request import Request
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels import products
+from headstart.inference.kernels.fast_layers import (
+    BlockedLinear,
+    Fused,
+    HalfLinear,
+    JointLinear,
+    JointProduct,
+    OwnLinear,
+    PackedLinear,
+    can_pack,
+    fuse_norms,
+    join_linears,
+    joined,
+    own_layers_of,
+    pack_weights,
+    packed_linear,
+)
+from headstart.inference.kernels.products import FEWEST, EightBits, exact_weight, remember_eight_bits
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import BlockSection, TargetSection
+
+Dtype = Literal["float32", "bfloat16"]
+
+needs_kernel = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+needs_fbgemm = pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
+needs_onednn = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor")
+DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", marks=needs_onednn)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
+    monkeypatch.setattr("headstart.inference.kernels.fast_layers.SMALL_BYTES", 0)
+    make_model().bfloat16().save_pretrained(tmp_path / "target")
+    return tmp_path / "target"
+
+
+def linear_layer(bias: bool) -> nn.Linear:
+    linear = nn.Linear(48, 80, bias=bias)
+    linear.weight.data = linear.weight.data.bfloat16().float()
+    return linear
+
+
+# What llama.cpp's formats come to, by the form that names them.
+FORMS = {
+    "torch.int8, torch.float16 factors of 32": (torch.float16, False, 32),  # Q8_0, Q4_0
+    "torch.int8, torch.float16 factors and offsets of 32": (torch.float16, True, 32),  # Q4_1
+    "torch.int8, torch.float32 factors and offsets of 32": (torch.float32, True, 32),  # Q4_K, Q5_K
+    "torch.int8, torch.float32 factors of 16": (torch.float32, False, 16),  # Q6_K
+}
+
+
+def in_eight_bits(outputs: int, size: int, form: str) -> EightBits:
+    """A random weight in one of these forms."""
+    dtype, with_offsets, shared = FORMS[form]
+    numbers = torch.randint(-32, 32, (outputs, size), dtype=torch.int8)
+    factors, offsets = (torch.rand(outputs, size // shared).mul(0.01).add(0.001).to(dtype) for _ in range(2))
+    return EightBits(numbers, factors, offsets if with_offsets else None)
+
+
+def layer_of(form: EightBits, bias: bool) -> nn.Linear:
+    linear = nn.Linear(form.numbers.shape[1], form.numbers.shape[0], bias=bias)
+    linear.weight.data = form.weight()
+    remember_eight_bits(linear.weight, form)
+    return linear
+
+
+def packed(layer: nn.Module) -> PackedLinear:
+    assert isinstance(layer, nn.Linear)
+    found = packed_linear(layer, exact=True)
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.inference.kernels.fast_layers.library", lambda: None)
+
+
+@needs_kernel
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("form", ["torch.float16", "torch.bfloat16", *FORMS])
+@pytest.mark.parametrize(("size", "outputs"), [(48, 80), (576, 64), (33, 5)])
+@torch.inference_mode()
+def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
+    size: int, outputs: int, form: str, bias: bool
+) -> None:
+    if form in FORMS:
+        size -= size % FORMS[form][2]
+        linear = layer_of(in_eight_bits(outputs, size, form), bias)
+    else:
+        linear = nn.Linear(size, outputs, bias=bias)
+        linear.weight.data = linear.weight.data.to(getattr(torch, form.removeprefix("torch."))).float()
+    if form == "torch.bfloat16":
+        linear.weight.data[0, 0] = 2.0**-40  # no float16 number
+    own, inputs = packed(linear), torch.randn(40, size)
+    assert type(own) is OwnLinear
+    assert own.own.form == form
+    alone = torch.cat([own(each) for each in inputs.split(1)])
+    assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
+    for count in (2, 5, 12, 13, 25, 40):
+        assert torch.equal(own(inputs[:count]), alone[:count])
+    assert torch.equal(own(inputs.view(2, 20, size)[:, ::3]), alone.view(2, 20, outputs)[:, ::3])  # not contiguous
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_weight_is_in_eight_bits_only_if_none_of_its_numbers_changes(form: str) -> None:
+    exact = in_eight_bits(6, 96, form)
+    exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
+    weight, repeats = exact.weight(), exact.shared // FEWEST
+    none = torch.zeros_like(exact.factors)
+    factors, offsets = (
+        each.float().repeat_interleave(repeats, dim=1)
+        for each in (exact.factors, none if exact.offsets is None else exact.offsets)
+    )
+    found = EightBits.of(weight, factors, offsets)
+    assert found is not None
+    assert found.form == form
+    assert torch.equal(found.weight(), weight)
+    assert torch.equal(found.numbers, exact.numbers)
+    for row in (0, 5):
+        other = weight.clone()
+        other[row, 32] += 2.0**-20
+        assert EightBits.of(other, factors, offsets) is None
+
+
+@needs_kernel
+def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
+    linear = layer_of(in_eight_bits(64, 96, next(iter(FORMS))), bias=False)
+    assert isinstance(exact_weight(linear), EightBits)
+    linear.weight.data[3, 5] += 1 / 3
+    assert exact_weight(linear) is None
+
+
+@needs_kernel
+@torch.inference_mode()
+def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
+    first, second = ([in_eight_bits(32, 96, form) for _ in range(2)] for form in [*FORMS][:2])
+    whole = joined([layer_of(form, bias=False) for form in second])
+    assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
+    own = packed(whole)
+    assert isinstance(own, OwnLinear)
+    assert own.own.form == [*FORMS][1]
+    assert packed_linear(joined([layer_of(form, bias=False) for form in (first[0], second[0])]), exact=True) is None
+
+
+@needs_kernel
+def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    for compiler, said in (("no-such-compiler", ""), ("false", "does not compile products.cpp")):
+        monkeypatch.setenv("CXX", compiler)
+        assert products.library.__wrapped__() is None
+        assert said in capsys.readouterr().err
+
+
+@needs_kernel
+@pytest.mark.skipif(not products.has_tiles(), reason="this processor has no tiles")
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("size", "outputs"), [(64, 80), (576, 64), (32, 5)])
+@torch.inference_mode()
+def test_a_product_by_tiles_is_the_bfloat16_layer_and_a_token_s_bits_are_the_same_in_every_pass(
+    size: int, outputs: int, bias: bool
+) -> None:
+    linear = nn.Linear(size, outputs, bias=bias).bfloat16()
+    own, inputs = packed(linear), torch.randn(70, size).bfloat16()
+    assert type(own) is OwnLinear
+    alone = torch.cat([own(each) for each in inputs.split(1)])
+    assert_close(alone, linear.float()(inputs.float()).bfloat16(), rtol=1e-2, atol=1e-2)
+    for count in (2, 15, 16, 17, 31, 32, 33, 49, 70):
+        assert torch.equal(own(inputs[:count]), alone[:count])
+    assert torch.equal(own(inputs.view(2, 35, size)[:, ::3]), alone.view(2, 35, outputs)[:, ::3])  # not contiguous
+
+
+@needs_onednn
+def test_a_layer_whose_inputs_are_no_whole_tiles_has_onednn_s_product() -> None:
+    assert type(packed(nn.Linear(48, 32).bfloat16())) is BlockedLinear
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@torch.inference_mode()
+def test_a_half_linear_is_the_float32_layer(rows: int, bias: bool) -> None:
+    linear = linear_layer(bias)
+    inputs = torch.randn(2, rows, 48)
+    assert_close(HalfLinear(linear)(inputs), linear(inputs), rtol=1e-5, atol=1e-5)
+
+
+@needs_onednn
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 7, 33])
+@torch.inference_mode()
+def test_a_blocked_linear_is_the_bfloat16_layer(rows: int, bias: bool) -> None:
+    linear = linear_layer(bias).bfloat16()
+    inputs = torch.randn(2, 2 * rows, 48, dtype=torch.bfloat16)[:, ::2]  # not contiguous
+    wanted = linear.float()(inputs.float()).bfloat16()
+    assert_close(BlockedLinear(linear.bfloat16())(inputs), wanted, rtol=1e-2, atol=1e-2)
+
+
+@needs_kernel
+def test_a_layer_with_a_weight_of_more_than_16_bits_stays_in_float32() -> None:
+    half, huge, finer, both = (linear_layer(True) for _ in range(4))
+    huge.weight.data[0, 0] = 2.0**120  # no float16 number
+    finer.weight.data[3, 5] = 1 + 2**-12
+    both.weight.data[:2, 0] = torch.tensor([2.0**120, 1 + 2**-10])
+    model = nn.Sequential(half, huge, finer, both)
+    assert pack_weights(model, exact=True)
+    assert [type(layer) for layer in model] == [OwnLinear, OwnLinear, nn.Linear, nn.Linear]
+
+
+@needs_fbgemm
+def test_without_a_compiler_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32(no_compiler: None) -> None:
+    exact, huge = (linear_layer(True) for _ in range(2))
+    huge.weight.data[0, 0] = 2.0**120
+    model = nn.Sequential(exact, huge)
+    assert pack_weights(model, exact=True)
+    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear]
+
+
+@needs_kernel
+@torch.inference_mode()
+def test_siblings_of_which_each_has_another_16_bit_format_are_packed_one_by_one() -> None:
+    model, inputs = Projections(torch.float32), torch.randn(1, 48)
+    for name, number in (("q_proj", 2.0**120), ("k_proj", 1 + 2**-10)):
+        model.get_parameter(f"{name}.weight").data[0, 0] = number
+    wanted = [layer(inputs) for layer in model.layers().values()]
+    assert pack_weights(model, exact=True)
+    assert {type(layer) for layer in model.layers().values()} == {OwnLinear}
+    assert_close([layer(inputs) for layer in model.layers().values()], wanted, rtol=1e-4, atol=1e-4)
+
+
+class Projections(nn.Module):
+    """Siblings as in an attention layer, and a layer apart."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name, size in (("q_proj", 96), ("k_proj", 32), ("v_proj", 32), ("o_proj", 48)):
+            self.add_module(name, nn.Linear(48, size, bias=name != "o_proj").bfloat16().to(dtype))
+
+    def layers(self) -> dict[str, nn.Module]:
+        return dict(self.named_children())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@torch.inference_mode()
+def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_gave_alone(dtype: Dtype) -> None:
+    model = Projections(getattr(torch, dtype))
+    inputs, others = (torch.randn(rows, 3, 48).to(getattr(torch, dtype)) for rows in (2, 1))
+    alone = {name: packed(layer) for name, layer in model.layers().items()}
+    assert pack_weights(model, exact=True)
+    layers = model.layers()
+    assert [type(layer) is JointLinear for layer in layers.values()] == [True, True, True, False]
+    assert len({layers[name].product for name in ("q_proj", "k_proj", "v_proj")}) == 1
+    # In any order, for one of them alone, twice for the same input, and after another input.
+    for name, given in [
+        *((name, inputs) for name in ("k_proj", "q_proj", "v_proj", "o_proj")),
+        ("q_proj", others),
+        ("q_proj", others),
+        ("v_proj", inputs),
+        ("k_proj", others),
+        ("k_proj", inputs),
+    ]:
+        assert torch.equal(layers[name](given), alone[name](given))
+
+
+@needs_fbgemm
+@torch.inference_mode()
+def test_siblings_keep_nothing_once_each_has_its_output() -> None:
+    model = Projections(torch.float32)
+    pack_weights(model, exact=True)
+    layers, inputs = model.layers(), torch.zeros(1, 48)
+    layers["q_proj"](torch.zeros(1, 48))  # of another input
+    for name in ("v_proj", "q_proj", "k_proj"):
+        layers[name](inputs)
+    product = layers["q_proj"].product
+    assert isinstance(product, JointProduct)
+    assert product.inputs is None
+    assert not product.outputs
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: Dtype) -> None:
+    section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
+    packed, loaded = (TargetModel.load(section, (0,), packed=packed) for packed in (True, False))
+    assert packed.is_packed
+    assert not loaded.is_packed
+    assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]
+    assert torch.equal(packed.frozen.lm_head, loaded.frozen.lm_head)  # heads share it
+    requests = [Request([5, 6, 7], 24), Request([9, 4], 24)]
+    texts = [[found.tokens for found in generate_batch(target, requests)] for target in (packed, loaded)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, dtype: Dtype) -> None:
+    packed = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), ())
+    seen = []
+    hook = packed.unpacked.model.register_forward_pre_hook(lambda *_: seen.append(1))
+    packed.generate([[5, 6, 7]], 3)
+    hook.remove()
+    assert seen
+    assert not packed.unpacked.is_packed
+    assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
+
+
+@pytest.mark.parametrize("drafted", [24, 97])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_drafting_few_levels_with_a_shared_lm_head_takes_longer_than_many(
+    folder: Path, dtype: Dtype, drafted: int, tmp_path: Path
+) -> None:
+    """The lm_head that a block head shares with its target is packed with the rest; the scores are what they were.
+
+    A head that drafts the whole vocabulary has the target's own layer.
+    """
+    target = TargetModel.load(TargetSection(path=str(folder), dtype=dtype, device="cpu"), (0, 1))
+    section = BlockSection(kind="block", num_layers=1, block_size=4, markov_rank=4, mask_token_id=96, taps=(0, 1))
+    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), drafted)
+    head = new_head(section, target.frozen, vocab, seed=0)
+    save_head(head, tmp_path / "head")
+    loaded, packed = load_head_for(tmp_path / "head", target.frozen), load_drafting_head(tmp_path / "head", target)
+    assert isinstance(loaded, BlockHead)
+    assert isinstance(packed, BlockHead)
+    assert loaded.lm_head is None
+    assert packed.shared_lm_head is None
+    assert type(packed.lm_head) is type(packed.fc) is not nn.Linear
+    assert (packed.lm_head is target.model.get_output_embeddings()) == packed.vocab.is_full
+    hidden = torch.randn(1, 3, target.config.hidden_size, dtype=target.dtype)
+    with torch.inference_mode():
+        assert_close(packed.slot_logits(hidden), loaded.slot_logits(hidden), rtol=0.02, atol=0.02)
+
+
+def test_fused_layers_compute_what_transformers_own_do_and_give_way_to_them(make_model: ModelFactory) -> None:
+    model, tokens = make_model(num_hidden_layers=2), torch.arange(20).unsqueeze(0)
+    with torch.inference_mode():
+        wanted = model(tokens).logits
+        fuse_norms(model)
+        join_linears(model)
+        fused = [name for name, module in model.named_modules() if isinstance(vars(module).get("forward"), Fused)]
+        assert len(fused) == 1 + 2 * (2 + 3 + 2)  # norms; projections to queries, keys and values; gate and up
+        assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+        with own_layers_of(model):
+            assert not any("forward" in vars(module) for module in model.modules())
+            assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
+    assert "forward" in vars(model.model.norm)

@@ -1,0 +1,411 @@
+"""Laws of the chat: its text is the target's own, and each token's colour tells where it came from."""
+
+import io
+import json
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import Says, assert_raises
+from rich.console import Console
+from tiny_run import ENDS, build_target, build_tokenizer
+
+from headstart import chat as command
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head, save_head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference import chat
+from headstart.inference.chat import HELP, Answer, Chat, Conversation, first_ctrl_c, printable, read_command
+from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import BONUS, Accepted, Verified
+from headstart.inference.report.trace import trace
+from headstart.inference.show import SHADES, TextStream, token_style
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import visible_text_of
+from headstart.recipes.schema import Eagle3Section, TargetSection
+
+ESCAPE = "\x1b"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer and a chat template, and an untrained head for it."""
+    folder = tmp_path_factory.mktemp("chat")
+    build_target(folder / "target", num_layers=3)
+    for name in ("config.json", "generation_config.json"):  # one end token, or most answers would be empty
+        path = folder / "target" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 0}))
+    frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
+    head = new_head(
+        Eagle3Section(kind="eagle3", taps=(1, 2, 3)), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0
+    )
+    save_head(head, folder / "head")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def talker(folders: Path) -> TargetModel:
+    return TargetModel.load(TargetSection(path=str(folders / "target"), dtype="float32", device="cpu"), ())
+
+
+class KnowsTheText:
+    """Drafts chains of the true continuation, every third time with a wrong last token."""
+
+    taps: tuple[int, ...] = ()
+    cache_shape: tuple[int, int, int] | None = None
+    max_nodes, depth, static_shapes = 5, 4, False
+    compilable_layers: tuple[torch.nn.Module, ...] = ()
+
+    def __init__(self, target: TargetModel, stop_at: int | None = None) -> None:
+        self.target, self.stop_at, self.steps = target, stop_at, 0
+
+    def prefill(self, *inputs: Any) -> None:
+        pass
+
+    def draft(self, verified: Verified, cache: Any) -> Tree:
+        self.steps += 1
+        if self.steps == self.stop_at:
+            signal.raise_signal(signal.SIGINT)  # Ctrl-C
+        [text] = verified.texts  # type: ignore[attr-defined]
+        count = self.steps % 4 + 1
+        true = self.target.generate([text], count)[0]
+        tokens = [text[-1], *true, *[0] * (count - len(true))]
+        if self.steps % 3 == 0:
+            tokens[-1] = (tokens[-1] + 1) % 97
+        return Tree(torch.tensor([tokens]), torch.tensor([[*range(-1, count)]]))
+
+
+@pytest.fixture
+def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
+    """make_chat(drafter, temperature=0.0, colours=False): a chat and what it prints."""
+
+    def make(drafter: Drafter, temperature: float = 0.0, colours: bool = False, longest: int = 24) -> Any:
+        printed = io.StringIO()
+        system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
+        console = Console(file=printed, width=500, highlight=False, **system)
+        template = ChatTemplate(build_tokenizer())
+        return Chat(talker, drafter, template, Sampling(temperature), longest, console), printed
+
+    return make
+
+
+def answers(chat: Chat) -> list[str]:
+    return [turn["content"] for turn in chat.conversation.turns if turn["role"] == "assistant"]
+
+
+def test_every_command_is_read_and_questions_are_not_commands() -> None:
+    assert read_command("why?") is None
+    assert read_command(" /usr/bin is what?") is None
+    assert read_command("/seed 7") == ("/seed", 7)
+    assert read_command("/temperature 0.5") == ("/temperature", 0.5)
+    for name, (value, _) in HELP.items():
+        assert value or read_command(name) == (name, None)
+
+
+WRONG = {
+    "/pain": Says("/pain", "not a command", "/plain, /draft", "did you mean /plain?"),
+    "/": Says("/", "not a command", "are allowed", "/help"),
+    "/plain 3": Says("/plain", "'3' given", "no value is allowed", "write /plain alone"),
+    "/seed": Says("/seed", "'' given", "a whole number is allowed", "write /seed 1"),
+    "/seed 1.5": Says("/seed", "'1.5' given", "a whole number is allowed", "write /seed 1"),
+    "/temperature warm": Says("/temperature", "'warm'", "a number is allowed", "write /temperature 0.7"),
+}
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_a_wrong_command_is_explained(line: str) -> None:
+    assert_raises(lambda: read_command(line), WRONG[line])
+
+
+def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetModel) -> None:
+    chat, printed = make_chat(KnowsTheText(talker))
+    for line in ("/pain", "/temperature -1", "/temperature nan", "/seed 99999999999999999999", "/again", "x" * 200):
+        assert chat.handle(line)
+    told = printed.getvalue()
+    for part in ("did you mean /plain", "temperature: -1", "temperature: nan", "seed: 9999", "ask one first"):
+        assert part in told
+    assert "shorter question" in told
+    assert chat.handle("the target")
+    assert len(answers(chat)) == 1
+    assert not chat.handle("/quit")
+
+
+def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
+    assert Accepted([0, 2, 3], [7, 8, 9], drafted=4).depths == [1, 2, BONUS]
+    assert Accepted([0], [7], drafted=4).depths == [BONUS]
+    assert Accepted([0], [7], drafted=0).depths == [None]
+
+
+def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
+    """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
+    prompt, count = [5, 6, 7, 11], 23
+    found = trace("method", KnowsTheText(talker), talker, prompt, count, Sampling())
+    paths = [[] if step.tree is None else step.tree.path for step in found.steps]
+    wanted = [
+        [None if not path else depth if depth < len(path) else BONUS for depth in range(1, len(step.tokens) + 1)]
+        for step, path in zip(found.steps, paths, strict=True)
+    ]
+    answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
+    assert [block.depths for block in answer.blocks()] == [[None], *wanted]
+    assert {BONUS, 1, 2, 3} <= {depth for depths in wanted for depth in depths}
+    assert len(answer.step_seconds) == answer.generation.stats.steps == len(found.steps)
+
+
+def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:
+    assert token_style(None) == ""
+    assert token_style(BONUS) == "underline"
+    assert [token_style(depth).rpartition(" ")[2] for depth in range(1, 9)] == [*SHADES, SHADES[-1]]
+
+
+def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whole_text() -> None:
+    """One token for each byte; long enough that the stream forgets its first tokens."""
+    letters = random.Random(0).choices("aé€😀 \n\ufffd", k=300)
+    text = "".join(letters)
+    stream = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), [*"né".encode()])
+    given = [stream.piece(byte) for byte in text.encode()]
+    assert "".join(given) + stream.rest() == text
+    assert {piece for piece in given if piece} >= {"a", "é", "€", "😀"}
+    cut = TextStream(lambda tokens: bytes(tokens).decode(errors="replace"), [])
+    assert [cut.piece(byte) for byte in "a€".encode()[:-1]] == ["a", "", ""]
+    assert cut.rest() == "\ufffd"
+
+
+def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(talker: TargetModel) -> None:
+    tokenizer = build_tokenizer()
+    ended = 0
+    for first in range(8):
+        prompt = [first + 20, 30, 40]
+        answer = Answer(
+            talker,
+            KnowsTheText(talker),
+            Request(prompt, 40, end_tokens=tuple(ENDS)),
+            lambda tokens: visible_text_of(tokenizer, tokens),
+        )
+        shown = "".join(piece.text for piece in answer.shown())
+        before = len(visible_text_of(tokenizer, prompt))
+        kept = answer.generation.tokens[: -1 if answer.generation.finish == "end" else None]
+        assert shown == visible_text_of(tokenizer, prompt + kept)[before:]
+        ended += answer.generation.finish == "end"
+    assert ended
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(
+    temperature: float, make_chat: Any, talker: TargetModel, folders: Path
+) -> None:
+    chat, printed = make_chat(KnowsTheText(talker), temperature)
+    found = []
+    for line in ("the target writes", "/plain", "/again", "/draft", "/again", "/seed 5", "/again"):
+        assert chat.handle(line)
+        found.append(answers(chat))
+    with_drafts, without, again, other = found[0], found[2], found[4], found[6]
+    assert with_drafts == without == again
+    assert len(with_drafts) == 1
+    assert (other == again) == (temperature == 0)
+    told = printed.getvalue()
+    assert "times as fast as plain decoding" in told
+    assert "measured at the start" in told
+    assert "plain decoding, " in told
+    assert "measured in the last plain answer" in told
+
+
+def test_answers_become_part_of_the_next_prompt_until_a_reset(make_chat: Any, talker: TargetModel) -> None:
+    chat, _ = make_chat(KnowsTheText(talker), longest=6)
+    chat.converse(["a draft", "a tree"])
+    roles = [turn["role"] for turn in chat.conversation.turns]
+    assert roles == ["user", "assistant"] * 2
+    chat.handle("/reset")
+    assert chat.conversation.turns == []
+
+
+def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_says_so(
+    make_chat: Any, talker: TargetModel
+) -> None:
+    chat, printed = make_chat(KnowsTheText(talker), longest=24)
+    for number in range(6):
+        chat.handle(f"{number} the target judges")
+    assert "turn is dropped: the conversation would exceed the target's 128 positions" in printed.getvalue()
+    kept = [turn["content"] for turn in chat.conversation.turns if turn["role"] == "user"]
+    assert kept[-1].startswith("5 ")
+    assert len(kept) < 6
+    prompt = Conversation(ChatTemplate(build_tokenizer()), 60, 20)
+    prompt.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 3]
+    asked = prompt.ask("of tokens")
+    assert len(asked.tokens) <= 40
+    assert asked.turns == [*prompt.turns[2 * asked.dropped :], {"role": "user", "content": "of tokens"}]
+    assert asked.dropped
+
+
+def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_chat: Any, talker: TargetModel) -> None:
+    chat, printed = make_chat(KnowsTheText(talker, stop_at=4))
+    assert chat.handle("the target writes")
+    assert "stopped by Ctrl-C" in printed.getvalue()
+    [answer] = answers(chat)
+    assert printed.getvalue().startswith(printable(answer))
+    assert chat.drafter.steps == 4
+    assert chat.handle("and the head?")
+    assert len(answers(chat)) == 2
+    chat.interactive, chat.drafter = False, KnowsTheText(talker, stop_at=4)
+    with pytest.raises(KeyboardInterrupt):
+        chat.handle("and if nobody types?")
+
+
+def test_a_second_ctrl_c_interrupts_at_once() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+    pressed: list[int] = []
+    with first_ctrl_c(lambda: pressed.append(1)):
+        signal.raise_signal(signal.SIGINT)
+        assert pressed == [1]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any, talker: TargetModel) -> None:
+    for colours in (True, False):
+        chat, printed = make_chat(KnowsTheText(talker), colours=colours)
+        chat.introduce("names")
+        chat.handle("the target writes")
+        assert (f"{ESCAPE}[30;48;2;217;240;211m" in printed.getvalue()) == colours
+        assert (ESCAPE in printed.getvalue()) == colours
+        assert ("Draft tokens by depth" in printed.getvalue()) == colours
+
+
+def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, talker: TargetModel) -> None:
+    chat, printed = make_chat(KnowsTheText(talker))
+    chat.conversation.template.tokenizer.chat_template = None
+    chat.introduce("names")
+    chat.converse(["  the target\n", "writes\n"])
+    assert "no chat template" in printed.getvalue()
+    assert chat.conversation.turns == []
+    assert chat.conversation.ask(" a").tokens == chat.conversation.template.tokenizer(" a")["input_ids"]
+
+
+def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:
+    assert printable("a\x1b[2J\tb\r\n\x9bé😀") == "a[2J\tb\né😀"
+
+
+def talk(monkeypatch: pytest.MonkeyPatch, given: bytes, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(given), encoding="utf-8"))
+    monkeypatch.setattr(sys, "argv", ["headstart chat", *arguments])
+    command.main()
+
+
+def test_piped_lines_are_answered_one_by_one_without_colours(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A byte that is not UTF-8, an empty line and a missing end of line are no reason to stop."""
+    options = ["--target", str(folders / "target"), "--head", str(folders / "head"), "--dtype", "float32"]
+    given = b"the target\n\n/plain\nis \xff a draft\n/quit\nnever asked"
+    talk(monkeypatch, given, *options, "--max-new-tokens", "8")
+    told = capsys.readouterr().out
+    assert [line for line in told.splitlines() if line.startswith("> ")] == [
+        "> the target",
+        "> ",
+        "> /plain",
+        "> is \ufffd a draft",
+        "> /quit",
+    ]
+    assert told.count("tokens/s, about") == told.count("plain decoding, ") == 1
+    assert ESCAPE not in told
+
+
+def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
+    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    talk(monkeypatch, b"", "--target", str(folders / "target"), "--prompt", "a draft is", "--max-new-tokens", "8")
+    told = capsys.readouterr().out
+    assert "drafts by prompt lookup" in told
+    assert "tokens/s, about" in told
+
+
+def record(monkeypatch: pytest.MonkeyPatch, module: Any, kind: Callable[..., Any]) -> list[Any]:
+    """Everything of this kind that the module makes from now on."""
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(kind(*given))
+        return made[-1]
+
+    monkeypatch.setattr(module, kind.__name__, make)
+    return made
+
+
+def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were ignored; and the longest answer by default left a small target no room for the question."""
+    shutil.copytree(folders / "target", tmp_path / "target")
+    path = tmp_path / "target" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
+    arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
+    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, chat, Answer)
+    for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
+        talk(monkeypatch, b"", *arguments, *more)
+    assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]
+    for answer in answers[1::2]:  # after each chat's measurement
+        assert len({*answer.generation.tokens}) == len(answer.generation.tokens)
+    path.write_text(json.dumps({"num_beams": 4}))
+    with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
+        talk(monkeypatch, b"", *arguments)
+
+
+def test_a_message_names_options_where_no_recipe_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: Path
+) -> None:
+    """It named keys of a recipe, which no option sets."""
+    shutil.copytree(folders / "target", tmp_path / "own_code")
+    path = tmp_path / "own_code" / "config.json"
+    auto_map = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "own", "auto_map": auto_map}))
+    said = r"^error: target.trust_remote_code: false given.*give a recipe with target.trust_remote_code in place of --t"
+    for target, message in ((tmp_path / "none", "^error: --target: .*none' is neither"), (path.parent, said)):
+        with pytest.raises(SystemExit, match=message):
+            talk(monkeypatch, b"", "--target", str(target), "--prompt", "a")
+
+
+def test_the_default_target_is_fetched_if_it_is_missing(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was fetched again in every folder that the chat was started from."""
+
+    def fetch(folder: Path, source: str) -> str:
+        folder.parent.mkdir(parents=True)
+        folder.symlink_to(folders / "target")
+        return f"fetched from {source}"
+
+    monkeypatch.setattr("headstart.options.ROOT", tmp_path)  # no clone
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(command, "fetch", fetch)
+    for times, place in ((1, tmp_path), (0, folders)):
+        monkeypatch.chdir(place)
+        talk(
+            monkeypatch, b"a draft is\n", "--head", str(folders / "head"), "--dtype", "float32", "--max-new-tokens", "4"
+        )
+        assert capsys.readouterr().out.count("fetched from auto") == times
+    talk(monkeypatch, b"a draft is\n", "--dtype", "float32", "--max-new-tokens", "4")  # no bundled head in this folder
+    assert "drafts by prompt lookup" in capsys.readouterr().out
+
+
+def test_a_recipe_says_who_talks_and_how_it_drafts(
+    harvested: Path,
+    folders: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = [f"target.path={folders / 'target'}", f"decode.head={folders / 'head'}", "decode.growth=chain"]
+    talk(monkeypatch, b"the target\n", str(harvested / "recipe.yaml"), *own, "--seed", "3")
+    told = capsys.readouterr().out
+    assert f"drafts by head {folders / 'head'}, float32 on cpu" in told
+    assert "times as fast as plain decoding" in told
+    assert "cut off after --max-new-tokens 8" in told

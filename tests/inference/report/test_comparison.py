@@ -1,0 +1,353 @@
+"""Laws of comparing methods: intervals cover the truth, figures by category, token forcing, traces, and the page."""
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy
+import pytest
+from matrix import slow
+from scripted import Hidden, Oracle
+from shared_fixtures import ModelFactory
+from tiny_run import build_tokenizer
+
+from headstart.inference.core.request import DecodeStats, EmittedTokens
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.verify import Accepted
+from headstart.inference.engine.loop import generate
+from headstart.inference.report import forcing
+from headstart.inference.report.compare import Comparison, speedup
+from headstart.inference.report.figures import as_svg, draw
+from headstart.inference.report.forcing import Forced, Forcing, gaps
+from headstart.inference.report.methods import Method
+from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
+from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
+from headstart.inference.report.tables import low_to_high, page
+from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.model import TargetModel
+
+PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
+
+
+@pytest.mark.parametrize("units", [4, 6, 12, 50])
+def test_intervals_cover_the_true_speedup(units: int) -> None:
+    """Simulated prompts: some are slow for both methods, each run has timing noise, and the gain varies around 1.7.
+
+    At least 90 % of the 95 % intervals must cover 1.7.
+    """
+    runs, covered = 120, 0
+    random = numpy.random.default_rng(0)
+    for seed in range(runs):
+        tokens = random.integers(60, 129, units)
+        base = tokens * 0.01 * random.lognormal(0, 0.3, units) * random.lognormal(0, 0.1, units)
+        gain = random.gamma(12, 1 / 12, units)  # mean 1
+        seconds = base * gain / 1.7 * random.lognormal(-0.005, 0.1, units)
+        found = speedup(seconds.tolist(), tokens.tolist(), base.tolist(), tokens.tolist(), seed)
+        assert found.low < found.value < found.high
+        covered += found.low <= 1.7 <= found.high
+    assert covered >= 0.9 * runs
+    assert covered < runs  # intervals that always cover it would be too wide
+
+
+def test_the_speedup_of_a_method_over_itself_is_exactly_one() -> None:
+    found = speedup([1.0, 2.0, 4.0], [10, 20, 30], [1.0, 2.0, 4.0], [10, 20, 30], 0)
+    assert (found.low, found.value, found.high) == (1.0, 1.0, 1.0)
+
+
+def test_a_single_prompt_gives_no_interval() -> None:
+    found = speedup([2.0], [30], [1.0], [10], 0)
+    assert found.value == pytest.approx(1.5)
+    assert math.isnan(found.low)
+    assert math.isnan(found.high)
+    assert low_to_high(found) == "?"
+
+
+@pytest.mark.parametrize("batch", [slow(1), 2])
+def test_every_method_has_the_same_text_latencies_and_figures_by_category(target: TargetModel, batch: int) -> None:
+    whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
+    methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
+    methods.append(Method("generate_lookup", transformers=True, lookup=3))
+    methods = able_to_batch(methods, batch)
+    rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
+    found = {o.method: o for o in Comparison(methods, rounds, forcing_of(target), batch).outcomes()}
+    assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
+    assert all(o.forced == Forced(27) and o.prompts == 3 and o.batch == batch for o in found.values())
+    for method, length in (("oracle", 4), ("plain", 1)):
+        by_category = found[method].by_category
+        assert {name: each.acceptance_length for name, each in by_category.items()} == {"one": length, "two": length}
+        assert [(each.forced, each.prompts) for each in by_category.values()] == [(Forced(18), 2), (Forced(9), 1)]
+        assert (by_category["one"].tokens_per_second is None) == (batch == 2)  # the first batch mixes categories
+    assert all(o.new_tokens == 27 for o in found.values())
+    for outcome in found.values():
+        if batch == 1 or not outcome.method.startswith("generate"):
+            assert outcome.first_token > 0
+            assert 0 < outcome.per_token[0] <= outcome.per_token[1]
+        assert outcome.stats.seconds > 0
+        json.dumps(outcome.as_json())
+
+
+def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
+    """Rows wait at the same time, so their waits must not be added up."""
+    run = run_batch(Method("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
+    waited = [stats.seconds for stats in run.stats]
+    assert max(waited) <= 1.1 * run.seconds < sum(waited)
+
+
+def forcing_of(target: TargetModel, sampling: Sampling | None = None) -> Forcing:
+    return Forcing.measured(target, [prompt.tokens for prompt in PROMPTS], 9, sampling or Sampling())
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, seed=2), Sampling(repetition_penalty=1.3)])
+def test_plain_passes_choose_every_token_of_a_plain_text_and_find_one_that_was_changed(
+    target: TargetModel, sampling: Sampling
+) -> None:
+    prompt = [5, 6, 7]
+    plain = generate(target, prompt, 70, sampling).tokens  # more than are scored at once
+    assert float(gaps(target, prompt, plain, sampling).max()) == 0
+    changed = [*plain[:4], (plain[4] + 1) % 97]
+    assert (gaps(target, prompt, changed, sampling) > 0).tolist() == [False] * 4 + [True]
+
+
+def test_a_token_within_rounding_is_a_near_tie_and_any_other_is_outside(target: TargetModel) -> None:
+    forcing, prompt = forcing_of(target), [5, 6, 7]
+    assert 0 < forcing.rounding < 1e-4  # float32
+    changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
+    gap = float(gaps(target, prompt, changed, Sampling())[0])
+    assert gap > 1e-3
+    assert forcing.judge(prompt, changed) == Forced(1, 0, 1, gap)
+    assert Forcing(target, Sampling(), gap).judge(prompt, changed) == Forced(1, 1, 0, gap)
+    assert Forced.sum_of([Forced(1, 1, 0, gap), Forced(4, 0, 2, 2 * gap)]) == Forced(5, 1, 2, 2 * gap)
+
+
+def test_a_text_that_rounds_more_than_the_first_prompts_was_outside(
+    target: TargetModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, measured = [5, 6, 7], [*range(2)]
+    changed = [(generate(target, prompt, 1).tokens[0] + 1) % 97]
+    gap = float(gaps(target, prompt, changed, Sampling())[0])
+    monkeypatch.setattr(forcing, "rounding", lambda target, prompts, most, sampling: measured.pop() and 1.1 * gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 1, 0, gap)
+    assert Forcing(target, Sampling(), gap / 2).judge(prompt, changed) == Forced(1, 0, 1, gap)
+
+
+def test_texts_drawn_with_other_random_numbers_are_not_judged(target: TargetModel) -> None:
+    methods, sampling = [Method("plain"), Method("generate", transformers=True)], Sampling(1.0)
+    rounds = run_rounds(methods, target, PROMPTS, 9, sampling, 0)
+    plain, own = Comparison(methods, rounds, forcing_of(target, sampling), 1).outcomes()
+    assert (plain.forced, own.forced) == (Forced(27), None)
+    assert [each.forced for each in own.by_category.values()] == [None, None]
+
+
+def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
+    rows = [{"question_id": 1, "category": "math", "turns": ["a draft", "and then"]}]
+    rows += [{"category": "math", "turns": ["a path"]}, {"source": "typing.py", "text": "def head"}]
+    rows += [{"category": "qa", "prompt": "a head"}]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = ChatTemplate(build_tokenizer())
+    found = read_questions(path, template, 1000, 4)
+    assert [prompt.category for prompt in found] == [CONVERSATION, "math", "typing.py", "qa"]
+    texts = [template.tokenizer.decode(prompt.tokens) for prompt in found]
+    assert texts == ["[user]a draft[assistant]", "[user]a path[assistant]", "def head", "[user]a head[assistant]"]
+    assert read_questions(path, template, 3, 3)[2].tokens == found[2].tokens[-3:]
+    assert (found[0].later, found[2].later) == (("and then",), ())
+    path.write_text('{"category": "math"}\n')
+    with pytest.raises(
+        ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or text .* is allowed"
+    ):
+        read_questions(path, template, 10, 3)
+
+
+SPEED_BENCH = Path(__file__).parents[2] / "support/questions/speed_bench.jsonl"  # invented questions in its format
+
+
+def test_speed_bench_keeps_its_eleven_categories_and_all_turns_in_each_file_format(tmp_path: Path) -> None:
+    """Four of its categories are MT-Bench's topics too, whose conversations are one category in Spec-Bench."""
+    rows, template = [*map(json.loads, SPEED_BENCH.read_text().splitlines())], ChatTemplate(build_tokenizer())
+    found = read_questions(SPEED_BENCH, template, 1000, 99)
+    assert [prompt.category for prompt in found] == [row["category"] for row in rows] == [*SPEED_BENCH_CATEGORIES]
+    assert [1 + len(prompt.later) for prompt in found] == [len(row["turns"]) for row in rows]
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "test.parquet")
+    assert read_questions(tmp_path / "test.parquet", template, 1000, 99) == found
+    with (tmp_path / "aiperf.jsonl").open("w") as file:
+        for row in rows:
+            messages = [{"role": "user", "content": turn} for turn in row["turns"]]
+            kept = {key: row[key] for key in ("question_id", "category")}
+            file.write(json.dumps({**kept, "messages": messages}) + "\n")
+    assert read_questions(tmp_path / "aiperf.jsonl", template, 1000, 99) == found
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("category", "cooking", r"row 1 of .*: category is 'cooking', one of coding, .*high_entropy is allowed"),
+        ("turns", ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], r"row 1 of .*: turns .*prepare_data\.py"),
+        ("turns", "Why?", r"row 1 of .*turns \(a list of texts\), prompt or text \(a text\) is allowed"),
+    ],
+)
+def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
+    tmp_path: Path, field: str, value: object, message: str
+) -> None:
+    row = {**json.loads(SPEED_BENCH.read_text().splitlines()[0]), field: value}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=rf"report\.prompts: {message}"):
+        read_questions(tmp_path / "rows.jsonl", ChatTemplate(build_tokenizer()), 1000, 1)
+
+
+def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    (tmp_path / "test.parquet").write_text("{}")
+    with pytest.raises(ValueError, match=r"report\.prompts: .*a whole parquet file is allowed"):
+        read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
+
+
+def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
+    """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, and 80 of each other group."""
+    rows = [{"category": topic, "turns": [f"{topic} {i}", "b"]} for topic in ("writing", "stem") for i in range(3)]
+    rows += [{"category": "qa", "turns": [f"qa {i}"]} for i in range(6)]
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_questions(path, ChatTemplate(build_tokenizer()), 1000, 6)
+    assert [prompt.category for prompt in found] == [CONVERSATION, "qa"] * 3
+    assert [prompt.said for prompt in found[::2]] == [("writing 0",), ("stem 0",), ("writing 1",)]
+
+
+def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model: ModelFactory, tmp_path: Path) -> None:
+    """transformers samples another answer, so its second turn would continue another text."""
+    path = tmp_path / "question.jsonl"
+    rows = [{"category": "math", "turns": ["a draft", "and then"]}, {"category": "qa", "turns": ["a path"]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = build_tokenizer()
+    target = TargetModel(make_model(vocab_size=len(tokenizer)), ())
+    template = ChatTemplate(tokenizer)
+    prompts, chat = read_questions(path, template, 1000, 2), Chat(template, 100)
+    methods = [Method("generate", transformers=True), Method("plain")]
+    rounds = run_rounds(methods, target, prompts, 6, Sampling(1.0), 0, 2, chat.next_turn)
+    assert [(each.place, len(each.prompts)) for each in rounds] == [((0, 0), 2), ((0, 1), 1)]
+    answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
+    assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
+    assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
+    outcomes = Comparison(methods, rounds, forcing_of(target, Sampling(1.0)), 2).outcomes()
+    assert [(o.prompts, o.new_tokens) for o in outcomes] == [(3, 18), (3, 18)]
+
+
+def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_not() -> None:
+    chat, long = Chat(ChatTemplate(build_tokenizer()), 5), [*range(9)]
+    assert chat.shortened(Prompt(long, "qa", ("said",))).tokens == [0, 1, 2, 7, 8]
+    assert chat.shortened(Prompt(long, "qa", ("said",))).left_out == 4
+    assert chat.shortened(Prompt(long[:5], "qa", ("said",))).left_out == 0
+    assert chat.shortened(Prompt(long, "held-out")).tokens == long
+
+
+def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
+    def round_of(place: tuple[int, int], seconds: float, tokens: int) -> Round:
+        return Round(place, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds, [], [])])
+
+    rounds = [round_of((0, 0), 1.0, 4), round_of((0, 1), 2.0, 5), round_of((1, 0), 4.0, 6)]
+    assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
+
+
+def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target: TargetModel) -> None:
+    prompt = [5, 6, 7, 11]
+    tokens = generate(target, prompt, 14).tokens
+    found = trace("hidden", Hidden(prompt + tokens, ahead=3), target, prompt, 14, Sampling())
+    assert [found.first, *(token for step in found.steps for token in step.tokens)] == tokens
+    for step in found.steps:
+        if step.tree is None:  # the last token needs no draft
+            assert len(step.tokens) == 1
+            continue
+        path = step.tree.path
+        assert [step.tree.nodes[node] for node in path[1:]] == step.tokens[: len(path) - 1]
+        assert [step.tree.parents[node] for node in path] == [-1, *path[:-1]]
+        assert len(step.tokens) - len(path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
+
+
+class Balanced(HTMLParser):
+    """Checks that tags are closed in order, none is a script, and nothing is fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.counts: dict[str, int] = {}
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag != "script"
+        assert not {name for name, _ in attrs} & {"src", "href", "onclick", "onload"}
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.counts[tag] = self.counts.get(tag, 0) + 1
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "samp" not in self.open:  # a draft tree
+            self.text += data
+
+
+def letters(tokens: list[int]) -> str:
+    """Text that would break the page if it were not escaped."""
+    return "".join("<&>\"'"[token % 5] for token in tokens)
+
+
+def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None:
+    prompt = [5, 6, 7, 11]
+    tokens = generate(target, prompt, 14).tokens
+    hidden = Hidden(prompt + tokens, ahead=3)
+    found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
+    methods = [Method("plain"), Method("<hidden>", hidden)]
+    rounds = run_rounds(methods, target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
+    outcomes = Comparison(methods, rounds, forcing_of(target), 1).outcomes()
+    figures = outcomes[0].by_category["a & b"]
+    outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
+    parsed = Balanced()
+    parsed.feed(page("a <title>", [outcomes], [as_svg(draw(outcomes))], [found], letters))
+    assert parsed.open == []
+    assert parsed.counts["svg"] == 1
+    assert parsed.counts["samp"] == sum(step.tree is not None for step in found.steps) > 0
+    assert parsed.counts["table"] == 1 + 4
+    alone = Balanced()
+    alone.feed(coloured(found, letters))
+    assert alone.text == letters(prompt + tokens) == on_terminal(found, letters).plain
+    assert alone.counts["span"] >= len(tokens)
+
+
+def bytes_of(tokens: list[int]) -> str:
+    """One byte per token, so a character may need several tokens."""
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "steps", "wanted"),
+    [
+        ("né", ["è", "à!"], ("", [["è"], ["", "à", "!"]])),
+        ("x", ["€a", "b"], ("", [["", "€", "a"], ["b"]])),
+        ("x", ["ab"], ("a", [["b"]])),
+        (" ", [" €"], (" ", [["", "", "€"]])),
+    ],
+)
+def test_a_character_of_several_tokens_belongs_to_the_last(
+    prompt: str, steps: list[str], wanted: tuple[str, list[list[str]]]
+) -> None:
+    first, *rest = [list(words.encode()) for words in steps]
+    added = [first[1:], *rest] if first[1:] else rest
+    traced = [EmittedTokens(0, tokens, [None] * len(tokens)) for tokens in added]
+    found = Trace("method", list(prompt.encode()), first[0], traced)
+    assert pieces(found, bytes_of) == wanted
+
+
+def test_a_draft_tree_has_every_node_and_the_accepted_path_but_no_padding() -> None:
+    """0 - 1 - 3    the accepted path is 0 1 3, and node 4 is padding
+    \\- 2
+    """
+    tree = Accepted([0, 1, 3], [1, 3, 0], 3, nodes=[0, 1, 2, 3, 1], parents=[-1, 0, 0, 1, -1])
+    drawn = tree_as_text(tree, lambda tokens: "ab d"[tokens[0]])
+    lines = drawn.partition(">")[2].removesuffix("</samp>").splitlines()
+    assert lines == ["<b>a</b><b>─b</b><b>─d</b>", "<span></span><span>└·</span>"]

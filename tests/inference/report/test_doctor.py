@@ -1,0 +1,286 @@
+"""The law of the doctor: it names each planted fault with its cost and finds nothing in a good head."""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exported import edit_config, edit_tensors, exported
+from matrix import slow_unless
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from headstart.inference.doctor import command as doctor
+from headstart.inference.doctor.command import Diagnosis, diagnose, held_out, load_target, main, replay
+from headstart.recipes.other_commands import Options
+
+ASSETS = Path(__file__).resolve().parents[3] / "assets"
+TARGET, HEAD = ASSETS / "demo_target", ASSETS / "demo_head"
+OPTIONS = Options(count=2, new_tokens=32, depth=2)
+
+Tensors = dict[str, Tensor]
+Config = dict[str, Any]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def replay_texts_once() -> Iterator[None]:
+    """The demo target replays the prompts once for all tests, which examine different heads on the same texts."""
+    load, replayed = cache(doctor.load_target), cache(doctor.replay)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(doctor, "load_target", load)
+        patch.setattr(doctor, "replay", lambda target, prompts, count: replayed(target, Prompts(prompts), count))
+        yield
+
+
+class Prompts(list[list[int]]):
+    """A hashable list of prompts, as `cache` needs."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(str(self))
+
+
+@pytest.fixture
+def copied(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies the demo head without every seventh token of its vocabulary, so that it has a vocabulary map."""
+
+    def copy(name: str) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(HEAD, folder)
+        ids = torch.tensor([token for token in range(1024) if token % 7 != 3])
+
+        def limit(tensors: Tensors) -> None:
+            tensors["lm_head.weight"] = tensors["lm_head.weight"][ids]
+            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": torch.isin(torch.arange(1024), ids)}
+
+        edit_tensors(folder, limit)
+        edit_config(folder, lambda config: config.update(draft_vocab_size=len(ids)))
+        return folder
+
+    return copy
+
+
+def categories(diagnosis: Diagnosis) -> list[str]:
+    return [finding.category for finding in diagnosis.findings]
+
+
+def test_a_good_head_and_its_export_have_no_findings(copied: Callable[[str], Path]) -> None:
+    found = diagnose(copied("head"), str(TARGET), copied("export"), OPTIONS)
+    assert found.findings == []
+    assert found.served == found.trained
+    assert found.trained[0] > 0.3
+
+
+def rope(base: float) -> Config:
+    return {"rope_theta": base, "rope_parameters": {"rope_theta": base, "rope_type": "default"}}
+
+
+def name_taps(config: Config) -> None:
+    config["headstart"].pop("taps")
+    config["eagle_aux_hidden_state_layer_ids"] = [3, 9, 14]
+
+
+def write_ids(tensors: Tensors) -> None:
+    tensors["d2t"] = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+
+
+def shuffle_map(tensors: Tensors) -> None:
+    ids = tensors["d2t"] + torch.arange(len(tensors["d2t"]))
+    shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]
+    tensors["d2t"] = shuffled - torch.arange(len(ids))
+
+
+def round_coarsely(tensors: Tensors) -> None:
+    """Round to multiples of 0.9 standard deviations, as a format of very few bits does."""
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and tensor.ndim == 2:
+            step = 0.9 * tensor.std()
+            tensors[name] = (tensor / step).round() * step
+
+
+def overflow(tensors: Tensors) -> None:
+    """Write a weight beyond 65504, which is infinite in float16."""
+    tensors["fc.weight"] = tensors["fc.weight"].half()
+    tensors["fc.weight"][0, :4] = 1e6
+
+
+# The category that is named, and what changes config and tensors.
+Fault = tuple[str, Callable[[Config], object] | None, Callable[[Tensors], object] | None]
+SERVED: dict[str, Fault] = {
+    "taps off by one": ("taps", name_taps, None),
+    "d2t of ids": ("vocabulary map", None, write_ids),
+    "shuffled map": ("vocabulary map", None, shuffle_map),
+    "another rope": ("RoPE base", lambda config: config.update(rope(50.0)), None),
+    "flag dropped": ("norm", lambda config: config.update(norm_output=False), None),
+    "norm missing": ("norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
+    "rounded weights": ("dtype", None, round_coarsely),
+    "weights overflow": ("dtype", None, overflow),
+    "short context": ("context length", lambda config: config.update(max_position_embeddings=32), None),
+}
+
+
+ONE_OF_EACH = ("taps off by one", "another rope", "rounded weights")
+
+
+@pytest.mark.parametrize("fault", slow_unless(ONE_OF_EACH, SERVED))
+def test_a_fault_planted_in_an_export_is_named(copied: Callable[[str], Path], fault: str) -> None:
+    category, config, tensors = SERVED[fault]
+    head, export = copied("head"), copied("export")
+    edit_config(export, config or (lambda config: None))
+    edit_tensors(export, tensors or (lambda tensors: None))
+    found = diagnose(head, str(TARGET), export, OPTIONS)
+    assert categories(found) == [category], [str(finding) for finding in found.findings]
+
+
+ALONE: dict[str, Fault] = {
+    "taps in another order": ("taps", lambda config: config["headstart"].update(taps=[13, 8, 2]), None),
+    "d2t of ids": ("vocabulary map", None, write_ids),
+    "flag dropped": ("norm", lambda config: config.update(norm_output=False), None),
+    "norm missing": ("norm", None, lambda tensors: tensors.pop("fc_norm.1.weight")),
+    "another rope": ("RoPE base", lambda config: config.update(rope(2.0)), None),
+    "infinite weight": ("dtype", None, lambda tensors: tensors["norm.weight"][:1].fill_(float("inf"))),
+    "short context": ("context length", lambda config: config.update(max_position_embeddings=32), None),
+}
+
+
+@pytest.mark.parametrize("fault", slow_unless(("taps in another order", "infinite weight"), ALONE))
+def test_a_fault_planted_in_a_head_is_named_without_an_export(copied: Callable[[str], Path], fault: str) -> None:
+    category, config, tensors = ALONE[fault]
+    head = copied("head")
+    edit_config(head, config or (lambda config: None))
+    edit_tensors(head, tensors or (lambda tensors: None))
+    found = diagnose(head, str(TARGET), None, OPTIONS)
+    assert category in categories(found), [str(finding) for finding in found.findings]
+
+
+def test_if_several_rope_bases_guess_equally_well_the_target_s_is_named(tmp_path: Path) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_config(tmp_path / "head", lambda config: config.update(rope(50.0)))
+    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
+    assert (found.found, found.right) == ("base 50 (default)", "it guesses best with 10000 (default)")
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_chat_template_that_changed_since_the_harvest_is_named(
+    copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    target, load = tmp_path / "target", doctor.load_target
+    shutil.copytree(TARGET, target)
+    monkeypatch.setattr(doctor, "load_target", lambda folder, taps: load(TARGET, taps))  # it has the same weights
+    digest = hashlib.sha256(
+        b"None"
+    ).hexdigest()  # of a missing template, as data_pipelines/prompts/prompts.py computes it
+    (tmp_path / "features").mkdir()
+    (tmp_path / "features" / "manifest.json").write_text(json.dumps({"chat_template_sha256": digest}))
+    if changed:
+        path = target / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
+    found = diagnose(copied("head"), str(target), None, OPTIONS)
+    assert categories(found) == (["template"] if changed else [])
+
+
+def copy_the_token(tensors: Tensors) -> None:
+    """The head that training on tokens one place too far ahead gives: each index copies the token it reads."""
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    token, nothing = torch.eye(128), torch.zeros(128, 128)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        scale = 1 if name == "v_proj" else 10
+        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat([scale * token, nothing], dim=1)
+    tensors["midlayer.self_attn.o_proj.weight"] = token.clone()
+    tensors["lm_head.weight"] = functional.normalize(embedding, dim=1)
+    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
+        tensors[name] = torch.ones(128)
+    for name in ("fc.weight", "midlayer.mlp.down_proj.weight"):
+        tensors[name] = torch.zeros_like(tensors[name])
+
+
+def guess_two_ahead(tensors: Tensors) -> None:
+    """The head that training on tokens one place too far back gives: each index guesses two places after its token.
+
+    It memorises the target's texts, so the shift is its only fault.
+    """
+    copy_the_token(tensors)
+    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
+    target = load_target(TARGET, (16,))
+    followed = torch.zeros(len(embedding), len(embedding))
+    for replayed in replay(target, held_out(HEAD, TARGET, SHORT), SHORT.new_tokens):
+        text = replayed.text[0, replayed.prompt - 2 :]
+        followed[text[:-2], text[2:]] += 1
+    seen = followed.any(dim=1)
+    direction = functional.normalize(embedding, dim=1)
+    tensors["lm_head.weight"] = (torch.linalg.pinv(direction[seen]) @ followed[seen]).T.contiguous()
+
+
+SHORT = Options(count=3, new_tokens=32, depth=1)
+
+
+@pytest.mark.parametrize(
+    ("plant", "beside", "least"),
+    [
+        (copy_the_token, "token t+2", 0.99),
+        pytest.param(guess_two_ahead, "token t", 0.5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_head_trained_with_shifted_tokens_is_named(
+    tmp_path: Path, plant: Callable[[Tensors], None], beside: str, least: float
+) -> None:
+    shutil.copytree(HEAD, tmp_path / "head")
+    edit_tensors(tmp_path / "head", plant)
+    findings = diagnose(tmp_path / "head", str(TARGET), None, SHORT).findings
+    found = findings[0]
+    assert len(findings) == 1, [str(finding) for finding in findings]
+    assert found.category == "token shift"
+    assert found.right == f"the head guesses best with {beside} beside feature t"
+    assert float(found.cost.split()[8]) >= least
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"), [("eagle3", "speculators"), ("eagle3", "eagle"), ("eagle1", "vllm"), ("medusa", "medusa")]
+)
+def test_exports_of_every_layout_have_no_findings_and_equal_accuracy(
+    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path, kind: str, layout: str
+) -> None:
+    export = exported(make_head(kind), tmp_path, target_folder, layout)
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text('{"tokens": [5, 7, 9]}\n')
+    found = diagnose(tmp_path / "head", str(target_folder), export, Options(samples, new_tokens=24, depth=2))
+    # A random head guesses nothing right, which is a finding of its own.
+    assert [one for one in found.findings if one.category != "accuracy"] == [], [str(one) for one in found.findings]
+    assert found.served == found.trained
+
+
+def test_the_command_prints_a_table_and_its_exit_code_tells_if_anything_was_found(
+    copied: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, export = copied("head"), copied("export")
+    edit_config(export, name_taps)
+    few = ["--count", "1", "--new-tokens", "12", "--depth", "1"]
+    with pytest.raises(SystemExit) as ended:
+        main([str(head), str(TARGET), str(export), *few])
+    assert ended.value.code == 1
+    printed = capsys.readouterr().out
+    assert "HEAD, as trained" in printed
+    assert "EXPORT, as served" in printed
+    assert "taps: EXPORT has [3, 9, 14]; right: HEAD was trained with [2, 8, 13]; cost: accuracy at depth 1" in printed
+    assert "; fix: write the trained taps in the engine's own numbering" in printed
+    with pytest.raises(SystemExit) as ended:
+        main([str(head), str(TARGET), str(head), *few])
+    assert ended.value.code == 0
+
+
+def test_wrong_input_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="--count: 0 given, 1 or more is allowed"):
+        main([str(HEAD), str(TARGET), "--count", "0"])
+    with pytest.raises(ValueError, match=r"--samples: .*none.jsonl not found; name a JSONL file"):
+        diagnose(HEAD, str(TARGET), None, Options(samples=tmp_path / "none.jsonl"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "def"}\n')
+    with pytest.raises(ValueError, match=r"row 1 has \['text'\]; give it tokens \(a list\) or prompt"):
+        diagnose(HEAD, str(TARGET), None, Options(samples=rows))
+    with pytest.raises(ValueError, match=r"--manifest: .* not found"):
+        diagnose(HEAD, str(TARGET), None, Options(manifest=tmp_path / "none.json", count=1, new_tokens=2))

@@ -1,0 +1,212 @@
+"""Laws of the report: its figures are those of the decoding, and missing input is named before any work."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import build_run, tiny_recipe
+
+from headstart.heads.formats.card import measured
+from headstart.heads.formats.export import export
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head, save_head
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.report import command
+from headstart.inference.report.command import report
+from headstart.inference.report.compare import Outcome
+from headstart.inference.report.forcing import Forced
+from headstart.inference.report.methods import Method, build_methods
+from headstart.inference.report.rounds import JOURNAL, Run, run_batch
+from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
+from headstart.trainers import run
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    folder = tmp_path_factory.mktemp("report")
+    build_run(folder)
+    recipe = tiny_recipe(folder, "train.steps=2", "report.num_prompts=1")
+    run(recipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def outcomes(trained: Recipe) -> list[Outcome]:
+    return report(trained)
+
+
+def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
+    assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
+    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate" or o.temperature == 0)
+    written = json.loads((trained.report_dir / "report.json").read_text())
+    assert [row["way"] for row in written["outcomes"]] == [o.method for o in outcomes]
+    assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
+    assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
+
+
+def test_without_matplotlib_the_report_writes_all_but_pictures_and_says_how_to_get_them(
+    trained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folders = f"run_dir={tmp_path}", f"data.folder={trained.run_dir}", f"decode.head={trained.head_dir}"
+    recipe = tiny_recipe(trained.run_dir.parent, *folders, "report.num_prompts=1", "report.baselines=[plain, tree]")
+    report(recipe)
+    files = {path.name for path in recipe.report_dir.iterdir() if not path.name.startswith(".")}
+    assert files == {"report.json", "report.md", "report.html"}
+    assert capsys.readouterr().out.endswith("pip install -e '.[report]'\n")
+
+
+def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
+    """Its figures were those of the chain once more. A chain of another length keeps its row."""
+    target = TargetModel.load(trained.target, (1, 2, 3))
+    heads, target.way = {"": load_drafting_head(trained.head_dir, target)}, "chains"
+
+    def rows(growth: str) -> list[str]:
+        section = trained.report.model_copy(update={"baselines": ("plain", "chain", "tree")})
+        decode = trained.decode.model_copy(update={"growth": growth})
+        recipe = trained.model_copy(update={"report": section, "decode": decode})
+        return [method.name for method in build_methods(recipe, target, heads)]
+
+    assert rows("dynamic") == ["plain", "chain"]
+    assert rows("cost_aware") == ["plain", "chain", "tree"]
+
+
+def test_a_head_without_a_searched_tree_is_refused_before_the_work(
+    trained: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole report was measured and written first."""
+    searched = trained.decode.model_copy(update={"growth": "searched"})
+    quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
+    monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+        report(trained.model_copy(update={"decode": searched, "report": quick}))
+
+
+def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recipe, outcomes: list[Outcome]) -> None:
+    def measured(head: Path | None = None) -> str:
+        shutil.rmtree(trained.export_dir, ignore_errors=True)
+        decode = trained.decode.model_copy(update={"head": head})
+        section = trained.export.model_copy(update={"format": "native"})
+        readme = export(trained.model_copy(update={"decode": decode, "export": section})) / "README.md"
+        return readme.read_text().partition("## Measured\n\n")[2].partition("\n\n## ")[0]
+
+    rates = {(o.temperature, o.batch): o.tokens_per_second for o in outcomes if o.method == "plain"}
+    card = measured()
+    for o in outcomes:
+        ratio = o.tokens_per_second / rates[o.temperature, o.batch]
+        row = f"| {o.method} | {o.temperature:g} | {o.batch} | 1 | {o.stats.acceptance_length:.2f} | {ratio:.2f} |"
+        assert row in card
+    assert f"on prompts of `{trained.data.heldout_prompts}`, at most 8 new tokens each" in card
+    shutil.copytree(trained.head_dir, trained.run_dir / "copy")
+    assert measured(head=trained.run_dir / "copy").startswith("Not measured.")
+    (trained.head_dir / "model.safetensors").touch()  # trained again since the report
+    assert measured().startswith("Not measured.")
+
+
+@pytest.mark.slow
+def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Path) -> None:
+    """Heads with other taps, of another kind, and with fewer levels than the recipe drafts; the card shows its own."""
+    frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
+    sections: dict[str, HeadSection] = {
+        "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
+        "medusa": MedusaSection(kind="medusa", medusa_heads=1),
+    }
+    for name, section in sections.items():
+        head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
+        save_head(head, tmp_path / name)
+    folders = ", ".join(f"{name}: {tmp_path / name}" for name in sections)
+    recipe = tiny_recipe(
+        trained.run_dir.parent,
+        "report.num_prompts=2",
+        "report.temperatures=[0.0]",
+        "report.batches=[1, 2]",
+        "report.baselines=[chain, tree, generate_lookup]",
+        f"report.other_heads={{{folders}}}",
+    )
+    found = {(o.method, o.batch): o for o in report(recipe)}
+    heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
+    assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
+    assert all(o.forced == Forced(o.new_tokens) for o in found.values())
+    assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
+    assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
+    assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
+    card = measured(recipe, recipe.head_dir)
+    assert card.count("| tree |") == 2  # a row for each batch size
+    assert "early" not in card
+    with pytest.raises(ValueError, match=r"with report\.other_heads, chain, tree, cost_aware or repeats is needed"):
+        tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
+
+
+@pytest.mark.slow
+def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished rounds are reused; a torn line, another recipe's figures and a finished report's are not."""
+    settings = "report.num_prompts=3", "report.temperatures=[0.7]"
+    recipe = tiny_recipe(trained.run_dir.parent, "report.baselines=[plain, chain, cost_aware]", *settings)
+    measured: list[str] = []
+    monkeypatch.setattr(command, "WARMUP_PROMPTS", 0)
+
+    def killed_in_prompt(number: int) -> Callable[..., Run]:
+        def run(method: Method, *rest: Any) -> Run:
+            if len(measured) == 3 * number:
+                raise KeyboardInterrupt
+            measured.append(method.name)
+            return run_batch(method, *rest)
+
+        return run
+
+    def measures(recipe: Recipe, killed_in: int) -> int:
+        measured.clear()
+        monkeypatch.setattr("headstart.inference.report.rounds.run_batch", killed_in_prompt(killed_in))
+        with suppress(KeyboardInterrupt):
+            finished.append(report(recipe))
+        return len(measured)
+
+    finished: list[list[Outcome]] = []
+    path = recipe.report_dir / JOURNAL
+    assert measures(recipe, killed_in=1) == 3
+    with path.open("a") as file:
+        file.write('{"torn')
+    assert measures(recipe, killed_in=1) == 3  # the second prompt
+    lines = path.read_text().splitlines()
+    assert measures(recipe, killed_in=9) == 3  # the third, and the report is written
+    assert len(lines) == 3
+    assert not path.exists()
+    assert measures(recipe, killed_in=2) == 6
+    other = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"max_new_tokens": 4})})
+    assert measures(other, killed_in=9) == 9
+    assert all(o.forced == Forced(o.new_tokens) for found in finished for o in found)
+    assert [o.stats.drafted > 0 for o in finished[0]] == [False, True, True]
+
+
+def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:
+    table = short_table([outcome for outcome in outcomes if outcome.temperature == 0])
+    columns = [" ".join(str(column.header).split()) for column in table.columns]
+    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "token forcing"]
+    assert [line.partition(":")[0] for line in LEGEND.splitlines()] == columns
+    assert [*table.columns[0].cells] == ["generate", "plain", "untrained", "chain", "tree"]
+
+
+def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
+    written = (trained.report_dir / "report.md").read_text()
+    assert [column for column in COLUMNS if f"| {column} " not in written or f"\n- {column}: " not in written] == []
+
+
+def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path, "report.other_heads={other: nowhere}")
+    wanted = r"decode\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
+    with pytest.raises(ValueError, match=wanted):
+        report(recipe)
+    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; .* headstart prompts RECIPE"):
+        report(tiny_recipe(tmp_path, "report.baselines=[plain]"))

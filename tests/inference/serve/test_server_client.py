@@ -1,0 +1,288 @@
+"""Laws of the API as OpenAI's own client sees it: every documented path and field can be used from it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from openai import BadRequestError, OpenAI
+from server_run import NAME, Running, load_served, running, without
+from tokenizers.processors import TemplateProcessing
+
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate, generate_batch
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.targets.tokenizer import visible_text_of
+
+ROOT = Path(__file__).resolve().parents[3]
+# Each variable that the server passes on leaves a trace in the prompt.
+TEMPLATE = (
+    "{% for tool in tools or [] %}<{{ tool.function.name }}>{% endfor %}"
+    "{% for m in messages %}"
+    "{% if m.role == 'system' and not loop.first %}{{ raise_exception('a system message must come first') }}{% endif %}"
+    "[{{ m.role }}]{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments.at }}>{% endfor %}"
+    "{% endfor %}{{ mood }}{{ reasoning_effort }}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+USER: Any = {"role": "user", "content": "a tree"}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "look", "arguments": {"at": "it"}}</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target")
+    tokenizer: Any = served.tokenizer
+    tokenizer.chat_template = TEMPLATE
+    special = TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+    tokenizer.backend_tokenizer.post_processor = special
+    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def outside(server: Running, client: OpenAI) -> OpenAI:
+    """The same client for the paths that are not below /v1."""
+    return client.with_options(base_url=server.url)
+
+
+def tokens_of(server: Running, text: str) -> list[int]:
+    return list(server.service.served.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def chat(client: OpenAI, messages: Any = (USER,), **fields: Any) -> Any:
+    return client.chat.completions.create(model=NAME, messages=list(messages), **{"max_tokens": 8, **fields})
+
+
+def complete(client: OpenAI, **fields: Any) -> Any:
+    return client.completions.create(**{"model": NAME, "prompt": "a draft is", "max_tokens": 24, **fields})
+
+
+def alone(server: Running, text: str, count: int, sampling: Sampling) -> str:
+    served = server.service.served
+    tokens = generate(served.target, tokens_of(server, text), count, sampling).tokens
+    return visible_text_of(served.tokenizer, without(tokens))
+
+
+def test_the_tests_use_every_documented_field() -> None:
+    table = (ROOT / "docs/serving.md").read_text().partition("## Fields of a request")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    names = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
+    used = "".join(
+        (ROOT / "tests/inference/serve" / file).read_text()
+        for file in ("test_server.py", "test_server_client.py", "test_server_tools.py")
+    )
+    assert len(names) > 30
+    assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"presence_penalty": 1.5},
+        {"frequency_penalty": 0.8},
+        {"presence_penalty": -1.0, "frequency_penalty": -0.5, "top_p": 0.9},
+        {"logit_bias": ((40, 6.5), (41, -100.0))},
+    ],
+)
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_changes_logits_changes_the_text_as_it_does_alone(
+    server: Running, client: OpenAI, own: dict[str, Any], temperature: float
+) -> None:
+    expected = alone(server, "[user]a tree[assistant]", 12, Sampling(temperature, seed=2, **own))
+    fields = {**own, "logit_bias": {str(token): bias for token, bias in own.get("logit_bias", ())}}
+    found = chat(client, seed=2, temperature=temperature, max_tokens=12, **fields)
+    assert found.choices[0].message.content == expected
+
+
+def test_the_longest_answer_has_two_names(client: OpenAI) -> None:
+    extra = {"ignore_eos": True}
+    assert chat(client, max_tokens=5, extra_body=extra).usage.completion_tokens == 5
+    found = client.chat.completions.create(model=NAME, messages=[USER], max_completion_tokens=6, extra_body=extra)
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 6
+
+
+CONVERSATION: list[Any] = [
+    {"role": "developer", "content": "be brief"},
+    {"role": "user", "content": [{"type": "text", "text": "look "}, {"type": "text", "text": "there"}]},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "a tree"},
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompt"),
+    [
+        ({}, "[user]a tree[assistant]"),
+        ({"messages": CONVERSATION}, "[system]be brief[user]look there[assistant]<look it>[tool]a tree[assistant]"),
+        ({"tools": [LOOK]}, "<look>[user]a tree[assistant]"),
+        ({"tools": [LOOK], "tool_choice": "auto"}, "<look>[user]a tree[assistant]"),
+        ({"tools": [LOOK], "tool_choice": "none"}, "[user]a tree[assistant]"),
+        ({"extra_body": {"add_generation_prompt": False}}, "[user]a tree"),
+        ({"extra_body": {"chat_template_kwargs": {"mood": "gay"}}}, "[user]a treegay[assistant]"),
+        (
+            {
+                "messages": [USER, {"role": "assistant", "content": "it"}],
+                "extra_body": {"continue_final_message": True},
+            },
+            "[user]a tree[assistant]it",
+        ),
+        ({"user": "u1", "metadata": {"a": "b"}, "store": False}, "[user]a tree[assistant]"),
+        ({"reasoning_effort": "low", "verbosity": "high"}, "[user]a treelow[assistant]"),
+        (
+            {
+                "stream_options": {"include_obfuscation": False},
+                "extra_body": {
+                    "return_token_ids": False,
+                    "include_reasoning": True,
+                    "prompt_cache_options": {"mode": "implicit"},
+                },
+            },
+            "[user]a tree[assistant]",
+        ),
+    ],
+)
+def test_a_chat_is_what_its_template_makes_of_it(
+    server: Running, client: OpenAI, outside: OpenAI, fields: dict[str, Any], prompt: str
+) -> None:
+    found = chat(client, temperature=0, max_tokens=8, **fields)
+    assert found.usage.prompt_tokens == len(tokens_of(server, prompt))
+    assert (found.choices[0].message.content or "") == alone(server, prompt, 8, Sampling())
+    shared = {name: value for name, value in fields.items() if name in ("messages", "tools", "reasoning_effort")}
+    if fields.get("tool_choice") != "none":
+        body = {"messages": [USER], **shared, **fields.get("extra_body", {})}
+        told: Any = outside.post("/tokenize", body=body, cast_to=object)
+        assert told["tokens"] == tokens_of(server, prompt)
+
+
+def test_roles_that_the_template_refuses_are_a_clear_error(client: OpenAI) -> None:
+    with pytest.raises(BadRequestError, match=r"template refuses them .a system message must come first") as refused:
+        chat(client, [USER, {"role": "system", "content": "be brief"}])
+    assert refused.value.param == "messages"
+
+
+def test_a_tool_call_stays_text_if_no_tool_may_be_called(client: OpenAI) -> None:
+    extra = {"structured_outputs": {"choice": [CALL]}}
+    found = chat(client, tools=[LOOK], tool_choice="none", max_tokens=90, extra_body=extra).choices[0]
+    assert (found.message.content, found.message.tool_calls, found.finish_reason) == (CALL, None, "stop")
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_formats_bind_the_text_of_chats_and_completions(server: Running, client: OpenAI, seed: int) -> None:
+    fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60}
+    extra = {"structured_outputs": {"json": SCHEMA}}
+    for text in (
+        chat(client, **fields, extra_body=extra).choices[0].message.content,
+        complete(client, **fields, extra_body=extra).choices[0].text,
+    ):
+        assert json.loads(text) in ({"n": True}, {"n": False})
+    (brace,) = tokens_of(server, "}")  # this target hardly ever ends an object by itself
+    ended = chat(client, **fields, logit_bias={str(brace): 100}, response_format={"type": "json_object"})
+    assert json.loads(ended.choices[0].message.content) == {}
+
+
+def test_special_tokens_are_shown_and_added_only_if_asked_for(server: Running, client: OpenAI, outside: OpenAI) -> None:
+    for shows, text in ((True, ""), (False, "<end>" * 3)):
+        extra = {"ignore_eos": True, "skip_special_tokens": shows}
+        found = complete(client, max_tokens=3, temperature=0, logit_bias={"0": 100}, extra_body=extra)
+        assert found.choices[0].text == text
+    plain = tokens_of(server, "a draft is")
+    for special, tokens in ((None, [0, *plain]), (True, [0, *plain]), (False, plain)):
+        extra = {} if special is None else {"add_special_tokens": special}
+        assert complete(client, extra_body=extra).usage.prompt_tokens == len(tokens)
+        told: Any = outside.post("/tokenize", body={"prompt": "a draft is", **extra}, cast_to=object)
+        assert told["tokens"] == tokens
+    added = chat(client, extra_body={"add_special_tokens": True}).usage.prompt_tokens
+    assert added == chat(client).usage.prompt_tokens + 1
+
+
+def test_every_path_answers(client: OpenAI, outside: OpenAI) -> None:
+    assert client.models.retrieve(client.models.list().data[0].id).id == NAME
+    for path in ("/health", "/ping", "/ready"):
+        assert outside.get(path, cast_to=object) in (None, "", b"")
+    version: Any = outside.get("/version", cast_to=object)
+    assert re.fullmatch(r"[\d.]+\w*", version["version"])
+    assert "headstart:num_requests_running" in str(outside.get("/metrics", cast_to=str))
+    told: Any = outside.post("/detokenize", body={"tokens": [40, 41]}, cast_to=object)
+    again: Any = outside.post("/tokenize", body={"prompt": told["prompt"], "add_special_tokens": False}, cast_to=object)
+    assert again["tokens"] == [40, 41]
+
+
+def test_without_usage_every_chunk_has_a_choice(client: OpenAI) -> None:
+    """Most programs read chunk.choices[0] of each chunk without a look."""
+    for make in (chat, complete):
+        chunks = list(make(client, stream=True, n=2))
+        assert all(len(chunk.choices) == 1 for chunk in chunks)
+        assert [hasattr(chunk, "metrics") for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_usage_comes_last_or_with_every_chunk(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"seed": 1, "max_tokens": 20, "n": 2}
+    whole = chat(client, **fields)
+    for always in (False, True):
+        options: Any = {"include_usage": True, "continuous_usage_stats": always}
+        *chunks, last = chat(client, **fields, stream=True, stream_options=options)
+        assert last.choices == []
+        assert last.usage == whole.usage
+        assert last.metrics
+        assert all(chunk.choices for chunk in chunks)
+        written = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage]
+        assert len(written) == (len(chunks) if always else 0)
+        assert written == sorted(written)
+
+
+def test_choices_of_a_stream_are_those_of_the_whole_answer(client: OpenAI) -> None:
+    fields: dict[str, Any] = {"seed": 4, "temperature": 1.2, "n": 3, "max_tokens": 20}
+    whole, texts = chat(client, **fields), ["", "", ""]
+    for chunk in chat(client, **fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("speculative", [True, False])
+def test_logprobs_of_completions_are_those_of_transformers_streamed_or_not(
+    server: Running, client: OpenAI, temperature: float, speculative: bool
+) -> None:
+    """Text that may begin a stop string is held back, while its tokens are told at once."""
+    prompt = tokens_of(server, "a draft is")
+    extra = {"speculative": speculative, "ignore_eos": True, "priority": 1}
+    fields: dict[str, Any] = {
+        "prompt": prompt,
+        "seed": 3,
+        "temperature": temperature,
+        "logprobs": 3,
+        "extra_body": extra,
+    }
+    stops = [text * 40 for text in "abcdefghijklmnopqrstuvwxyz "]
+    whole = complete(client, **fields, stop=stops).choices[0].logprobs
+    target = server.service.served.target
+    (written,) = generate_batch(target, [Request(prompt, 24, Sampling(temperature, seed=3), end_tokens=())])
+    with torch.no_grad():
+        logits = target.model(torch.tensor([prompt + written.tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = logits.log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(written.tokens).unsqueeze(1)).squeeze(1).tolist()
+    assert whole.token_logprobs == pytest.approx(expected, abs=1e-4)
+    for told, best in zip(whole.top_logprobs, logprobs.max(-1).values.tolist(), strict=True):
+        assert max(told.values()) == pytest.approx(best, abs=1e-4)
+    streamed = [chunk.choices[0].logprobs for chunk in complete(client, **fields, stop=stops, stream=True)]
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        assert [each for told in streamed if told for each in getattr(told, name)] == getattr(whole, name)
+    text = complete(client, **fields, stop=stops).choices[0].text
+    for offset, token in zip(whole.text_offset, whole.tokens, strict=True):
+        assert text.startswith(token.strip("\ufffd"), offset + len(token) - len(token.lstrip("\ufffd")))

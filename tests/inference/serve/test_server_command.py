@@ -1,0 +1,211 @@
+"""Laws of `headstart serve`: its command line says what is wrong, and signals end it with every request answered."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from bad_inputs import Says, assert_refused, type_command
+from families import make_family
+from tiny_run import build_target, quiet_environment
+
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.serve import command
+from headstart.inference.serve.options import serve_options
+from headstart.inference.serve.worker import Engine
+from headstart.recipes.schema import DecodeSection
+
+ROOT = Path(__file__).resolve().parents[3]
+
+WRONG: dict[str, tuple[list[str], Says]] = {
+    "no target": ([], Says("--target", "missing", "a RECIPE or the folder of a model", "write one of them")),
+    "a recipe and a target": (
+        ["recipes/tiny.yaml", "--target", "x"],
+        Says("--target", "x given with the recipe", "one of the two", "leave the recipe out"),
+    ),
+    "a folder without a head": (
+        ["--target", "assets/demo_target", "--head", "docs"],
+        Says("--head", "docs holds no head", "a trained head's folder", "headstart train RECIPE"),
+    ),
+    "a target that is nowhere": (
+        ["--target", "no/where"],
+        Says("target", "'no/where'", "a folder with config.json", "give"),
+    ),
+    "a port beyond the last": (
+        ["--target", "x", "--port", "70000"],
+        Says("--port", "70000", "0 to 65535", "correct it"),
+    ),
+    "no rows": (["--target", "x", "--max-batch", "0"], Says("--max-batch", "0", "1 to 4096", "correct it")),
+    "a queue below none": (["--target", "x", "--max-queue", "-1"], Says("--max-queue", "-1", "0 to", "leave it out")),
+    "an empty key": (
+        ["--target", "x", "--api-key", ""],
+        Says("--api-key", "empty key", "visible ASCII characters", "change"),
+    ),
+    "a key that no header holds": (
+        ["--target", "x", "--api-key", "schlüssel"],
+        Says("--api-key", "beyond ASCII", "visible ASCII characters", "change"),
+    ),
+    "an empty name": (
+        ["--target", "x", "--served-model-name", ""],
+        Says("--served-model-name", "''", "a name", "leave it out"),
+    ),
+}
+
+
+@pytest.mark.parametrize("symptom", WRONG)
+def test_a_wrong_command_line_is_refused(
+    symptom: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, says = WRONG[symptom]
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    if "--port" not in arguments:
+        arguments = [*arguments, "--port", "0"]
+    assert_refused(type_command(["serve", *arguments], monkeypatch, capsys), says)
+
+
+def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        outcome = type_command(["serve", "--target", "assets/demo_target", "--port", port], monkeypatch, capsys)
+    assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
+
+
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
+    assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
+    assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
+
+
+def test_a_wrong_key_of_the_environment_is_refused_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
+    refused = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
+
+
+def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:
+    options = serve_options(None, ["--target", "x", "--max-batch", "3"])
+    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
+
+
+def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
+    assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
+    named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
+    assert named.settings.names == ("a", "b")
+
+
+@contextmanager
+def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
+    """A server of its own process that has begun to answer one request for so many choices, and the answer."""
+    target = build_target(folder / "target", num_layers=2)
+    command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [*command, "--dtype", "float32", *options],
+        cwd=ROOT,
+        env=quiet_environment(ROOT),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        url = process.stdout.readline().split()[0].rstrip("/")
+        found: list[httpx.Response] = []
+        body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "n": requests}
+
+        def ask() -> None:
+            with suppress(httpx.HTTPError):
+                found.append(httpx.post(f"{url}/v1/completions", json=body, timeout=60))
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        while "num_requests_running{engine" not in (text := httpx.get(f"{url}/metrics").text) or (
+            'vllm:num_requests_running{engine="0",model_name="target"} 0.0' in text
+        ):
+            assert thread.is_alive()
+        process.send_signal(signal.SIGTERM)
+        assert "shutdown" in process.stdout.readline()
+        yield process, found
+        process.wait(30)
+        thread.join(60)
+
+
+def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path, requests=8) as (process, found):
+        assert process.wait(60) == 0
+    assert [choice["finish_reason"] for choice in found[0].json()["choices"]] == ["length"] * 8
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--max-batch", "1", requests=60) as (process, found):
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(5) == 128 + signal.SIGTERM
+        assert process.stderr is not None
+        assert "ending at once; running requests are lost" in process.stderr.read()
+    assert not found
+
+
+def test_packages_that_are_missing_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headstart.inference.serve.options.PACKAGES", ("uvicorn", "no_such_package"))
+    outcome = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    assert_refused(outcome, Says("no_such_package", "not installed", "needed to serve", "pip install -e '.[serve]'"))
+
+
+def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads that compute had two pools of OpenMP threads, which slowed every step down by a third."""
+    folder, seen = build_target(tmp_path / "target"), []
+    from_folders = SpeculativeModel.from_folders
+
+    def note(*given: object, **fields: object) -> object:
+        seen.append(threading.get_ident())
+        return from_folders(*given, **fields)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SpeculativeModel, "from_folders", note)
+    thread = ThreadPoolExecutor(1)
+    options = serve_options(None, ["--target", str(folder), "--dtype", "float32"])
+    served = thread.submit(command.load, options, thread).result()
+
+    def make_loop() -> object:
+        seen.append(threading.get_ident())
+        return served.make_loop()
+
+    async def run() -> None:
+        engine = Engine(served.thread, make_loop, lambda job, event: None)  # type: ignore[arg-type]
+        assert not engine.alive
+        engine.start()
+        assert engine.alive
+        engine.stop()
+        assert not engine.alive
+        with pytest.raises(RuntimeError):  # a second engine on an ended thread would wait forever
+            Engine(served.thread, make_loop, lambda job, event: None).start()
+
+    asyncio.run(run())
+    assert len(seen) == 2
+    assert seen[0] == seen[1] != threading.get_ident()
+
+
+def test_the_server_names_the_drafts_that_a_target_with_states_gets(tmp_path: Path) -> None:
+    """It named trees, which such a target does not verify."""
+    folder = build_target(tmp_path / "target")
+    vocab_size = TargetConfig.from_folder(folder).vocab_size
+    make_family("qwen3_next", vocab_size=vocab_size).save_pretrained(folder)
+    options = serve_options(None, ["--target", str(folder), "--dtype", "float32"])
+    trees = replace(options.model, decode=DecodeSection(drafter="prompt_lookup", growth="dynamic"))
+    with ThreadPoolExecutor(1) as thread:
+        assert command.load(replace(options, model=trees), thread).about["growth"] == "chain"

@@ -1,0 +1,115 @@
+"""Laws of the server's figures: what Prometheus reads adds up, and a head that disappoints is reported."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server_run import NAME, Running, load_served, running
+
+from headstart.inference.core.request import EmittedTokens
+from headstart.inference.serve.metrics import WINDOW, AcceptanceWatch, promised_length
+from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.worker import Update
+
+ROOT = Path(__file__).resolve().parents[3]
+DASHBOARD = ROOT / "docs/grafana/headstart.json"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target")
+    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+        for seed in range(3):
+            body = {"prompt": "a draft", "max_tokens": 30, "seed": seed, "ignore_eos": True, "stream": seed == 1}
+            httpx.post(f"{found.url}/v1/completions", json=body, timeout=60)
+        yield found
+
+
+def figures(server: Running) -> dict[str, float]:
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+def total(found: dict[str, float], name: str) -> float:
+    return sum(value for key, value in found.items() if key.partition("{")[0] == name)
+
+
+def test_tokens_are_accepted_drafts_plus_one_per_step_and_the_first(server: Running) -> None:
+    found = figures(server)
+    for prefix in ("headstart", "vllm"):
+        drafts = total(found, f"{prefix}:spec_decode_num_drafts_total")
+        accepted = total(found, f"{prefix}:spec_decode_num_accepted_tokens_total")
+        assert total(found, f"{prefix}:generation_tokens_total") == 90
+        # The last step of a text may draft nothing, or accept more than fits.
+        assert 90 - 3 - 3 <= accepted + drafts <= 90 - 3 + 3
+        assert total(found, f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+        assert accepted <= total(found, f"{prefix}:spec_decode_num_draft_tokens_total")
+        assert total(found, f"{prefix}:request_success_total") == 3
+        assert total(found, f"{prefix}:time_to_first_token_seconds_count") == 3
+        assert total(found, f"{prefix}:request_generation_tokens_sum") == 90
+        assert total(found, f"{prefix}:num_requests_running") == total(found, f"{prefix}:num_requests_waiting") == 0
+        assert total(found, f"{prefix}:kv_cache_usage_perc") == 0
+    assert total(found, "headstart:acceptance_length") == pytest.approx(1 + accepted / drafts)
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
+    known = {key.partition("{")[0] for key in figures(server)} | {"headstart:promised_acceptance_length"}
+    board = json.loads(DASHBOARD.read_text())
+    queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
+    assert len(queries) > 8
+    asked = {name for query in queries for name in re.findall(r"headstart:\w+", query)}
+    assert not asked - known - {f"headstart:{name}_total" for name in ("admission_rejections",)}
+
+
+def step(accepted: int) -> Update:
+    return Update(EmittedTokens(0, [5] * (accepted + 1), [1] * (accepted + 1), 4, accepted), [], [], 0, 1.0, 1.0)
+
+
+def write_promise(folder: Path, at_0: float, at_1: float) -> None:
+    config = {"headstart": {"acceptance_length": {"0": at_0, "1": at_1}}}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def test_acceptance_far_below_the_heads_promise_is_reported_once(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=4.1, at_1=3.0)
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for _ in range(3 * WINDOW):
+        watch.count(step(2))
+    assert not lines
+    for _ in range(3 * WINDOW):
+        watch.count(step(1))
+    assert len(lines) == 1
+    assert "2.00" in lines[0] or "is 2." in lines[0]
+    assert "promises 3.00" in lines[0]
+    assert "headstart doctor" in lines[0]
+
+
+def test_drafts_that_hold_the_end_of_short_answers_are_not_called_far_below_the_promise(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=4.1, at_1=4.0)
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for _ in range(2 * WINDOW):
+        watch.count(Update(EmittedTokens(0, [5], [1], 8, accepted=1), [], [], 0, 1.0, 1.0))
+    assert not lines
+
+
+def test_texts_at_temperature_1_were_called_far_below_the_promise_of_temperature_0(tmp_path: Path) -> None:
+    write_promise(tmp_path, at_0=2.93, at_1=2.05)
+    lines: list[str] = []
+    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
+    for _ in range(2 * WINDOW):
+        watch.count(step(1))  # two tokens a step
+    assert not lines
+
+
+def test_a_head_without_a_measured_length_promises_nothing(tmp_path: Path) -> None:
+    assert promised_length(None) is None
+    (tmp_path / "config.json").write_text("{}")
+    assert promised_length(tmp_path) is None
+    bundled = ROOT / "assets/smollm2_head"
+    lengths = json.loads((bundled / "config.json").read_text())["headstart"]["acceptance_length"]
+    assert promised_length(bundled) == lengths["1"] < lengths["0"]

@@ -1,0 +1,227 @@
+"""Laws of streamed text: pieces joined are the whole text, and nothing of a stop string or a tool call slips out."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from tiny_run import build_tokenizer
+from tokenizers import Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
+
+from headstart.inference.core.request import StopStrings
+from headstart.inference.serve.api.text import ToolCallParser, WrittenText, joined
+from headstart.inference.serve.exchange import Output
+from headstart.inference.show import TokenText
+from headstart.inference.targets.tokenizer import bytes_of
+
+STOPS = [("ab",), ("aab", "b c"), ("abcabd",), ("🌳", "c")]
+
+
+def spell(tokens: list[int]) -> str:
+    """A token is a byte; bytes of an unfinished character are replacement characters."""
+    return bytes(tokens).decode(errors="replace")
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("include", [False, True])
+def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) -> None:
+    draw = random.Random(seed)
+    stops = draw.choice(STOPS)
+    text = "".join(draw.choice(["a", "b", "c", " ", "d", "🌳", "é"]) for _ in range(30))
+    written = WrittenText(spell, [], StopStrings(stops, spell), include)
+    found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
+    found += "".join(piece.text for piece in written.end())
+    expected = text
+    if ends := [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]:
+        end, first = min(ends)
+        expected = text[:end] if include else text[: end - len(first)]
+        assert written.stopped == first
+    assert found == expected
+
+
+def spell_hidden(tokens: list[int]) -> str:
+    """The same, where tokens above 255 are special and have no text."""
+    return spell([token for token in tokens if token < 256])
+
+
+def spell_shown(tokens: list[int]) -> str:
+    return "".join(spell([token]) if token < 256 else f"<|{token}|>" for token in tokens)
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize(
+    ("stops", "shown"),
+    [(("<|300|>",), "abc"), (("c<|300|>d",), "ab"), (("bc", "<|300|>"), "a"), (("<|301|>",), "abcd"), (("d",), "abc")],
+)
+def test_a_stop_string_that_is_a_hidden_special_token_is_found(
+    stops: tuple[str, ...], shown: str, include: bool
+) -> None:
+    """The text is a b c <|300|> d, and special tokens are not shown."""
+    stop = StopStrings(stops, spell_shown)
+    tokens = [*b"abc", 300, *b"d"]
+    written = WrittenText(spell_hidden, [], stop, include)
+    found = "".join(piece.text for token in tokens for piece in [*written.add(token, None)])
+    found += "".join(piece.text for piece in written.end())
+    assert found == shown + (written.stopped or "") * include
+    assert (written.stopped is None) == (stops == ("<|301|>",))
+    assert stop.kept(tokens, 5) == {"<|300|>": 4, "c<|300|>d": 5, "bc": 3, "<|301|>": None, "d": 5}[stops[0]]
+
+
+def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
+    written = WrittenText(spell, [], StopStrings(("abc",), spell))
+    assert not [piece for token in b"ab" for piece in written.add(token, 1)]
+    assert written.end() == [TokenText("a", 1), TokenText("b", 1)]
+
+
+PARTS = [
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_call",
+    "</",
+    '"',
+    "\\",
+    "{",
+    "}",
+    ", ",
+    "Köln",
+    "🌳",
+    "\n",
+    "\ud83d",
+    "a",
+    " ",
+]
+PROSE = [
+    "use <tool_call> tags: ",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_call>{",
+    '<tool_call>{"',
+    "a < b ",
+    "<tool_c",
+    "so\n",
+]
+
+
+def some_value(draw: random.Random, depth: int = 0) -> Any:
+    """A JSON value whose texts hold marks, quotes and halves of surrogate pairs."""
+    if depth == 2 or draw.random() < 0.5:
+        return draw.choice([None, True, -7, 0.5, "".join(draw.choices(PARTS, k=draw.randrange(6)))])
+    values = [some_value(draw, depth + 1) for _ in range(draw.randrange(3))]
+    return values if draw.random() < 0.4 else {"".join(draw.choices(PARTS, k=2)): value for value in values}
+
+
+def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, list[tuple[str, Any]]]:
+    """The text and the calls that a parser finds, if the text arrives in pieces."""
+    parser, output = ToolCallParser(["weather", "f"], only_one), Output()
+    while text:
+        count = draw.choice([1, 2, 5, 40, len(text)])
+        output.parts += parser.add([TokenText(text[:count], None)])
+        text = text[count:]
+    output.parts += parser.add([], is_end=True)
+    functions = [call["function"] for call in output.calls]
+    assert all(function["arguments"].encode() for function in functions)
+    return output.text, [(each["name"], json.loads(each["arguments"])) for each in functions]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_calls_are_found_whatever_their_arguments_hold_and_however_they_arrive(seed: int) -> None:
+    """A mark in an argument ended its call, which was lost; one in the text before a call lost that call."""
+    draw = random.Random(seed)
+    text, prose, wanted = "", "", list[tuple[str, Any]]()
+    for _ in range(draw.randint(1, 3)):
+        before = "".join(draw.choices(PROSE, k=draw.randrange(4)))
+        name, arguments = draw.choice(["weather", "f"]), {"x": some_value(draw), "y": some_value(draw)}
+        call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=draw.random() < 0.5)
+        call = call.encode(errors="backslashreplace").decode()
+        newline = draw.choice(["", "\n"])
+        text += f"{before}<tool_call>{newline}{call}{newline}</tool_call>"
+        prose, wanted = prose + before, [*wanted, (name, arguments)]
+    after = draw.choice(["", " and <tool_call>no</tool_call>!", '<tool_call>{"name": "f", "argu', "<tool_"])
+    assert split(text + after, draw) == (prose + after, wanted)
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        "{oops",
+        '{"name": "unknown", "arguments": {}}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+        '{"name": "f", "arguments": {"x": 1e999}}',
+        '{"name": ["f"]}',
+        '{"name": "f"} and more',
+        '{"name": "f", "arguments": ' + '{"a":' * 5000,
+    ],
+)
+def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
+    text = f"<tool_call>{inside}</tool_call>"
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    for seed in range(4):
+        assert split(f"{text} so {good}.", random.Random(seed)) == (f"{text} so .", [("f", {})])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_white_space_around_calls_is_no_text(seed: int) -> None:
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    draw = random.Random(seed)
+    assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
+    assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
+    assert split(" \n", draw) == (" \n", [])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_follows_an_only_call(seed: int) -> None:
+    call = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
+    assert split(f"so {call} and {call}", random.Random(seed), only_one=True) == ("so ", [("f", {})])
+
+
+def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
+    whole, cut = ToolCallParser(["weather", "f"]), ToolCallParser(["weather", "f"])
+    whole.add([TokenText('<tool_call>{"name": "f", "arguments": {}}', None)])
+    (call,) = Output(whole.add([], is_end=True)).calls
+    assert call["function"]["arguments"] == "{}"
+    cut.add([TokenText('<tool_call>{"name": "f", "argu', None)])
+    output = Output(cut.add([], is_end=True))
+    assert (output.text, output.calls) == ('<tool_call>{"name": "f", "argu', [])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) -> None:
+    """It was in neither part. With an echo, the prompt's part of it is not shown as a broken character before."""
+    draw = random.Random(seed)
+    before, after = ("".join(draw.choices(["a", "é", "🌳", "\ufffd"], k=5)) for _ in range(2))
+    parted = draw.choice(["é", "€", "🌳"])
+    text = before + parted + after
+    cut = len(before.encode()) + draw.randrange(len(parted.encode()))
+    prompt, rest = [*text.encode()[:cut]], text.encode()[cut:]
+    parts = {echo: WrittenText(spell, prompt, echo=echo) for echo in (True, False)}
+    found = {
+        echo: written.echo + joined([piece for byte in rest for piece in written.add(byte, None)] + written.end())
+        for echo, written in parts.items()
+    }
+    assert found == {True: text, False: parted + after}
+    broken = WrittenText(spell, prompt)  # what is never completed is the prompt's alone
+    assert joined(broken.add(ord("x"), None) + broken.end()) == "x"
+
+
+def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
+    """Words begin with a mark for a space, and other characters are spelled in bytes, as in Llama 2."""
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "a", "b", "\u2581b"]
+    model = models.Unigram([(piece, -float(number % 7)) for number, piece in enumerate(pieces)], 0, byte_fallback=True)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    fuse = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(fuse)
+    tokenizer.add_special_tokens(["<s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+
+
+@pytest.mark.parametrize("make", [build_tokenizer, byte_fallback_tokenizer])
+def test_the_bytes_of_tokens_are_those_of_their_text(make: Any) -> None:
+    """Also of tokens that are parts of characters."""
+    tokenizer, text = make(), "ab a\n é🌶 \ufffd  b€"
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert len(tokens) > len(text)
+    assert b"".join(bytes_of(tokenizer, token) for token in tokens).decode().removeprefix(" ") == text
+    (special,) = tokenizer.all_special_ids
+    assert bytes_of(tokenizer, special).decode() == tokenizer.all_special_tokens[0]

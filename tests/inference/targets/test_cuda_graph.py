@@ -1,0 +1,181 @@
+"""Laws of static steps: they draft and accept exactly what dynamic steps do."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from matrix import slow
+from scripted import SetCosts
+from transformers import LlamaForCausalLM
+
+from headstart.heads.calibration import Calibration
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Accepted, accept, verify
+from headstart.inference.drafters.costs import CostAware
+from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.engine import step
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.targets.cuda_graph import SpareSteps
+from headstart.inference.targets.model import TargetModel
+
+MakeHead = Callable[..., Eagle3Head]
+MakeModel = Callable[..., LlamaForCausalLM]
+PROMPTS = [[5, 6, 7, 11], [3], [*range(30)], [9, 9, 1], [40, 41]]
+NEW_TOKENS = [4, 24, 9, 24, 16]  # short texts end first, and then the last row moves into their place
+MIXED = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2), Sampling(), Sampling(1.0, seed=3)]
+SHAPES = [Dynamic.chain(3), Dynamic(4, 4, 12), Fixed(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))]
+
+
+def run(target: TargetModel, drafter: HeadDrafter, samplings: list[Sampling], static: bool) -> list[Generation]:
+    rows = zip(PROMPTS, NEW_TOKENS, samplings, strict=True)
+    requests = [Request(prompt, count, sampling) for prompt, count, sampling in rows]
+    return generate_batch(target, requests, drafter, 3, static)
+
+
+@pytest.fixture
+def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The tokens of every tree that the decode loop verifies so far, row by row."""
+    trees: list[list[list[int]]] = []
+
+    def recording(function: Callable[..., list[Accepted]]) -> Callable[..., list[Accepted]]:
+        def record(tree: Tree, *rest: object) -> list[Accepted]:
+            trees.append(tree.tokens.tolist())
+            return function(tree, *rest)
+
+        return record
+
+    monkeypatch.setattr(step, "accept", recording(accept))
+    monkeypatch.setattr(step, "verify", recording(verify))
+    return trees
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("growth", SHAPES, ids=lambda growth: type(growth).__name__ + str(growth.depth))
+@pytest.mark.parametrize("samplings", [[Sampling()] * 5, [Sampling(1.0, seed=s) for s in range(5)]], ids=["T=0", "T=1"])
+def test_a_row_that_moved_drafts_as_before(
+    target: TargetModel,
+    make_head: MakeHead,
+    verified_trees: list[list[list[int]]],
+    growth: Dynamic | Fixed,
+    samplings: list[Sampling],
+) -> None:
+    """The head's slots from a captured step must move with the row. When they did not, only acceptance suffered."""
+    drafter = HeadDrafter(make_head(), growth)
+    static = run(target, drafter, samplings, True)
+    static_trees = [*verified_trees]
+    verified_trees.clear()
+    dynamic = run(target, drafter, samplings, False)
+    assert [g.tokens for g in static] == [g.tokens for g in dynamic]
+    # Near the end of a text the dynamic trees are smaller; until then every node is the same.
+    trees = zip(static_trees, verified_trees, strict=True)
+    pairs = [(one, other) for one, other in trees if len(one[0]) == len(other[0])]
+    assert len(pairs) > 12
+    assert all(one == other for one, other in pairs)
+
+
+@pytest.mark.parametrize("samplings", [slow([Sampling()] * 5), MIXED], ids=["greedy", "mixed"])
+def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_alone(
+    target: TargetModel, make_head: MakeHead, samplings: list[Sampling]
+) -> None:
+    drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
+    loop = DecodeLoop(target, drafter, 5, True, prefill_chunk=4)
+    prompts = [[5, 6, 7], [3], [8, 9], [*range(40)], [40, 41]]
+    requests = [Request(prompt, 14, own) for prompt, own in zip(prompts, samplings, strict=True)]
+    rows_while_reading = set()
+    for request in requests:
+        loop.submit(request)
+    while not loop.idle:
+        loop.step()
+        if loop.batch.reading is not None:
+            rows_while_reading.add(len(loop.batch.rows))
+    assert 3 in rows_while_reading  # they are run as four
+    alone = [generate_batch(target, [request], drafter, 1, False)[0].tokens for request in requests]
+    assert [found.tokens for found in loop.generations.values()] == alone
+
+
+def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
+    make_model: MakeModel, make_head: MakeHead
+) -> None:
+    """One for each power of two of rows, and for whether any row is sampled."""
+    target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
+    drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
+    samplings = [Sampling(0.3 * (number % 4), top_p=1 - 0.1 * (number % 3), seed=number) for number in range(12)]
+    requests = [Request([5, number], 4 + number, own) for number, own in enumerate(samplings)]
+    found = generate_batch(target, requests, drafter, 8, True)
+    assert [each.tokens for each in found] == [
+        each.tokens for each in generate_batch(target, requests, drafter, 8, False)
+    ]
+    (step,) = target.kept(SpareSteps)
+    keys = {(shapes[0][0], form.sampled) for _, shapes, form, _ in step.captured}
+    assert keys <= {(rows, sampled) for rows in (1, 2, 4, 8) for sampled in (False, True)}
+    assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
+
+
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+def test_a_server_captures_next_to_nothing_while_requests_wait(
+    make_model: MakeModel, make_head: MakeHead, temperature: float
+) -> None:
+    """40 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
+    target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
+    drafter = HeadDrafter(make_head(), CostAware(3, 4, 12, SetCosts()), Repeats(4))
+    loop, draw = DecodeLoop(target, drafter, 16, True), random.Random(0)
+    loop.capture_ahead()
+    step = loop.batch.static
+    assert step is not None
+    before, steps, waiting = set(step.captured), 0, 40
+    while waiting or not loop.idle:
+        if waiting and draw.random() < 0.3:
+            prompt, count = [draw.randrange(90) for _ in range(6)], draw.randrange(4, 12)
+            loop.submit(Request(prompt, count, Sampling(temperature, seed=waiting)))
+            waiting -= 1
+        if not loop.idle:
+            loop.step()
+            steps += 1
+    assert step is loop.batch.static
+    assert steps > 60
+    assert len(set(step.captured) - before) <= 0.03 * steps
+
+
+def test_a_calibrated_head_drafts_alike_in_static_and_dynamic_steps(target: TargetModel, make_head: MakeHead) -> None:
+    head = make_head()
+    head.calibration = Calibration((2.0, 1.5), (1.1, 0.8), (0.5, 0.0, 0.3))
+    drafter = HeadDrafter(head, Dynamic(4, 4, 12))
+    static, dynamic = (run(target, drafter, MIXED, is_static) for is_static in (True, False))
+    assert [g.tokens for g in static] == [g.tokens for g in dynamic]
+    assert [g.stats.accepted_at_depth for g in static] == [g.stats.accepted_at_depth for g in dynamic]
+
+
+def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeModel) -> None:
+    target = TargetModel(make_model(), ())
+    prompt = [*range(20)]
+    for _ in range(3):
+        generate(target, prompt, 10, static=True)
+    assert len(target.kept(SpareSteps)) == 1
+    (first,) = target.kept(SpareSteps)
+    stream = loop_of(target, [Request(prompt, 10)], static=True).run()
+    next(stream)
+    assert target.kept(SpareSteps) == []  # in use
+    generate(target, prompt, 5, static=True)  # meanwhile, in a cache of its own
+    stream.close()
+    assert target.kept(SpareSteps) == [first]
+    loop_of(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
+    assert target.kept(SpareSteps) == [first]
+
+
+def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
+    target = TargetModel(make_model(max_position_embeddings=4096), ())
+    for length in (10, 300, 600, 900):
+        generate(target, [1] * length, 2, static=True)
+    assert [spare.cache.target.capacity for spare in target.kept(SpareSteps)] == [1024]
+
+
+def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel, make_head: MakeHead) -> None:
+    target = TargetModel(make_model().bfloat16(), (2, 3, 4))
+    drafter = HeadDrafter(make_head().bfloat16(), Fixed.chain(3))
+    requests = [Request([5, 6, 7], 12, Sampling(0.0, rule="rejection"))]
+    assert len(generate_batch(target, requests, drafter, static=False)[0].tokens) == 12

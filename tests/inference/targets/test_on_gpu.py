@@ -1,0 +1,141 @@
+"""Laws of decoding on a GPU: captured steps, changing shapes and the CPU write the same texts (pytest -m gpu)."""
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import LlamaForCausalLM
+
+from headstart.heads.kinds.block_attention import Reach
+from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels.fast_layers import Fused, own_layers_of
+from headstart.inference.targets.attention import attention_by_parts, parts_of_keys
+from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
+from headstart.inference.targets.model import TargetModel
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+MakeModel = Callable[..., LlamaForCausalLM]
+PROMPTS = [[5, 6, 7, 11], [3], [*range(30)], [9, 9, 1], [40, 41]]
+NEW_TOKENS = [4, 24, 9, 24, 16]  # short texts end first: rows move, and waiting requests take their places
+HEADS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "eagle1": {"kind": "eagle1"},
+    "eagle3": {"kind": "eagle3"},
+    "medusa": {"kind": "medusa"},
+    "dflash": {"kind": "block"},
+    "windowed": {"kind": "block", "reaches": (Reach(6, causal=True), Reach(None, causal=True))},
+}
+SHAPES = {"chain": Dynamic.chain(3), "tree": Dynamic(3, 4, 12), "fixed": Fixed(((0,), (1,), (0, 0), (0, 1), (0, 0, 0)))}
+SAMPLINGS = {
+    "greedy": [Sampling()] * 5,
+    "sampled": [Sampling(1.0, seed=seed) for seed in range(5)],
+    "unlike": [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, top_p=0.9, seed=2), Sampling(), Sampling(1.0, seed=3)],
+}
+
+
+@pytest.fixture(scope="module")
+def on_cpu(make_model: MakeModel) -> TargetModel:
+    return TargetModel(make_model(), (2, 3, 4, 7))
+
+
+@pytest.fixture(scope="module")
+def on_gpu(make_model: MakeModel) -> TargetModel:
+    model: Any = make_model()
+    return fused(TargetModel(model.cuda(), (2, 3, 4, 7)))
+
+
+def fused(target: TargetModel) -> TargetModel:
+    target.pack_weights(lambda: target)
+    return target
+
+
+@pytest.fixture(autouse=True)
+def _no_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="no CUDA graph")
+        yield
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("growth", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("kind", HEADS)
+def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
+    kind: str,
+    growth: Dynamic | Fixed,
+    samplings: list[Sampling],
+    on_cpu: TargetModel,
+    on_gpu: TargetModel,
+    make_head: Callable[..., Any],
+) -> None:
+    if kind == "plain" and growth is not SHAPES["chain"]:
+        pytest.skip("plain decoding has no tree")
+
+    def texts(target: TargetModel, static: bool) -> list[list[int]]:
+        drafter: Drafter = PLAIN
+        if kind != "plain":
+            drafter = head_drafter(copy.deepcopy(make_head(**HEADS[kind])).to(target.device), growth)
+        rows = zip(PROMPTS, NEW_TOKENS, samplings, strict=True)
+        requests = [Request(prompt, count, sampling) for prompt, count, sampling in rows]
+        return [found.tokens for found in generate_batch(target, requests, drafter, 3, static)]
+
+    wanted = texts(on_cpu, False)
+    assert texts(on_gpu, False) == wanted
+    on_gpu.kept(SpareSteps).clear()
+    assert texts(on_gpu, True) == wanted
+    graphs = [capture.graphed.graph for step in on_gpu.kept(SpareSteps) for capture in step.captured.values()]
+    assert graphs
+    assert all(graph is not None for graph in graphs)
+
+
+@pytest.mark.parametrize("keys", [2304, 8192])
+@pytest.mark.parametrize("nodes", [1, 60])
+def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    query, key, value = (
+        torch.randn(1, 8, count, 128, generator=generator, device="cuda", dtype=torch.bfloat16)
+        for count in (4 * nodes, keys, keys)
+    )
+    mask = torch.zeros(1, 1, 4 * nodes, keys, device="cuda", dtype=torch.bfloat16)
+    mask[..., keys - 700 :] = torch.finfo(torch.bfloat16).min  # the last parts may hold nothing that is seen
+    parts = parts_of_keys(query, key, value)
+    assert parts > 1
+    found = attention_by_parts(query, key, value, mask, None, parts).float()
+    wanted = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask.float())
+    assert (found - wanted).norm() < 0.01 * wanted.norm()
+
+
+def test_fused_layers_compute_what_those_of_transformers_do(make_model: MakeModel) -> None:
+    made: Any = make_model(hidden_size=512, num_hidden_layers=2)
+    model = made.cuda().bfloat16()
+    target = fused(TargetModel(model, ()))
+    layer = model.model.layers[0]
+    assert all(isinstance(vars(each).get("forward"), Fused) for each in (model.model.norm, layer.self_attn.k_proj))
+    tokens = torch.arange(90, device="cuda").unsqueeze(0)
+    found = target.forward(tokens).logits.float()
+    with own_layers_of(model):
+        own = target.forward(tokens).logits.float()
+    assert (found - own).norm() < 0.01 * own.norm()
+
+
+def test_a_step_that_needs_the_host_goes_on_without_a_graph_and_leaves_no_trace() -> None:
+    here = torch.cuda.current_stream()
+    reads = Graphed(lambda x: (x * x.sum().item(),))
+    given = torch.arange(4.0, device="cuda")
+    with pytest.warns(UserWarning, match="no CUDA graph"):
+        assert reads(given)[0].tolist() == [0, 6, 12, 18]
+    assert torch.cuda.current_stream() == here
+    assert reads(given)[0].tolist() == [0, 6, 12, 18]
+    after = Graphed(lambda x: (x + 1,))
+    assert after(given)[0].tolist() == [1, 2, 3, 4]
+    assert after.graph is not None
+    torch.empty(2**28, device="cuda")  # the allocator does not believe that a capture is under way
+    torch.cuda.empty_cache()

@@ -1,0 +1,484 @@
+"""Laws of decoding and training on GPUs, tried on pretended ones: nothing waits in a CUDA graph, no devices are mixed,
+and the numbers are those of the CPU."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from matrix import slow
+from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
+from torch import Tensor
+from torch.testing import assert_close
+from transformers import LlamaForCausalLM
+
+from headstart.data_pipelines.features.batches import Sample, SampleStore
+from headstart.data_pipelines.features.features import tap
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.cache import KVCache
+from headstart.inference.core.drafter import PLAIN, Drafter
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import ModelDrafter
+from headstart.inference.drafters.repeats import Repeats, TreeLimits
+from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.targets.cuda_graph import StaticStep
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import load_recipe
+from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
+from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
+
+MakeModel = Callable[..., LlamaForCausalLM]
+MakeHead = Callable[..., DraftHead]
+LIMITED = DraftVocab(torch.arange(0, 97, 4), 97)
+HEADS: dict[str, dict[str, Any]] = {
+    "eagle1": {"kind": "eagle1"},
+    "eagle3": {"kind": "eagle3"},
+    "eagle3, 25 tokens": {"kind": "eagle3", "vocab": LIMITED},
+    "medusa": {"kind": "medusa"},
+    "dspark": {"kind": "block", "markov_rank": 8},
+    "dflash": {"kind": "block", "sample_from_anchor": False},
+}
+GROWTHS: dict[str, Growth] = {
+    "chain": Dynamic.chain(3),
+    "dynamic": Dynamic(3, 4, 9),
+    "fixed": Fixed(((0,), (1,), (0, 0), (0, 1))),
+}
+MIXES = {  # the sampling of neighbouring rows, in turn
+    "greedy": [Sampling()],
+    "T=1": [Sampling(1.0)],
+    "top-p": [Sampling(0.7, top_k=20, top_p=0.9, min_p=0.05)],
+    "bias": [Sampling(0.7, logit_bias=((3, 1.0), (5, -9.0)))],
+    "mixed": [Sampling(), Sampling(1.0), Sampling(0.7, top_p=0.9)],
+    "penalties": [Sampling(0.8, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=0.1)],
+    "rejection": [Sampling(1.0, rule="rejection")],
+}
+CAPTURED = ["greedy", "T=1", "top-p", "bias", "mixed"]  # those that a captured step serves, whatever the rows
+TINY = Path(__file__).parents[3] / "recipes/tiny.yaml"
+
+
+@pytest.fixture
+def cuda() -> Iterator[Seen]:
+    with pretended_cuda() as seen:
+        yield seen
+
+
+def rows_of(mix: str, count: int) -> list[Sampling]:
+    return [replace(MIXES[mix][row % len(MIXES[mix])], seed=row) for row in range(count)]
+
+
+# The pretence
+
+
+READ: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x[0].item(),
+    "tolist": Tensor.tolist,
+    "branch": lambda x: 1 if (x > 0).any() else 2,
+    "number": lambda x: range(x[0]),
+    "position": lambda x: x[x[0]],
+    "slice": lambda x: x[: x[0]],
+    "copy": Tensor.cpu,
+    "places": Tensor.nonzero,
+    "mask": lambda x: x[x > 0],
+    "fill where": lambda x: x.clone().index_put_((x > 0,), x),
+    "repeat": lambda x: x.repeat_interleave(x),
+    "equal": lambda x: x.equal(x),
+    "into the host": lambda x: torch.zeros(3).copy_(x),
+}
+CROSSED: dict[str, Callable[[Tensor], object]] = {
+    "new tensor": lambda x: torch.tensor([1, 2, 3], device=x.device),
+    "copy": lambda x: torch.arange(3).to(x.device),
+    "index": lambda x: x[torch.tensor([1])],
+    "list": lambda x: x[[1]],
+    "into the device": lambda x: x.clone().copy_(torch.arange(3)),
+}
+FREE: dict[str, Callable[[Tensor], object]] = {
+    "on the device": lambda x: torch.where(x > 0, x, x.new_zeros(()))[x.argmax().view(1)],
+    "number of Python": lambda x: (x + 1).masked_fill(x > 1, 0)[..., -1],
+    "range": lambda x: torch.arange(len(x), device=x.device) + x,
+    "number of the host": lambda x: x * torch.tensor(2),
+}
+WRONG: dict[str, Callable[[Tensor], object]] = {
+    "host": lambda x: x + torch.arange(3),
+    "other card": lambda x: x + x.to(SECOND),
+    "index of another card": lambda x: x[torch.zeros(1, dtype=torch.long, device=SECOND)],
+    "list of tensors": lambda x: torch.cat([x, torch.arange(3)]),
+    "new tensor without a device": lambda x: x.scatter(0, torch.tensor([0]), 1),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["with gradients", "inference"])
+@pytest.mark.parametrize("name", READ)
+def test_whatever_the_host_reads_is_counted(cuda: Seen, name: str, inference: bool) -> None:
+    with torch.inference_mode(inference):
+        READ[name](torch.ones(3, dtype=torch.long, device=CUDA))
+    assert sum(cuda.reads.values()) == 1
+
+
+@pytest.mark.parametrize("name", CROSSED)
+def test_whatever_is_copied_from_the_host_is_counted(cuda: Seen, name: str) -> None:
+    CROSSED[name](torch.arange(3, device=CUDA))
+    assert (sum(cuda.reads.values()), sum(cuda.crossings.values())) == (0, 1)
+
+
+def test_what_stays_on_the_device_is_not_counted(cuda: Seen) -> None:
+    for work in FREE.values():
+        work(torch.arange(3, device=CUDA))
+    assert not cuda.reads
+    assert not cuda.crossings
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_tensors_of_different_devices_do_not_mix(cuda: Seen, name: str) -> None:
+    with pytest.raises(WrongDevice):
+        WRONG[name](torch.arange(3, device=CUDA))
+
+
+# Captured steps
+
+
+def assert_captured(
+    cuda: Seen, make_model: MakeModel, head: DraftHead | None, growth: Growth, samplings: list[Sampling]
+) -> None:
+    """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
+    head = None if head is None else copy.deepcopy(head).to(CUDA)
+    drafter: Drafter = PLAIN if head is None else head_drafter(head, growth)
+    target, rows = TargetModel(make_model().to(CUDA), drafter.taps), len(samplings)
+    step = StaticStep(target, drafter, target.new_cache(100, drafter.cache_shape, rows, static=True))
+    sampling = BatchSampling(samplings, CUDA)
+    assert step.serves(sampling)
+    for turn in range(2):
+        counts = [1 + (row + turn) % min(drafter.depth + 1, 3) for row in range(rows)]
+        held = [20 + row % 7 + 3 * turn for row in range(rows)]
+        step.cache.target.set_lengths(held)
+        shape = rows, max(counts)
+        step(
+            VerifiedOnHost(
+                taps=torch.randn(*shape, len(drafter.taps) * target.config.hidden_size, device=CUDA),
+                next_tokens=torch.randint(97, shape, device=CUDA),
+                roots=torch.randint(97, (rows, 1), device=CUDA),
+                starts=[end - count for end, count in zip(held, counts, strict=True)],
+                counts=counts,
+                drafted=[0] * rows,
+                remaining=[9 - row % 3 for row in range(rows)],
+                sampling=sampling,
+                history=None,
+                texts=[[]] * rows,
+                keys=[*range(rows)],
+            )
+        )
+    assert cuda.replays == 1
+    assert not cuda.in_graphs
+
+
+QUICK = [
+    ("eagle3, 25 tokens", "fixed", "top-p", 3),
+    ("medusa", "chain", "bias", 2),
+    ("dspark", "dynamic", "T=1", 64),
+]
+
+
+@pytest.mark.parametrize(("name", "growth", "mix", "rows"), QUICK)
+def test_a_captured_step_waits_for_nothing(
+    make_model: MakeModel, make_head: MakeHead, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
+) -> None:
+    head = None if name is None else make_head(**HEADS[name])
+    assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("mix", CAPTURED)
+@pytest.mark.parametrize(("name", "growth"), [(None, "chain"), *product(HEADS, GROWTHS)])
+def test_no_captured_step_waits_for_anything(
+    make_model: MakeModel, make_head: MakeHead, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
+) -> None:
+    head = None if name is None else make_head(**HEADS[name])
+    assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
+
+
+def test_a_captured_step_serves_these_batches_and_no_others(target: TargetModel) -> None:
+    """Whatever is served must be in CAPTURED, and so in the tests of captured steps."""
+    step = StaticStep(target, PLAIN, target.new_cache(10, None, 3, static=True))
+    assert [mix for mix in MIXES if step.serves(BatchSampling(rows_of(mix, 3), "cpu"))] == CAPTURED
+
+
+# Whole decode loops, on one card and on two
+
+Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
+
+
+def with_head(growth: Growth, repeats: int = 0, **kind: Any) -> Build:
+    def build(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+        head = copy.deepcopy(make_head(**kind)).to(target.device)
+        return head_drafter(head, growth, Repeats(repeats) if repeats else None)
+
+    return build
+
+
+def with_draft_model(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+    device: Any = target.device  # transformers' own `to` is mistyped
+    return ModelDrafter(TargetModel(make_model(num_hidden_layers=2).to(device), ()), TREE, target)
+
+
+TREE = Dynamic(3, 3, 8)
+DRAFTERS: dict[str, Build] = {
+    "plain": lambda *_: PLAIN,
+    **{name: with_head(TREE, **kind) for name, kind in HEADS.items()},
+    "chain": with_head(Fixed.chain(3), kind="eagle3"),
+    "fixed tree": with_head(GROWTHS["fixed"], kind="eagle3"),
+    "head and repeats": with_head(TREE, 6, kind="eagle3"),
+    "prompt lookup": lambda *_: Lookup(TreeLimits(4, 2, 8)),
+    "draft model": with_draft_model,
+}
+TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
+PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
+# What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
+# transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
+MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.packs", "elsewhere"}
+MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
+ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
+    "head and repeats": {"GumbelRow.at", "Repeats.extend", "chances_of"},
+    "prompt lookup": {"GumbelRow.at"},
+}
+
+
+def decoded(
+    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+) -> list[Generation]:
+    """Four texts in three rows, on the CPU or on pretended cards, and one that begins with what was written before."""
+    model = make_model()
+    model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
+    target = TargetModel(model, TAPS)
+    drafter = DRAFTERS[name](target, make_model, make_head)
+    loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=32, prefix_memory=2**20)
+    samplings = rows_of(mix, 4)
+    for prompt, count, sampling in zip(PROMPTS, (6, 2, 4, 2), samplings, strict=True):
+        loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
+    while not loop.idle:
+        loop.step()
+    longest = PROMPTS[2] + loop.generations[2].tokens
+    again = loop.submit(Request([*longest, 7], 3, samplings[2]))
+    while not loop.idle:
+        loop.step()
+    assert loop.generations[again].cached_tokens == 16
+    loop.close()
+    return [*loop.generations.values()]
+
+
+def assert_decodes_as_the_cpu(
+    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+) -> None:
+    wanted = decoded(make_model, make_head, name, mix, cards=0)
+    with pretended_cuda() as cuda:
+        found = decoded(make_model, make_head, name, mix, cards, static)
+    if mix != "rejection":  # there, the clock decides at which step a prompt is read, and so which numbers are drawn
+        assert [text.tokens for text in found] == [text.tokens for text in wanted]
+    assert not cuda.in_graphs
+    assert cuda.readers <= MAY_WAIT | ON_THE_HOST.get(name, set())
+    if cards == 2 or static is False:
+        assert not cuda.replays
+    elif name in HEADS and mix in CAPTURED:
+        assert cuda.replays
+
+
+@pytest.mark.parametrize(
+    ("name", "mix", "cards"),
+    [slow(("eagle3, 25 tokens", "T=1", 1)), ("eagle3", "mixed", 2)],
+    ids=["one card", "two cards"],
+)
+def test_pretended_cards_write_what_the_cpu_writes(
+    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int
+) -> None:
+    assert_decodes_as_the_cpu(make_model, make_head, name, mix, cards)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("cards", "static"), [(1, None), (1, False), (2, None)], ids=["captured", "changing", "two cards"]
+)
+@pytest.mark.parametrize(
+    ("name", "mix"),
+    [
+        *((name, mix) for name in DRAFTERS for mix in ("greedy", "mixed")),
+        *(("eagle3", mix) for mix in MIXES if mix not in ("greedy", "mixed", "rejection")),
+        *((name, "rejection") for name in ("plain", "chain", "fixed tree")),  # a dynamic tree does not allow it
+    ],
+)
+def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
+    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None
+) -> None:
+    assert_decodes_as_the_cpu(make_model, make_head, name, mix, cards, static)
+
+
+# The cache, harvest, training and its measurements
+
+
+def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
+    """Blocks are written, kept, moved, copied, taken over and grown; every layer stays on its card."""
+    devices = [CUDA, CUDA, SECOND]
+
+    def fill(spread: bool) -> tuple[list[Tensor], list[torch.device | None]]:
+        torch.manual_seed(0)
+        options = {"device": CUDA, "layer_devices": devices} if spread else {}
+        caches = [KVCache.allocate((3, 2, 4), (1, 2, 4), size, 3, **options) for size in (20, 300)]
+        cache = caches[0]
+        cache.set_lengths([4, 2, 3])
+        for _ in range(2):
+            for layer in range(3):
+                block = torch.randn(3, 2, 5, 4)
+                block = block.to(devices[layer]) if spread else block
+                cache.target.append(layer, block, -block)
+            cache.target.keep([[0, 2, 4], [1], [0, 1]])
+        cache.end_row(0)
+        cache.target.write(2, 1, cache.target.copied(0, 0, 4))
+        for slots, source in zip(caches[1].slots, cache.slots, strict=True):
+            slots.take_over(source)
+        cache.make_room(40, 40)
+        alone = cache.row(1).target
+        alone.set_lengths([3])
+        alone.append(2, block[:1], block[:1])
+        alone.keep([[1, 3]])
+        held = [layer for each in caches for layer in each.target.layers]
+        return [part.cpu() for layer in held for part in layer], [layer[0].device for layer in held]
+
+    wanted, _ = fill(spread=False)
+    with pretended_cuda():
+        found, on = fill(spread=True)
+    assert on == devices * 2
+    for mine, its in zip(found, wanted, strict=True):
+        assert mine.equal(its)
+
+
+def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: MakeModel, cuda: Seen) -> None:
+    texts = [[1, 2, 3], [4] * 9, [5, 6]]
+    wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
+    assert found.taps.device == found.last_hidden.device == CUDA
+    states = (found.taps.cpu(), found.last_hidden.cpu()), (wanted.taps, wanted.last_hidden)
+    assert_close(*states, rtol=1e-3, atol=1e-3)  # on a GPU the texts are padded to a multiple of 64 tokens
+
+
+class Samples(SampleStore):
+    """Random samples of unlike lengths, in memory."""
+
+    def __init__(self, taps: tuple[int, ...], hidden_size: int, num_layers: int) -> None:
+        torch.manual_seed(1)
+        stored = len([each for each in taps if each < num_layers])
+        lengths = [9, 30, 17, 24, 12]
+        self.shard_sizes, self.num_tokens = [len(lengths)], sum(lengths)
+        self.samples = [
+            Sample(
+                torch.randint(97, (length,)),
+                torch.arange(length) > 4,
+                torch.randn(length, stored * hidden_size),
+                torch.randn(length, hidden_size),
+            )
+            for length in lengths
+        ]
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+    def place_of(self, index: int) -> str:
+        return f"sample {index}"
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        raise NotImplementedError
+
+
+WINDOW = Reach(6, causal=True), Reach(causal=True)
+EAGLE3, BLOCK = "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
+TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what its recipe says
+    "eagle1": (HEADS["eagle1"], ["head={kind: eagle1}", "train.unroll=2"]),
+    "eagle3": (HEADS["eagle3"], [EAGLE3, "train.optimizer=adamw"]),
+    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.pack_tokens=40"]),
+    "eagle3, checkpointed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.activation_checkpointing=true"]),
+    "eagle3, micro-batches": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.accumulate=2"]),
+    "medusa": (HEADS["medusa"], ["head={kind: medusa, medusa_heads: 3}", "train.unroll=3"]),
+    "dspark": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4"]),
+    "dspark, packed": (
+        HEADS["dspark"],
+        [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", "train.pack_tokens=40"],
+    ),
+    "dflash": ({**HEADS["dflash"], "block_size": 5}, [f"head={{kind: {BLOCK}}}", "train.unroll=4"]),
+    "window": ({"kind": "block", "reaches": WINDOW}, [f"head={{kind: {BLOCK}, causal: true}}", "train.unroll=4"]),
+}
+
+
+def trained(
+    make_head: MakeHead, frozen: FrozenTarget, name: str, device: torch.device
+) -> tuple[StepResult, dict[str, float]]:
+    """Two training steps, the second of which shows what the first one changed, and the held-out metrics after them."""
+    kind, overrides = TRAINED[name]
+    recipe = load_recipe(TINY, overrides)
+    head = copy.deepcopy(make_head(**kind)).to(device).train()
+    for parameter in head.parameters():
+        parameter.requires_grad_()
+    tensors: dict[str, Any] = {name: each.to(device) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    there = replace(frozen, **tensors)
+    store = Samples(head.taps, frozen.config.hidden_size, frozen.config.num_layers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "device", device)
+        training = Training.start(recipe, head, TrainingInputs(there, store, store, None), Accelerator(cpu=True), None)
+        training.head.set_learning_rates(recipe.train, 0)
+        train_step(training, 0, [0, 1, 2, 3])
+        result = train_step(training, 1, [4, 0, 2])
+        whole = training.head.whole()
+        assert whole is not None
+        return result, held_out_metrics(whole, store, 2)
+
+
+# The positions to learn and the blocks of a batch, the sums of a step and the size of its gradient, and measurements.
+MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "TrainedBlocks.supervision_of", "draw_blocks"}
+MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
+
+
+def assert_trains_as_the_cpu(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+    wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
+    with pretended_cuda() as cuda:
+        found, measured = trained(make_head, frozen, name, CUDA)
+    assert cuda.readers <= MAY_WAIT_IN_TRAINING
+    assert_close(found.sums, wanted.sums, rtol=1e-4, atol=1e-4)
+    assert found.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-3)
+    assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
+
+
+def test_a_pretended_card_trains_as_the_cpu_does(make_head: MakeHead, frozen: FrozenTarget) -> None:
+    assert_trains_as_the_cpu(make_head, frozen, "eagle3, packed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
+    make_head: MakeHead, frozen: FrozenTarget, name: str
+) -> None:
+    assert_trains_as_the_cpu(make_head, frozen, name)
+
+
+def test_a_head_is_measured_on_two_cards_as_on_the_cpu(
+    make_model: MakeModel, make_head: MakeHead, tmp_path: Path
+) -> None:
+    options = ["train.eval_prompts=2", "decode.growth=dynamic", "decode.depth=2", "decode.max_new_tokens=4"]
+    recipe = load_recipe(TINY, [f"run_dir={tmp_path}", *options])
+    recipe.prompts_dir.mkdir(parents=True)
+    (recipe.prompts_dir / "heldout.jsonl").write_text('{"tokens": [5, 6, 7]}\n{"tokens": [9, 9, 1, 4]}\n')
+
+    def measured(model: LlamaForCausalLM) -> dict[str, float]:
+        target = TargetModel(model, (2, 3, 4))
+        return decoding_metrics(HeldOutDecoding(recipe, target, copy.deepcopy(make_head()).to(target.device)))
+
+    wanted = measured(make_model())
+    with pretended_cuda():
+        assert measured(on_two_cards(make_model())) == wanted

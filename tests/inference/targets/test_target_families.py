@@ -1,0 +1,74 @@
+"""The check of every type that transformers registers, on a few of them (`make check-targets`)."""
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from headstart.inference.targets.attention import GROUPED
+from headstart.inference.targets.model import TargetModel
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("target_families")
+
+
+def test_only_the_ways_of_decoding_that_write_another_text_are_named(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = script.generate_batch
+
+    def wrong(target: Any, requests: Any, drafter: Any = None) -> Any:
+        written = right(target, requests, drafter)
+        if len(requests) > 1:
+            written[1].tokens[7] ^= 1
+        return written
+
+    monkeypatch.setattr(script, "generate_batch", wrong)
+    found = script.check("llama")
+    assert found["outcome"].startswith("differs: greedy batch, T = 1 batch; largest margin")
+    assert min(found["distinct, greedy"]) > 5
+    assert min(found["tokens a step, greedy"]) > 1.5
+
+
+def test_a_model_that_needs_images_is_not_built(script: ModuleType) -> None:
+    assert script.check("blip")["outcome"].startswith("not built: ")
+
+
+def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_trained_for(script: ModuleType) -> None:
+    """A KeyError named ours, which the language model runs on."""
+    target = TargetModel(script.make_target("deepseek_vl_hybrid"), ())
+    assert target.model.config._attn_implementation == GROUPED
+    assert script.harvests(target, [*range(3, 12)]) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("hrm_text", "a 'hrm_text' model given, which has 1 decoder layers for the 8 of its config.json"),
+        ("mllama", "head.taps: 1 given, but a 'mllama_text_model' model does not run layer 1 on text alone"),
+    ],
+)
+def test_taps_that_name_no_hidden_state_are_refused_by_name(script: ModuleType, name: str, why: str) -> None:
+    """They were an IndexError and a KeyError. A drafter without taps may draft for such a target."""
+    target = TargetModel(script.make_target(name), ())
+    assert target.drafts
+    assert script.harvests(target, [*range(3, 12)]).startswith(f"no: {why}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("qwen3_next", {"linear_attention", "full_attention"}),
+        ("gpt_oss", {"sliding_attention", "full_attention"}),
+        ("nemotron_h", {"linear_attention", "full_attention", "moe", "mlp"}),
+    ],
+)
+def test_a_tiny_model_has_every_kind_of_layer_of_its_family(script: ModuleType, name: str, kinds: set[str]) -> None:
+    model = script.make_target(name)
+    assert {*model.config.layer_types} == kinds
+    assert 30_000 < sum(parameter.numel() for parameter in model.parameters()) < 500_000

@@ -1,0 +1,146 @@
+"""Laws of `headstart targets`: it says of a model what loading it finds, and its table has every model type."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from families import STATEFUL, make_family
+
+from headstart.inference.targets.model import TargetModel
+from headstart.target_description import MODEL_TYPES, kept_by
+from headstart.target_families import WAYS, Family, FamilyTable
+from headstart.targets import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the configuration of a hybrid in bfloat16, and no weights."""
+    found = tmp_path_factory.mktemp("hybrid")
+    make_family("qwen3_next").to(torch.bfloat16).config.save_pretrained(found)
+    return found
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    return str(stop.value.code)
+
+
+@pytest.mark.parametrize("name", [*STATEFUL, "gemma3", "llama4"])
+def test_what_a_configuration_says_that_a_target_keeps_is_what_it_keeps(name: str) -> None:
+    loaded = make_family(name)
+    loaded.config.dtype = loaded.dtype
+    layout, kept = TargetModel(loaded, ()).layout, kept_by(loaded.config)
+    numbers = [heads * size for shape in layout.shapes for heads, size in shape]
+    assert kept.of_token == sum(numbers) * torch.float32.itemsize
+    assert kept.of_row == layout.state_bytes
+    assert sum(kept.layers.values()) == len(layout.shapes)
+    assert (kept.of_row > 0) == layout.has_states
+
+
+@pytest.mark.parametrize("given", ["folder", "config.json"])
+def test_a_folder_without_weights_is_described(given: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, str(folder if given == "folder" else folder / given)).splitlines()
+    assert lines[0].split() == ["model", "type", "qwen3_next"]
+    assert f"decodes by    chains: {WAYS['chains']}" in lines
+    assert "layers        2 keep states, 2 keep keys and values" in lines
+    assert any(line.startswith("cache") and "a token and" in line and line.endswith("in bfloat16") for line in lines)
+
+
+def test_a_model_type_is_described_by_its_default_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "gemma3_text")
+    assert "gemma3_text, in its default configuration" in found
+    assert f"decodes by    trees: {WAYS['trees']}" in found
+    assert "vLLM 0.33.0 refuses EAGLE-3 heads for this family" in found
+    assert "sliding_attention 4096 tokens, by a mask" in found
+
+
+def test_no_export_is_told_where_no_head_can_be_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = FamilyTable("5", "today", {"llama": Family("trees", harvest="no: it has no final norm")})
+    monkeypatch.setattr(FamilyTable, "packaged", lambda: table)
+    found = printed(capsys, "llama")
+    assert "heads         cannot be trained for it: it has no final norm" in found
+    assert "exports" not in found
+
+
+def test_a_limit_of_positions_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "llama4_text")
+    assert "limit         texts end at position 8192: " in found
+    assert "chunked_attention 8192" in found
+
+
+def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama99", "auto_map": {"AutoConfig": "own.Config"}}')
+    found = printed(capsys, str(tmp_path))
+    assert "decodes by    not tried" in found
+    assert "target.trust_remote_code=true" in found
+
+
+def test_an_unknown_name_is_refused_with_what_is_allowed_and_the_nearest(tmp_path: Path) -> None:
+    said = refusal("qwen3_nxt")
+    assert (
+        "NAME: 'qwen3_nxt' given, a folder with config.json, that file, a hub name (org/name) or a model type" in said
+    )
+    assert said.endswith("did you mean qwen3_next?")
+    assert "a folder with config.json" in refusal(str(tmp_path))
+
+
+def test_without_a_name_every_model_type_of_the_table_is_listed_once(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys).splitlines()
+    listed = [name for line in lines if line.startswith("  ") for name in line.strip(" ,").split(", ")]
+    assert sorted(listed) == sorted(FamilyTable.packaged().families)
+    assert max(map(len, lines)) <= 120
+
+
+def test_the_table_has_every_model_type_of_its_transformers() -> None:
+    table = FamilyTable.packaged()
+    assert {family.way for family in table.families.values()} <= set(WAYS)
+    if table.transformers == transformers.__version__:
+        assert set(table.families) == MODEL_TYPES
+    assert all(table.of(name).way == "not tried" for name in MODEL_TYPES - set(table.families))
+
+
+def test_the_page_shows_the_packaged_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    page = importlib.import_module("target_page")
+    written = (ROOT / "docs/targets.md").read_text().partition(page.MARK)[2]
+    assert written == page.tables(FamilyTable.packaged())
+
+
+@pytest.mark.parametrize(
+    ("outcome", "way", "why"),
+    [
+        ("trees", "trees", None),
+        ("near-tie: greedy batch; largest margin 0.0002 after 9 + 3 tokens", "chains", "near-tie: greedy batch"),
+        ("differs: greedy batch; largest margin 2 after 9 + 3 tokens", "wrong", "differs: greedy batch"),
+        ("crash: no answer in 300 s", "wrong", "crash: no answer"),
+        ("not built: No module named 'scipy' (ModuleNotFoundError, a.py:9)", "not tried", "No module named 'scipy'"),
+        (
+            "refused: target.path: a 'x' model given, whose passes do not continue its own text: trees: KeyError: 4; "
+            "chains: KeyError: 4; own cache: 2 (3% of them); a causal language model that computes the same is allowed",
+            "refused",
+            "trees, chains: KeyError: 4; own cache: 2 (3% of them)",
+        ),
+    ],
+    ids=lambda given: str(given).partition(":")[0],
+)
+def test_an_outcome_of_the_check_is_told_to_users(
+    outcome: str, way: str, why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    family = importlib.import_module("target_page").family_of({"family": "x", "outcome": outcome, "way": "chains"})
+    assert family.way == way
+    assert family.why == why or family.why.startswith(why)

@@ -1,0 +1,181 @@
+"""Laws of the `headstart` command: each subcommand runs the main of its module, and --help is quick."""
+
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from matrix import slow
+
+from headstart import cli
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.command_line import recipe_from_command_line
+from headstart.trainers import eagle
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = {name: command.module for name, command in cli.COMMANDS.items() if command.module is not None}
+
+
+def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["bin/headstart", *arguments])
+    cli.main()
+
+
+def test_the_package_installs_the_command() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"headstart": "headstart.cli:main"}
+
+
+def test_every_stage_has_a_subcommand() -> None:
+    stages = (
+        "smollm2 targets prompts harvest inspect store train calibrate report chat serve adapt export lint doctor "
+        "convert"
+    )
+    assert list(cli.COMMANDS) == stages.split()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.chdir(ROOT)
+    arguments = cli.COMMANDS[name].example.split()
+    module = import_module(MODULES[name])
+    monkeypatch.setattr(module, "main", lambda: seen.append(sys.argv))
+    headstart(monkeypatch, name, *arguments)
+    assert seen == [[f"headstart {name}", *arguments]]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "script"),
+    [
+        ("tiny.yaml", "trainers/eagle.py"),
+        ("tiny_eagle1.yaml", "trainers/eagle.py"),
+        ("tiny_medusa.yaml", "trainers/medusa.py"),
+        ("tiny_block.yaml", "trainers/block.py"),
+    ],
+)
+def test_train_runs_the_script_of_the_recipes_kind_of_head(
+    recipe: str, script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[tuple[Recipe, str]] = []
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(eagle, "train", lambda recipe, given, script: seen.append((recipe, script)))
+    headstart(monkeypatch, "train", f"recipes/{recipe}", "train.steps=1")
+    assert seen == [(load_recipe(f"recipes/{recipe}", ["train.steps=1"]), script)]
+    assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
+
+
+def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, "train", "recipes/tiny.yaml", "train.steps=0")
+    assert stop.value.code == 2
+    assert "train.steps: 0 given" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, name, "--help")
+    assert stop.value.code == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: headstart {name} ")
+    module = cli.COMMANDS[name].module
+    if module is None:
+        assert "accelerate launch" in printed
+        return
+    document = import_module(module).__doc__
+    assert document is not None
+    assert document.splitlines()[0] in printed
+
+
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
+def test_help_lists_every_subcommand_in_the_order_of_the_data_flow(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    headstart(monkeypatch, *arguments)
+    printed = capsys.readouterr().out
+    places = [printed.index(f"\n  {name} ") for name in cli.COMMANDS]
+    assert places == sorted(places)
+    assert all(f"headstart {name} {command.example}".rstrip() in printed for name, command in cli.COMMANDS.items())
+    assert max(map(len, printed.splitlines())) <= 120
+
+
+# Type every command in one process, as `headstart NAME` or as a script or module that accelerate launches, and print
+# those after which a slow library is loaded.
+TYPE_EVERYTHING = """
+import contextlib, io, runpy, sys
+from headstart import cli
+
+def type_all(arguments):
+    for start in ["headstart", *cli.COMMANDS, *LAUNCHED]:
+        said = io.StringIO()
+        wrong = [] if arguments == ["--help"] or start not in PLAIN else ["--stepz"]  # they take no recipe
+        sys.argv = ["headstart"] * (start in cli.COMMANDS) + [start, *arguments, *wrong]
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said), contextlib.suppress(SystemExit):
+            if start == "headstart" or start in cli.COMMANDS:
+                cli.main()
+            elif start.endswith(".py"):
+                runpy.run_path(start, run_name="__main__")
+            else:
+                runpy.run_module(start, run_name="__main__", alter_sys=True)
+        slow = {"torch", "transformers", "accelerate", "numpy", "wandb"} & set(sys.modules)
+        print(start, "says nothing" if not said.getvalue() else f"loads {slow}" if slow else "is quick")
+"""
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
+def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
+    """A typo in a recipe took 4.7 s to be reported."""
+    launched = ["headstart.data_pipelines.harvest", *(f"trainers/{name}.py" for name in ("eagle", "medusa", "block"))]
+    plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
+    program = f"LAUNCHED, PLAIN = {launched}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    lines = ended.stdout.splitlines()
+    assert len(lines) == 1 + len(cli.COMMANDS) + len(launched)
+    assert not [line for line in lines if not line.endswith(" is quick")]
+
+
+def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    headstart(monkeypatch, "--version")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"headstart {project['version']}\n"
+
+
+@pytest.mark.parametrize("arguments", [slow("--help"), "report --help"])
+def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
+    """`headstart -h | head -1` ended in BrokenPipeError."""
+    command = f"{sys.executable} -m headstart.cli {arguments} | head -1"
+    ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("usage: headstart ")
+    assert ended.stderr == ""
+
+
+def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
+    """`headstart lint --help` showed `python -m headstart.heads.formats.lint` in its examples."""
+    for name, module in MODULES.items():
+        text = cli.docstring(module)
+        assert text is not None
+        assert "python -m" not in text
+        assert f"headstart {name} " in text or f"accelerate launch -m {module}" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"), [("reprot", "did you mean report?"), ("harvests", "did you mean harvest?"), ("zzz", "--help")]
+)
+def test_an_unknown_subcommand_is_refused_with_the_nearest_name(
+    name: str, advice: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        headstart(monkeypatch, name, "recipes/tiny.yaml")
+    assert stop.value.code == 2
+    error = capsys.readouterr().err
+    assert f"unknown command {name!r}" in error
+    assert advice in error
+    assert all(known in error for known in cli.COMMANDS)

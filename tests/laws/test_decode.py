@@ -1,0 +1,556 @@
+"""The law of decoding: a drafter changes how fast a text is written, never a token of it, however it is sampled."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
+from matrix import slow_unless
+from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
+
+from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.target_config import Rope
+from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.drafter import Drafter, NoDrafter
+from headstart.inference.core.history import History
+from headstart.inference.core.request import DecodeStats, Generation, Request
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection
+
+PROMPT, NEW_TOKENS = [5, 6, 7, 11], 13
+INF = float("inf")
+SAMPLINGS = {
+    "greedy": Sampling(),
+    "T=0.7": Sampling(0.7),
+    "T=1": Sampling(1.0, seed=2),
+    "T=2, top-k": Sampling(2.0, top_k=6, seed=3),
+    "T=0.7, top-p": Sampling(0.7, top_p=0.9, seed=4),
+    "T=1, min-p": Sampling(1.0, min_p=0.1, seed=5),
+    "greedy, penalties": Sampling(repetition_penalty=1.4, presence_penalty=0.5, frequency_penalty=0.7),
+    "all at once": Sampling(
+        0.8,
+        top_k=40,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.2,
+        presence_penalty=-0.3,
+        frequency_penalty=1.5,
+        logit_bias=((5, -INF), (90, 2.5), (3, 1.0)),
+        seed=6,
+    ),
+}
+MakeHead = Callable[..., Eagle3Head]
+Plain = Callable[..., list[int]]
+MAIN_NAMES = ("greedy", "T=1", "all at once")
+main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
+
+
+@pytest.fixture(scope="module")
+def plain(target: TargetModel) -> Plain:
+    """plain(sampling, prompt=PROMPT, count=NEW_TOKENS): the new tokens of plain decoding."""
+    known: dict[tuple[Sampling, tuple[int, ...], int], list[int]] = {}
+
+    def decode(sampling: Sampling, prompt: list[int] = PROMPT, count: int = NEW_TOKENS) -> list[int]:
+        key = sampling, tuple(prompt), count
+        if key not in known:
+            known[key] = generate(target, prompt, count, sampling).tokens
+        return known[key]
+
+    return decode
+
+
+@pytest.fixture
+def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
+    """make_drafter(name, *texts): one of DRAFTERS for whole texts, each a prompt with its continuation."""
+    return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
+
+
+# These are tried with every sampling, all other drafters with the main ones.
+WITH_ALL_SAMPLINGS = ("half right head, fixed tree", "truth hidden in a tree")
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("drafter_name", "sampling"),
+    [
+        pytest.param(drafter_name, sampling, id=f"{drafter_name}-{sampling_name}")
+        for drafter_name in DRAFTERS
+        for sampling_name, sampling in SAMPLINGS.items()
+        if drafter_name in WITH_ALL_SAMPLINGS or sampling_name in MAIN_NAMES
+    ],
+)
+def test_any_drafter_writes_what_plain_decoding_writes(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
+) -> None:
+    wanted = plain(sampling)
+    drafter = make_drafter(drafter_name, PROMPT + wanted)
+    assert generate(target, PROMPT, NEW_TOKENS, sampling, drafter).tokens == wanted
+
+
+@pytest.mark.parametrize("name", slow_unless(MAIN_NAMES, SAMPLINGS))
+def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, plain: Plain, name: str) -> None:
+    """The reference needs no cache: each token is the argmax of log p plus the Gumbel noise of its position."""
+    sampling = SAMPLINGS[name]
+    output: list[int] = []
+    for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
+        logits = target.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
+        history = History.start([PROMPT], 97, "cpu")
+        history.counts[0, 0] = torch.tensor(output, dtype=torch.long).bincount(minlength=97)
+        choice = BatchSampling([sampling], "cpu").choose(logits, torch.tensor([[position]]), history)
+        output.append(int(choice))
+    assert plain(sampling) == output
+    if sampling != Sampling():
+        assert plain(sampling) != plain(Sampling())
+
+
+def test_greedy_decoding_equals_generate_of_transformers(target: TargetModel, plain: Plain) -> None:
+    for prompt in (PROMPT, [1], list(range(30))):
+        written = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
+        assert plain(Sampling(), prompt) == written[0, len(prompt) :].tolist()
+        assert target.generate([prompt], NEW_TOKENS)[0] == plain(Sampling(), prompt)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("prompt", [[3], [50, 51], list(range(40))], ids=len)
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
+def test_drafters_write_what_plain_decoding_writes_after_prompts_of_any_length(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, prompt: list[int]
+) -> None:
+    for sampling in (Sampling(), Sampling(1.0, seed=5)):
+        wanted = plain(sampling, prompt)
+        drafter = make_drafter(drafter_name, prompt + wanted)
+        assert generate(target, prompt, NEW_TOKENS, sampling, drafter).tokens == wanted
+
+
+def test_a_drafter_can_be_used_for_several_prompts(target: TargetModel, make_head: MakeHead, plain: Plain) -> None:
+    drafter = HeadDrafter(make_head(), Dynamic(4, 4, 12))
+    for prompt in (PROMPT, [3]):
+        assert generate(target, prompt, NEW_TOKENS, drafter=drafter).tokens == plain(Sampling(), prompt)
+
+
+@pytest.mark.parametrize("width", [3, 1])
+def test_growth_by_measured_costs_writes_what_plain_decoding_writes(
+    target: TargetModel, make_head: MakeHead, plain: Plain, width: int
+) -> None:
+    """Also with penalties, which the measured steps leave out, and up to the target's last position."""
+    long_prompt = [*range(90)] * 2 + [*range(64)]  # 244 of the target's 256 positions
+    drafter = with_growth(target, make_head(), "cost_aware", width)
+    for prompt, sampling in ((PROMPT, SAMPLINGS["all at once"]), (long_prompt, Sampling())):
+        assert generate(target, prompt, 12, sampling, drafter).tokens == plain(sampling, prompt, 12)
+
+
+def with_growth(target: TargetModel, head: Eagle3Head, growth: Any, width: int = 3) -> HeadDrafter:
+    section = DecodeSection(growth=growth, depth=3, width=width, nodes=20)
+    return HeadDrafter(head, growth_from_recipe(section, target, head))
+
+
+def random_head(target: TargetModel) -> Eagle3Head:
+    """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
+    config = dataclasses.replace(target.config, rope=Rope())
+    shape = Eagle3Shape(hidden_size=32, intermediate_size=40, num_heads=4, num_kv_heads=2, head_dim=8, taps=target.taps)
+    head = Eagle3Head(shape, config, DraftVocab.full(97), target.model.get_input_embeddings().weight)
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, 1.0 if parameter.ndim == 1 else 0.0, 0.3)
+    return head.eval().requires_grad_(False)
+
+
+FAMILY_SAMPLINGS = [Sampling(), Sampling(0.7, top_p=0.9, seed=1), Sampling(1.0, seed=2)]
+
+
+SCRIPTED: list[Callable[..., Drafter]] = [Hidden, Duplicates, NeverRight]
+
+
+def check_family(
+    family: str, prompts: list[list[int]], samplings: list[Sampling], count: int, scripted: list[Callable[..., Drafter]]
+) -> None:
+    """Check that every drafter writes what plain decoding writes, alone and in batches.
+
+    Greedy text must also equal the choices of a full forward without a cache. Requests take the samplings in turn.
+    """
+    target = TargetModel(FAMILIES[family](), (0, 1, 2))
+    sampling_cycle = itertools.cycle(samplings)
+    requests = [Request(prompt, count, next(sampling_cycle)) for prompt in prompts]
+    wanted = [generate(target, request.prompt, count, request.sampling).tokens for request in requests]
+    whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
+    for drafter in [*(make(*whole) for make in scripted), HeadDrafter(random_head(target), Dynamic(3, 3, 8))]:
+        for max_batch in (1, 4):
+            found = generate_batch(target, requests, drafter, max_batch)
+            assert [generation.tokens for generation in found] == wanted, (drafter, max_batch)
+    for request, text in zip(requests, whole, strict=True):
+        if request.sampling == Sampling():
+            choices = target.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
+            assert choices[-1 - count : -1].tolist() == text[-count:]
+
+
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
+def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
+    """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1."""
+    prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2)]
+    check_family(family, prompts, FAMILY_SAMPLINGS, 5, [Hidden])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("sampling", FAMILY_SAMPLINGS, ids=["greedy", "T=0.7, top-p", "T=1"])
+def test_every_family_writes_long_outputs_losslessly_after_prompts_of_any_length(
+    family: str, sampling: Sampling
+) -> None:
+    prompts = [list(range(length)) for length in (WINDOW + 9, 1, WINDOW, 3 * WINDOW + 1)]
+    check_family(family, prompts, [sampling], 24, SCRIPTED)
+
+
+@main_samplings
+def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
+    target: TargetModel, plain: Plain, sampling: Sampling
+) -> None:
+    """Every position comes exactly once. Wrong taps would only lower acceptance, so no text would show them."""
+    text = PROMPT + plain(sampling)
+    listener = Listener(text)
+    listener.taps = target.taps
+    generate(target, PROMPT, NEW_TOKENS, sampling, listener)
+    assert listener.first_text.tolist() == [text[: len(PROMPT) + 1]]
+    position = len(PROMPT) - 1  # of the root
+    for verified in listener.told:
+        assert verified.starts == [position]
+        position += verified.counts[0]
+        assert verified.next_tokens.shape == (1, verified.counts[0])
+        assert verified.roots.tolist() == [[text[position]]]
+        assert verified.texts == [text[: position + 1]]
+        assert verified.remaining == [len(text) - (position + 1) - 1]  # after the root, without the bonus token
+        assert verified.sampling.samplings == (sampling,)
+    received = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
+    assert received[0].tolist() == text[len(PROMPT) : position + 1]
+    taps = torch.cat([listener.first_taps[:, :-1], *(verified.taps for verified in listener.told)], dim=1)
+    torch.testing.assert_close(taps, target.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
+
+
+def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need_it(
+    target: TargetModel, plain: Plain
+) -> None:
+    sampling = SAMPLINGS["greedy, penalties"]
+    text = PROMPT + plain(sampling, count=20)
+    listener = Listener(text)
+    generate(target, PROMPT, 20, sampling, listener)
+    assert len(listener.histories) > 3
+    for prefix, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
+        assert history is not None
+        assert history.prompt[0].nonzero().flatten().tolist() == sorted(PROMPT)
+        written = torch.tensor(prefix[len(PROMPT) : -1], dtype=torch.long)
+        assert history.counts.tolist() == [[written.bincount(minlength=97).tolist()]]
+    unpenalised = Listener(PROMPT + plain(Sampling()))
+    generate(target, PROMPT, NEW_TOKENS, Sampling(), unpenalised)
+    assert set(unpenalised.histories) == {None}
+
+
+@pytest.mark.each_value
+@main_samplings
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
+    target: TargetModel, plain: Plain, depth: int, sampling: Sampling
+) -> None:
+    new_tokens = 1 + 3 * (depth + 1)  # prefill gives the first one
+    text = PROMPT + plain(sampling, count=20)
+    result = generate(target, PROMPT, new_tokens, sampling, Oracle(text, ahead=depth))
+    assert result.stats.acceptance_length == depth + 1
+    assert result.stats.steps == 3
+    assert result.stats.drafted == 3 * depth
+    assert result.stats.accepted_at_depth == [3] * depth
+    assert result.stats.acceptance == [1] * depth
+    assert result.stats.bytes_moved == 0
+    hidden = generate(target, PROMPT, new_tokens, sampling, Hidden(text, ahead=depth)).stats
+    assert hidden.acceptance_length == depth + 1
+    assert hidden.bytes_moved > 0
+
+
+def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain
+) -> None:
+    """Without such a head the laws above would prove little: drafts would be either all rejected or all accepted."""
+    for sampling in (Sampling(), Sampling(1.0, seed=2)):
+        drafter = make_drafter("half right head, tree", PROMPT + plain(sampling, count=20))
+        stats = generate(target, PROMPT, 20, sampling, drafter).stats
+        assert 1.3 < stats.acceptance_length < 5
+        assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
+
+
+def test_a_drafter_that_is_never_right_gets_one_token_per_step(target: TargetModel, plain: Plain) -> None:
+    for drafter in (NeverRight(PROMPT + plain(Sampling())), NoDrafter()):
+        result = generate(target, PROMPT, NEW_TOKENS, drafter=drafter)
+        assert result.stats.acceptance_length == 1
+        assert result.stats.steps == NEW_TOKENS - 1
+        assert result.stats.accepted_at_depth == []
+        assert result.stats.bytes_moved == 0
+
+
+@pytest.mark.parametrize(
+    "drafter_name", ["head, wide tree", "half right head, fixed tree", "oracle", "careless oracle"]
+)
+def test_a_text_never_exceeds_max_new_tokens(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
+) -> None:
+    sampling = Sampling(1.0, seed=1)
+    wanted = plain(sampling)
+    drafter, requests = (
+        make_drafter(drafter_name, PROMPT + wanted),
+        [Request(PROMPT, n, sampling) for n in range(1, 13)],
+    )
+    for count, result in enumerate(generate_batch(target, requests, drafter, len(requests)), start=1):
+        assert result.tokens == wanted[:count]
+        assert result.stats.tokens == count - 1
+        assert result.finish == "length"
+
+
+@pytest.mark.parametrize(
+    "drafter_name", ["none", "head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"]
+)
+def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
+    target: TargetModel,
+    make_drafter: Callable[..., Drafter],
+    plain: Plain,
+    monkeypatch: pytest.MonkeyPatch,
+    drafter_name: str,
+) -> None:
+    """Each of the first nine tokens in turn is the end token: the first one, draft tokens and bonus tokens."""
+    sampling = Sampling(0.7, seed=1)
+    text = plain(sampling)
+    drafter = NoDrafter() if drafter_name == "none" else make_drafter(drafter_name, PROMPT + text)
+    for end in dict.fromkeys(text[:9]):
+        monkeypatch.setattr(target, "end_tokens", [end, 96])
+        wanted = text[: text.index(end) + 1]
+        result = generate(target, PROMPT, NEW_TOKENS, sampling, drafter)
+        assert result.tokens == wanted
+        assert result.stats.tokens == len(wanted) - 1
+        assert result.finish == "end"
+
+
+def test_an_end_token_in_the_last_place_finishes_with_end_and_not_length(
+    target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = plain(Sampling())
+    count = next(i for i, token in enumerate(text) if i >= 4 and token not in text[:i]) + 1
+    monkeypatch.setattr(target, "end_tokens", [text[count - 1]])
+    for drafter in (None, Oracle(PROMPT + text)):
+        result = generate(target, PROMPT, count, drafter=drafter)
+        assert (result.tokens, result.finish) == (text[:count], "end")
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree", "half right head, tree"])
+@main_samplings
+def test_logprobs_are_the_targets_own(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
+) -> None:
+    """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
+    text = plain(sampling)
+    all_logits = target.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
+    wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
+    for drafter in (None, make_drafter(drafter_name, PROMPT + text)):
+        result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
+        assert result.tokens == text
+        assert result.logprobs is not None
+        torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
+    assert generate(target, PROMPT, 5).logprobs is None
+
+
+def test_every_token_has_one_logprob_wherever_the_text_ends(
+    target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = plain(Sampling())
+    for count in range(1, 9):
+        result = generate_batch(target, [Request(PROMPT, count, logprobs=True)], Oracle(PROMPT + text))[0]
+        assert len(result.logprobs or []) == count
+    monkeypatch.setattr(target, "end_tokens", [text[3]])
+    result = generate_batch(target, [Request(PROMPT, 9, logprobs=True)], Oracle(PROMPT + text))[0]
+    assert len(result.logprobs or []) == len(result.tokens) < 9
+
+
+@pytest.fixture
+def forwards(target: TargetModel) -> Iterator[list[int]]:
+    """The number of tokens in each forward of the target so far."""
+    counts: list[int] = []
+    embedding = target.model.get_input_embeddings()
+    handle = embedding.register_forward_pre_hook(lambda module, args: counts.append(args[0].shape[-1]))
+    yield counts
+    handle.remove()
+
+
+def test_a_request_beyond_the_targets_positions_is_refused_before_any_forward(
+    target: TargetModel, forwards: list[int]
+) -> None:
+    prompt = [1] * 246
+    with pytest.raises(ValueError, match=r"246 tokens and max_new_tokens 11 exceed .* 256 positions.* to 245"):
+        generate(target, prompt, 11)
+    with pytest.raises(ValueError, match=r"256 positions.* to 0 tokens"):
+        generate(target, [1], 300)
+    with pytest.raises(ValueError, match=r"256 positions"):
+        generate_batch(target, [Request([1], 5), Request(prompt, 11)])
+    assert forwards == []
+    assert len(generate(target, prompt, 10).tokens) == 10
+    assert forwards == [246] + [1] * 9
+
+
+def test_a_text_that_would_change_the_keys_of_earlier_positions_is_refused() -> None:
+    """LongRoPE rotates every position differently once a text exceeds 48 tokens, and cached keys cannot follow."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limited = {"rope_parameters": {**rope, "original_max_position_embeddings": 48, "factor": 2.0}}
+    target = TargetModel(make_family("phi3", original_max_position_embeddings=48, **limited), ())
+    with pytest.raises(ValueError, match="20 tokens and max_new_tokens 29 exceed the target's 48 positions"):
+        generate(target, [*range(20)], 29)
+    wanted = generate(target, [*range(20)], 28).tokens
+    assert generate(target, [*range(20)], 28, drafter=Oracle([*range(20), *wanted])).tokens == wanted
+    assert target.generate([[*range(20)]], 28) == [wanted]
+
+
+def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: MakeHead) -> None:
+    """Even with trees that are deeper than the number of positions left."""
+    prompt = torch.randint(97, (244,)).tolist()
+    wanted = generate(target, prompt, 12).tokens
+    for growth in (Dynamic.chain(20), Dynamic(9, 4, 30)):
+        assert generate(target, prompt, 12, drafter=HeadDrafter(make_head(), growth)).tokens == wanted
+    half_right = HeadDrafter(HalfRightHead(target, prompt + wanted), Dynamic(9, 4, 30))
+    assert generate(target, prompt, 12, drafter=half_right).tokens == wanted
+
+
+def test_impossible_requests_are_refused_before_any_forward(target: TargetModel, forwards: list[int]) -> None:
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate(target, [], 5)
+    for count in (0, -3):
+        with pytest.raises(ValueError, match=f"max_new_tokens: {count} given, 1 or more is allowed"):
+            generate(target, PROMPT, count)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        generate_batch(target, [Request(PROMPT, 5), Request([], 5)])
+    assert forwards == []
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target: TargetModel, static: bool) -> None:
+    """Two rows and three requests: when the first row ends, the second one moves into its place."""
+    shared = TargetModel(target.model, (0, 1, 2, 3, 4))
+    requests = [Request(PROMPT, 3), Request([3], 9), Request([*range(9)], 5)]
+    texts = [request.prompt + generate(target, request.prompt, request.max_new_tokens).tokens for request in requests]
+    for taps in ((1, 3, 4), (3, 0), (0, 1, 2, 3, 4)):
+        received = []
+        for model in (shared, TargetModel(target.model, taps)):
+            listener = Listener(*texts)
+            listener.taps = taps
+            generate_batch(model, requests, listener, 2, static)
+            received.append([listener.first_taps, *(verified.taps for verified in listener.told)])
+        assert received[0][0].shape[-1] == len(taps) * target.config.hidden_size
+        assert all(torch.equal(one, other) for one, other in zip(*received, strict=True))
+
+
+def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
+    target: TargetModel, make_head: MakeHead, forwards: list[int]
+) -> None:
+    drafter = HeadDrafter(make_head(taps=(0, 2, 4)), Dynamic.chain(3))
+    with pytest.raises(ValueError, match=r"\(taps\) \[0, 2, 4\], but the target was loaded with taps \[2, 3, 4\]"):
+        generate(target, PROMPT, 5, drafter=drafter)
+    assert forwards == []
+
+
+@pytest.mark.parametrize("drafter_name", ["head, wide tree", "oracle", "truth hidden in a tree", "never right"])
+def test_a_stream_yields_what_generate_returns(
+    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
+) -> None:
+    """One block comes from prefill and one from each step; none is empty."""
+    sampling = Sampling(1.0, seed=1)
+    text = PROMPT + plain(sampling)
+    blocks = list(blocks_of(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter_name, text)))
+    whole = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter_name, text))
+    assert [token for block in blocks for token in block] == whole.tokens
+    assert all(blocks)
+    assert len(blocks[0]) == 1
+    assert whole.stats.steps == len(blocks) - 1
+    assert whole.stats.tokens == len(whole.tokens) - 1
+
+
+def test_partial_output_is_readable_between_blocks(target: TargetModel, plain: Plain) -> None:
+    text = plain(Sampling())
+    loop, seen = loop_of(target, [Request(PROMPT, NEW_TOKENS)], Oracle(PROMPT + text)), []
+    for block in loop.run():
+        assert block.number == 0
+        seen += block.tokens
+        assert loop.generations[0].tokens == seen
+        assert loop.generations[0].stats.tokens == len(seen) - 1
+    assert seen == text
+
+
+def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:
+    blocks = blocks_of(target, Request(PROMPT, NEW_TOKENS))
+    assert forwards == []
+    assert next(blocks) + next(blocks) == generate(target, PROMPT, 2).tokens
+    assert isinstance(blocks, Generator)
+    blocks.close()
+    assert not torch.is_inference_mode_enabled()
+
+
+def test_generate_changes_neither_the_prompt_nor_the_global_random_state(target: TargetModel, plain: Plain) -> None:
+    prompt, state = list(PROMPT), torch.get_rng_state()
+    generate(target, prompt, 8, Sampling(1.0), Hidden(PROMPT + plain(Sampling(1.0))))
+    assert prompt == PROMPT
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
+    text = PROMPT + plain(Sampling())
+    parts = [generate(target, PROMPT, 12, drafter=Oracle(text, ahead=depth)) for depth in (5, 1)]
+    parts += [Generation(), generate(target, PROMPT, 12, drafter=Hidden(text))]
+    total = DecodeStats.sum_of(part.stats for part in parts)
+    assert total.tokens == 33
+    assert total.steps == 2 + 6 + 2  # the 11 tokens after the first come as 6 + 5, or as five times 2 and one
+    assert total.accepted_at_depth == [2 + 5 + 2, 4, 4, 4, 2]
+    assert total.drafted == sum(part.stats.drafted for part in parts) > 0
+    assert total.bytes_moved == parts[-1].stats.bytes_moved > 0
+    assert total.seconds == sum(part.stats.seconds for part in parts) > 0
+    assert DecodeStats().acceptance_length == 0
+
+
+def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
+    parts = []
+    for paths in ([3, 1], [1, 2], [4]):
+        parts.append(DecodeStats())
+        for length in paths:
+            parts[-1].count_step(accepted=length - 1, kept=length, drafted=5)
+    total = DecodeStats.sum_of(parts)
+    total.count_step(accepted=0, kept=1, drafted=0)
+    assert (total.steps, total.drafting_steps) == (6, 5)
+    assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted
+
+
+def test_the_likeliest_tokens_are_told_beside_each_logprob(target: TargetModel, head: Eagle3Head) -> None:
+    prompt = [5, 6, 7, 11]
+    request = Request(prompt, 20, logprobs=True, alternatives=3)
+    found = generate_batch(target, [request], HeadDrafter(head, Dynamic(2, 2, 4)))[0]
+    logits = target.model(torch.tensor([prompt + found.tokens])).logits[0, len(prompt) - 1 : -1]
+    best = logits.log_softmax(-1).topk(3)
+    assert [[token for token, _ in each] for each in found.alternatives] == best.indices.tolist()
+    told = torch.tensor([[value for _, value in each] for each in found.alternatives])
+    assert float((told - best.values).abs().max()) < 1e-4
+    assert [each[0][0] for each in found.alternatives] == found.tokens  # greedy
+
+
+def test_each_steps_tree_comes_with_its_block_if_asked_for(target: TargetModel, head: Eagle3Head) -> None:
+    loop = DecodeLoop(target, HeadDrafter(head, Dynamic(2, 2, 4)))
+    loop.submit(Request([5, 6, 7], 20, show_trees=True))
+    blocks = list(loop.run())
+    trees = [block.tree for block in blocks[1:] if block.tree is not None]
+    assert trees
+    text = [5, 6, 7]
+    for block in blocks:
+        if block.tree is not None:
+            assert block.tree.nodes[0] == text[-1]
+            path = [block.tree.nodes[node] for node in block.tree.path[1:]]
+            assert path == block.tokens[: len(path)]
+            assert all(
+                block.tree.parents[node] == above
+                for above, node in zip(block.tree.path, block.tree.path[1:], strict=False)
+            )
+        text += block.tokens

@@ -1,0 +1,274 @@
+"""Laws of the repository: which folder may import what, and which names scripts must not take."""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = "headstart."
+# A room imports only from itself and from rooms before it. A file belongs to the longest path that matches.
+ROOMS = [
+    "common/",
+    "recipes/",
+    "heads/",
+    "heads/kinds/",
+    "heads/formats/",
+    "inference/core/",
+    "inference/kernels/",
+    "inference/targets/",
+    "inference/drafters/",
+    "inference/engine/",
+    "inference/generate/",
+    "inference/show.py",
+    "inference/calibrate.py",
+    "inference/report/",
+    "inference/chat.py",
+    "inference/serve/",
+    "inference/doctor/",
+    "data_pipelines/stages/",
+    "data_pipelines/prompts/",
+    "data_pipelines/features/",
+    "data_pipelines/",
+    "trainers/",
+    "trainers/refresh/",
+    "headstart/",
+]
+FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
+MOST_FILES = 12  # at the top level of a folder of source, beside its __init__.py
+
+# Library -> the only folders and files that may import it.
+ONLY_IN = {
+    "transformers": (
+        "inference/targets/",
+        "heads/target_ends.py",  # where a target keeps them is in its class
+        "heads/kinds/mtp.py",  # the layer is of the target's class
+        "heads/layers.py",  # the formulas of scaled rotary embeddings
+        "inference/core/cache.py",  # the cache is a transformers Cache
+        "inference/core/side_by_side.py",  # so is a row's part of it
+        "inference/kernels/compiled.py",  # what it compiles are layers of transformers
+        "headstart/target_description.py",  # the model types that transformers registers
+    ),
+    "tokenizers": ("data_pipelines/",),
+    "accelerate": (
+        "trainers/",
+        "data_pipelines/harvest",
+        "data_pipelines/on_ray.py",
+        "data_pipelines/together.py",
+        "data_pipelines/stages/",
+        "data_pipelines/prompts/candidates.py",
+    ),
+    "deepspeed": ("trainers/",),
+    "ray": ("data_pipelines/on_ray.py",),
+    "fsspec": ("common/remote.py",),
+    "peft": ("trainers/objectives/medusa2.py",),
+    "matplotlib": ("inference/report/",),
+    "wandb": ("trainers/",),
+    **dict.fromkeys(("fastapi", "starlette", "uvicorn", "prometheus_client"), ("inference/serve/",)),
+    "torch": ("heads/", "inference/", "data_pipelines/", "trainers/", "headstart/"),
+}
+
+# These may be missing here, but torch, transformers or accelerate import them on machines that have them.
+OPTIONAL_LIBRARIES = {
+    "datasets",
+    "deepspeed",
+    "evaluate",
+    "kernels",
+    "onnx",
+    "optimum",
+    "pandas",
+    "peft",
+    "scipy",
+    "tensorboard",
+    "timm",
+    "triton",
+    "trl",
+}
+
+
+@cache
+def imports_in(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a source, also those inside functions."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
+def imported_names(source: str) -> set[str]:
+    """Top-level names of all modules that a source imports, also inside functions; `headstart` for our own."""
+    modules = set()
+    for node in imports_in(source):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif node.level == 0 and node.module is not None:
+            modules.add(node.module)
+    return {module.partition(".")[0] for module in modules}
+
+
+def room_of(file: str) -> str:
+    return max((room for room in ROOMS if file.startswith(room)), key=len, default="")
+
+
+def violations(file: str, source: str) -> list[str]:
+    """One line for each import that a file in one of the folders must not have."""
+    names = sorted(imported_names(source))
+    upward = [
+        f"{file} imports {other}, which comes after {room_of(file)}"
+        for other in sorted(imported_modules(source))
+        if ROOMS.index(room_of(other)) > ROOMS.index(room_of(file))
+    ]
+    without_prefix = [f"{file} imports {name} without the prefix {OURS}" for name in names if name in FOLDERS]
+    out_of_place = [
+        f"{file} imports {name}, which belongs to {', '.join(ONLY_IN[name])}"
+        for name in names
+        if name in ONLY_IN and not file.startswith(ONLY_IN[name])
+    ]
+    return upward + without_prefix + out_of_place
+
+
+def imported_modules(source: str) -> set[str]:
+    """Our own files that a source imports, also inside functions, relative to the repository."""
+    found = set()
+    for node in imports_in(source):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif node.module is not None:
+            modules = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for module in modules:
+            if module.startswith(OURS):
+                name = module.removeprefix(OURS).replace(".", "/")
+                path = f"{name}.py" if name.partition("/")[0] in FOLDERS else f"headstart/{name}.py"
+                found |= {path} if (ROOT / path).is_file() else set()
+    return found
+
+
+def imported_files(file: Path) -> set[Path]:
+    return {ROOT / path for path in imported_modules(file.read_text())}
+
+
+def circle_in(imports: dict[Path, set[Path]]) -> list[Path]:
+    """Files that import each other in a circle, with the first one again at the end; empty if there is no circle."""
+    done: set[Path] = set()
+
+    def visit(file: Path, path: list[Path]) -> list[Path]:
+        if file in path:
+            return [*path[path.index(file) :], file]
+        if file not in done:
+            for other in sorted(imports[file]):
+                if found := visit(other, [*path, file]):
+                    return found
+        done.add(file)
+        return []
+
+    return next(filter(None, (visit(file, []) for file in sorted(imports))), [])
+
+
+def our_files() -> list[Path]:
+    """All source files, each once: headstart/ links to the other folders."""
+    linked = (path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
+    return sorted([*linked, *(ROOT / "headstart").glob("*.py")])
+
+
+def is_shadowing(name: str) -> bool:
+    """Would a script NAME.py hide a library or one of our packages? Its folder comes first on sys.path."""
+    return name in {*FOLDERS, *sys.stdlib_module_names, *installed(), *OPTIONAL_LIBRARIES}
+
+
+@cache
+def installed() -> frozenset[str]:
+    """Top-level names of all installed libraries."""
+    return frozenset(importlib.metadata.packages_distributions())
+
+
+def test_imports_follow_the_data_flow() -> None:
+    files = our_files()
+    assert len(files) > len(FOLDERS)
+    found = [line for path in files for line in violations(path.relative_to(ROOT).as_posix(), path.read_text())]
+    assert not found, "\n".join(found)
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    imports = {file: imported_files(file) for file in our_files()}
+    assert sum(map(len, imports.values())) > len(imports)
+    assert not circle_in(imports), " -> ".join(str(file.relative_to(ROOT)) for file in circle_in(imports))
+
+
+def test_a_circle_of_imports_is_found() -> None:
+    a, b, c, d = map(Path, "abcd")
+    assert circle_in({a: {b}, b: {c}, c: {b}, d: set()}) == [b, c, b]
+    assert circle_in({a: {b, c}, b: {c}, c: set(), d: {a}}) == []
+
+
+def test_scripts_import_our_folders_with_the_prefix() -> None:
+    """`recipes.schema` and `headstart.recipes.schema` would be two modules, whose classes differ."""
+    scripts = [path for folder in ("tests", "benchmarks", "assets") for path in (ROOT / folder).rglob("*.py")]
+    assert len(scripts) > 100
+    unprefixed = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(FOLDERS)})\b", re.MULTILINE)  # to parse them takes long
+    assert unprefixed.search("def late():\n    from heads.base import DraftHead\n")
+    assert not [path for path in scripts if unprefixed.search(path.read_text())]
+
+
+def test_folders_stay_small() -> None:
+    sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in our_files() if path.name != "__init__.py")
+    assert sizes["inference/core"] > 5
+    assert not {folder: size for folder, size in sizes.items() if size > MOST_FILES}
+
+
+@pytest.mark.slow
+def test_training_loads_neither_the_report_nor_the_doctor_nor_matplotlib() -> None:
+    program = "import headstart.trainers.stages, sys; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    modules = loaded.stdout.split()
+    assert "headstart.inference.engine.loop" in modules
+    assert not [
+        name
+        for name in modules
+        if name.startswith(("matplotlib", "headstart.inference.report", "headstart.inference.doctor"))
+    ]
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").rglob("*.md")]
+    links = [(document, link) for document in documents for link in re.findall(r"\]\(([^)#]+)", document.read_text())]
+    assert len(links) > 20
+    assert not [
+        f"{document.name}: {link}"
+        for document, link in links
+        if not link.startswith("http") and not (document.parent / link).exists()
+    ]
+
+
+@pytest.mark.parametrize("folder", ["trainers", "benchmarks"])
+def test_no_script_shadows_a_library(folder: str) -> None:
+    names = {path.stem for path in (ROOT / folder).iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not {name for name in names - {"__init__", "__pycache__"} if is_shadowing(name)}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("heads/kinds/eagle3.py", "from headstart.inference.core.tree import Tree"),
+        ("heads/kinds/eagle3.py", "def late():\n    import headstart.trainers.loop"),
+        ("inference/core/tree.py", "from headstart.inference.engine import loop"),
+        ("data_pipelines/prompts/rows.py", "from headstart.data_pipelines.features.shards import ShardStore"),
+        ("trainers/stages.py", "from headstart.cli import main"),
+        ("trainers/stages.py", "import recipes.schema"),
+        ("inference/engine/loop.py", "from transformers import AutoModel"),
+        ("inference/engine/loop.py", "import wandb"),
+        ("recipes/schema.py", "from torch import nn"),
+        ("data_pipelines/features/shards.py", "import accelerate"),
+    ],
+)
+def test_a_forbidden_import_is_found(file: str, source: str) -> None:
+    assert len(violations(file, source)) == 1
+
+
+@pytest.mark.parametrize("name", ["evaluate", "datasets", "profile", "torch", "heads"])
+def test_a_shadowing_name_is_found(name: str) -> None:
+    assert is_shadowing(name)

@@ -1,0 +1,361 @@
+"""What a message says to do is done, word for word, and the same command then succeeds."""
+
+import re
+import runpy
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from bad_inputs import Outcome, type_command
+from safetensors.torch import load_file
+from tiny_run import build_run, recipe_values, write_prompts
+
+from headstart import cli
+
+pytestmark = pytest.mark.slow  # each runs the commands that a message names
+
+ROOT = Path(__file__).resolve().parents[2]
+
+Type = Callable[..., Outcome]  # headstart ARGUMENTS
+
+REPORT = (
+    "report.num_prompts=1",
+    "report.temperatures=[0]",
+    "report.baselines=[plain, tree]",
+)
+
+
+@pytest.fixture
+def headstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
+    return lambda *arguments: type_command([str(each) for each in arguments], monkeypatch, capsys)
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run of two steps: the recipe is its recipe.yaml, the run its run/."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        values = recipe_values(folder)
+        build_run(folder)
+        values["train"] |= yaml.safe_load("{steps: 2, warmup_steps: 0, checkpoint_every: 1}")
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(values))
+        patch.setattr("sys.argv", ["bin/headstart", "train", str(folder / "recipe.yaml")])
+        cli.main()
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, to be broken; target and prompts stay where they are."""
+    shutil.copytree(trained_once / "run", tmp_path / "run")
+    (tmp_path / "target").symlink_to(trained_once / "target")
+    values = yaml.safe_load((trained_once / "recipe.yaml").read_text())
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**values, "run_dir": str(tmp_path / "run")}))
+    return tmp_path
+
+
+def refused(outcome: Outcome) -> str:
+    """The message of a command that failed as it should, in one line."""
+    assert outcome.code != 0, f"accepted: {outcome.text}"
+    assert "Traceback" not in outcome.text, outcome.text
+    return " ".join(outcome.err.split())
+
+
+def succeeded(outcome: Outcome) -> Outcome:
+    assert outcome.code == 0, outcome.text
+    assert "Traceback" not in outcome.text, outcome.text
+    return outcome
+
+
+def remove_what_it_names(message: str) -> None:
+    """Type the `rm` of the message, or else remove the paths that it names from the word `remove` on, `it` included."""
+    commands = re.findall(r"\brm (?:-r )?([^;)]*)", message)
+    about, _, advice = message.partition("remove ")
+    paths = re.findall(r"(/[^\s;,)]+)", advice) + ["manifest.json"] * ("and manifest.json" in advice)
+    if advice.startswith("it "):
+        paths.append(re.findall(r"/[^\s;,)]+", about)[0])
+    paths = shlex.split(commands[-1]) if commands else [str(Path(paths[0]).parent / path) for path in paths]
+    assert paths, f"nothing to remove is named in: {message}"
+    for path in map(Path, paths):
+        assert path.exists(), f"{path} is named, but does not exist: {message}"
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def command_it_names(message: str, name: str, recipe: Path) -> list[str]:
+    """The arguments of the `headstart NAME ...` that a message names, with the user's recipe for RECIPE."""
+    found = re.search(rf"headstart ({name}(?: [\w./=-]+)*)", message)
+    assert found is not None, f"no headstart {name} in: {message}"
+    return [str(recipe) if word == "RECIPE" else word for word in found[1].split()]
+
+
+CHANGES = {
+    "another seed": "seed=4",
+    "other temperatures of the responses": "data.temperatures=[0.5]",
+    "another number format of the features": "data.dtype=bfloat16",
+    "another learning rate": "train.learning_rate=0.01",
+    "another head": "head.intermediate_size=48",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_one_message_names_for_removal_is_all_that_a_changed_recipe_needs(
+    trained: Path, headstart: Type, change: str
+) -> None:
+    """Four removals were demanded one after the other: prompts, responses, features, checkpoints."""
+    command = ("train", trained / "recipe.yaml", change)
+    remove_what_it_names(refused(headstart(*command)))
+    succeeded(headstart(*command))
+
+
+@pytest.mark.parametrize("change", ["seed=4", "data.dtype=bfloat16", "train.unroll=2"])
+def test_another_run_dir_is_enough_for_a_changed_recipe(trained: Path, headstart: Type, change: str) -> None:
+    command = ("train", trained / "recipe.yaml", change)
+    assert "choose another run_dir" in refused(headstart(*command))
+    succeeded(headstart(*command, f"run_dir={trained / 'another'}"))
+
+
+@pytest.mark.parametrize("change", ["seed=4", "train.unroll=2"])
+def test_undoing_the_change_is_enough(trained: Path, headstart: Type, change: str) -> None:
+    assert "undo the change" in refused(headstart("train", trained / "recipe.yaml", change))
+    succeeded(headstart("train", trained / "recipe.yaml"))
+
+
+def test_the_prompts_of_another_run_are_not_named_for_removal(trained: Path, headstart: Type) -> None:
+    """With data.folder of another run, the message told the user to remove that run's prompts."""
+    shared = f"data.folder={trained / 'run'}"
+    command = ("train", trained / "recipe.yaml", "seed=4", f"run_dir={trained / 'mine'}")
+    message = refused(headstart(*command, shared))
+    assert "data.folder" in message
+    assert not re.search(rf"(?:remove|rm -r) .*{re.escape(str(trained / 'run'))}", message), message
+    succeeded(headstart(*command, f"data.folder={trained / 'other'}"))
+
+
+def test_a_finished_run_goes_on_after_its_damaged_shard_was_removed(trained: Path, headstart: Type) -> None:
+    shard = next((trained / "run/features").glob("train-*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    shutil.rmtree(trained / "run/checkpoints")
+    message = refused(headstart("train", trained / "recipe.yaml"))
+    remove_what_it_names(message)
+    assert "harvest again" in message
+    succeeded(headstart("harvest", trained / "recipe.yaml"))
+    succeeded(headstart("train", trained / "recipe.yaml"))
+
+
+def test_a_store_whose_manifest_is_broken_is_harvested_again(trained: Path, headstart: Type) -> None:
+    (trained / "run/features/manifest.json").write_text("{")
+    message = refused(headstart("train", trained / "recipe.yaml"))
+    remove_what_it_names(message)
+    succeeded(headstart("train", trained / "recipe.yaml"))
+
+
+def test_a_run_goes_on_from_the_checkpoint_before_a_broken_one(trained: Path, headstart: Type) -> None:
+    (trained / "run/checkpoints/step-2/head.safetensors").write_bytes(b"")
+    shutil.rmtree(trained / "run/head")
+    message = refused(headstart("train", trained / "recipe.yaml"))
+    remove_what_it_names(message)
+    assert "step 1" in succeeded(headstart("train", trained / "recipe.yaml")).text
+
+
+def test_an_existing_export_is_replaced_as_the_message_says(trained: Path, headstart: Type) -> None:
+    """It said "allow overwriting it", which is no field of a recipe."""
+    command = ("export", trained / "recipe.yaml", "export.format=native")
+    succeeded(headstart(*command))
+    remedy = re.search(r"rm -r (\S+)\)", refused(headstart(*command)))
+    assert remedy is not None
+    shutil.rmtree(remedy[1])
+    succeeded(headstart(*command))
+
+
+def test_a_format_that_cannot_hold_the_head_is_left_for_one_that_is_named(trained: Path, headstart: Type) -> None:
+    command = ("export", trained / "recipe.yaml")
+    message = refused(headstart(*command, "export.format=medusa"))
+    named = re.findall(r"\b(vllm|sglang|tensorrt_llm|speculators|native)\b", message)
+    assert named, message
+    for name in named:
+        succeeded(headstart(*command, f"export.format={name}"))
+
+
+def test_a_converted_head_that_exists_is_not_replaced_but_another_folder_works(trained: Path, headstart: Type) -> None:
+    command = ("convert", trained / "run/head")
+    target = ("--target", trained / "target")
+    succeeded(headstart(*command, trained / "converted", *target))
+    assert "choose another" in refused(headstart(*command, trained / "converted", *target))
+    succeeded(headstart(*command, trained / "another", *target))
+
+
+def test_a_merged_store_that_exists_can_be_removed_or_another_folder_given(trained: Path, headstart: Type) -> None:
+    merge = ("store", "merge", trained / "all", trained / "run/features")
+    succeeded(headstart(*merge))
+    message = refused(headstart(*merge))
+    assert "remove it" in message
+    shutil.rmtree(trained / "all")
+    succeeded(headstart(*merge))
+
+
+def test_a_report_without_a_head_names_the_command_that_trains_one(trained: Path, headstart: Type) -> None:
+    shutil.rmtree(trained / "run/head")
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    message = refused(headstart(*report))
+    succeeded(headstart(*command_it_names(message, "train", trained / "recipe.yaml")))
+    succeeded(headstart(*report))
+
+
+def test_a_report_without_held_out_prompts_names_the_command_that_makes_them(trained: Path, headstart: Type) -> None:
+    shutil.rmtree(trained / "run/prompts")
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    message = refused(headstart(*report))
+    succeeded(headstart(*command_it_names(message, "prompts", trained / "recipe.yaml")))
+    succeeded(headstart(*report))
+
+
+@pytest.mark.parametrize("missing", ["head", "prompts"])
+def test_a_report_without_heads_or_prompts_names_overrides_that_do_without_them(
+    trained: Path, headstart: Type, missing: str
+) -> None:
+    shutil.rmtree(trained / "run" / missing)
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    message = refused(headstart(*report))
+    named = re.findall(r"(report\.\w+=(?:'[^']*'|\w+))", message)
+    assert named, message
+    write_prompts(trained / "questions.jsonl", count=3, first=200)
+    words = {"FOLDER": str(trained / "saved"), "FILE": str(trained / "questions.jsonl")}
+    if missing == "prompts":
+        shutil.copytree(trained / "run/head", trained / "saved")
+        succeeded(headstart(*report, *(name.split("=")[0] + "=" + words[name.split("=")[1]] for name in named)))
+    else:
+        without_head = next(name for name in named if "baselines" in name)
+        succeeded(headstart(*report, without_head.replace("'", "")))
+
+
+def test_a_missing_corpus_is_replaced_by_the_one_that_is_named(trained: Path, headstart: Type) -> None:
+    report = ("report", trained / "recipe.yaml", *REPORT[:3], "report.baselines=[plain, suffix]")
+    message = refused(headstart(*report, "decode.corpus=nowhere.jsonl"))
+    named = re.search(r"RUN_DIR(/[\w./]+)", message)
+    assert named is not None, message
+    succeeded(headstart(*report, f"decode.corpus={trained}/run{named[1]}"))
+
+
+def test_a_head_of_pickled_weights_is_converted_by_the_command_that_is_named(trained: Path, headstart: Type) -> None:
+    weights = trained / "run/head/model.safetensors"
+    torch.save(load_file(weights), trained / "run/head/pytorch_model.bin")
+    weights.unlink()
+    report = ("report", trained / "recipe.yaml", *REPORT)
+    command = command_it_names(refused(headstart(*report)), "convert", trained / "recipe.yaml")
+    words = {"NEW_FOLDER": str(trained / "new"), "TARGET": str(trained / "target")}
+    succeeded(headstart(*(words.get(word, word) for word in command)))
+    succeeded(headstart(*report, f"decode.head={trained / 'new'}"))
+
+
+def test_a_head_of_the_other_script_is_trained_by_the_script_that_is_named(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = [str(trained / "recipe.yaml"), "train.dry_run=true"]
+    monkeypatch.setattr("sys.argv", ["trainers/medusa.py", *arguments])
+    with pytest.raises(SystemExit) as refusal:
+        runpy.run_path(str(ROOT / "trainers/medusa.py"), run_name="__main__")
+    named = re.search(r"accelerate launch (\S+\.py) RECIPE", str(refusal.value.code))
+    assert named is not None, refusal.value.code
+    monkeypatch.setattr("sys.argv", [named[1], *arguments])
+    runpy.run_path(str(ROOT / named[1]), run_name="__main__")
+
+
+def test_a_misspelt_command_is_corrected_as_the_message_says(trained: Path, headstart: Type) -> None:
+    message = refused(headstart("inspekt", trained / "recipe.yaml"))
+    named = re.search(r"did you mean (\w+)\?", message)
+    assert named is not None, message
+    succeeded(headstart(named[1], trained / "recipe.yaml"))
+
+
+def test_a_missing_draft_model_is_reported_as_its_own_field(trained: Path, headstart: Type) -> None:
+    """It was reported as target.path."""
+    report = ("report", trained / "recipe.yaml", *REPORT[:3], "report.baselines=[plain, draft_model]")
+    for model in ((), (f"decode.draft_model={trained / 'nowhere'}",)):
+        message = refused(headstart(*report, *model))
+        assert "decode.draft_model" in message
+        assert "target.path" not in message
+    succeeded(headstart(*report, f"decode.draft_model={trained / 'target'}"))
+
+
+def test_a_head_without_a_searched_tree_gets_one_by_the_command_that_is_named(trained: Path, headstart: Type) -> None:
+    report = ("report", trained / "recipe.yaml", *REPORT, "decode.growth=searched")
+    message = refused(headstart(*report))
+    succeeded(headstart(*command_it_names(message, "calibrate", trained / "recipe.yaml"), "report.num_prompts=4"))
+    succeeded(headstart(*report))
+
+
+def test_a_store_that_is_not_there_is_made_by_the_command_that_is_named(trained: Path, headstart: Type) -> None:
+    (trained / "empty").mkdir()
+    train = ("train", trained / "recipe.yaml", f"run_dir={trained / 'other'}")
+    message = refused(headstart(*train, f"data.store={trained / 'empty'}"))
+    succeeded(headstart(*command_it_names(message, "harvest", trained / "recipe.yaml")))
+    succeeded(headstart(*train, f"data.store={trained / 'run/features'}"))
+
+
+def test_rows_that_cannot_be_used_are_listed_and_removed_as_the_message_says(trained: Path, headstart: Type) -> None:
+    prompts = write_prompts(trained / "prompts.jsonl", count=14, first=0)
+    prompts.write_text('{"prompt": 5}\n' + prompts.read_text())
+    command = ("prompts", trained / "recipe.yaml", f"run_dir={trained / 'bad'}", f"data.prompts={prompts}")
+    message = refused(headstart(*command))
+    assert "fix or remove them" in message
+    write_prompts(trained / "prompts.jsonl", count=14, first=0)
+    succeeded(headstart(*command))
+
+
+# A mistake on the command line, and how the override is corrected by following the message.
+MISTAKES = {
+    "a misspelt field": ("train.stepz=3", r"did you mean (\w+)\?", "train.{}=3"),
+    "a misspelt value": ("decode.growth=dynamik", r"did you mean (\w+)\?", "decode.growth={}"),
+    "a field of another section": ("train.nodes=3", r"did you mean ([\w.]+)\?", "{}=3"),
+    "taps out of order": ("head.taps=[4, 2, 2]", r"write (\[[\d, ]+\])", "head.taps={}"),
+    "more unroll steps than Medusa heads": (
+        "head={kind: medusa, medusa_heads: 2}",
+        r"write train\.unroll: (\d+)",
+        "train.unroll={}",
+    ),
+    "a drafter without its corpus": ("decode.drafter=suffix", r"give (decode\.corpus)", "{}=prompts.jsonl"),
+    "a drafter without its model": ("decode.drafter=draft_model", r"give (decode\.draft_model)", "{}=target"),
+    "an override without a value": ("train.steps", r"for example (train\.steps=\d+)", "{}"),
+    "YAML that is not": ('data.folder="a', r"put it in (quotes)", "data.folder='\"a'"),
+    "a tap beyond the target": ("head.taps=[2, 9]", r"hidden states 0 to (\d)", "head.taps=[2, {}]"),
+    "a vocabulary that is too large": (
+        "head.draft_vocab_size=301",
+        r"1 to the target's (\d+)",
+        "head.draft_vocab_size={}",
+    ),
+    "a batch of more samples than there are": (
+        "train.batch_size=13",
+        r"up to (\d+) is allowed; .* for more training samples than 12",
+        "train.batch_size={}",
+    ),
+    "more micro-batches than sequences": ("train.accumulate=4", r"up to (\d+) is allowed", "train.accumulate={}"),
+    "a device that is not there": ("target.device=cuda:77", r"\b(cpu)\b", "target.device={}"),
+    "a tree that rejection sampling cannot use": (
+        "decode.acceptance=rejection",
+        r"growth (chain) or",
+        "decode.growth={}",
+    ),
+}
+
+
+@pytest.mark.parametrize(("mistake", "advice", "corrected"), MISTAKES.values(), ids=MISTAKES)
+def test_an_override_that_is_corrected_as_the_message_says_is_accepted(
+    trained: Path, headstart: Type, monkeypatch: pytest.MonkeyPatch, mistake: str, advice: str, corrected: str
+) -> None:
+    monkeypatch.chdir(trained)
+    command = ("train", "recipe.yaml", "train.dry_run=true", *([] if "medusa" not in mistake else [MEDUSA_DEPTH]))
+    message = refused(headstart(*command, mistake))
+    found = re.search(advice, message)
+    assert found is not None, message
+    kept = (
+        [mistake] if mistake.startswith(("head={", "decode.drafter", "decode.acceptance")) else []
+    )  # the advice completes these
+    succeeded(headstart(*command, *kept, corrected.format(found[1])))
+
+
+MEDUSA_DEPTH = "decode.depth=2"

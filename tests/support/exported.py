@@ -1,0 +1,102 @@
+"""Helpers for the tests of head formats: heads of every kind, their exports, and edits to their files."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from headstart.heads.base import DraftHead
+from headstart.heads.formats.export import CONVERTER, export
+from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.kinds.checkpoint import save_head
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe
+
+LIMITED = DraftVocab(torch.tensor([0, 3, 4, 9, 50, 96]), 97)
+EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
+    "eagle3": {},
+    "limited": {"vocab": LIMITED},
+    "3.1": {"fc_norm": True, "norm_output": True},
+    "taps": {"taps": (1, 3, 6), "vocab": LIMITED},
+    "five taps": {"taps": (0, 1, 3, 5, 6), "fc_norm": True},
+    "narrow": {"hidden_size": 24, "own_embedding": True},
+    "norm before fc": {"norm_before_fc": True},
+    "eagle1": {"kind": "eagle1"},
+    "medusa": {"kind": "medusa"},
+    "medusa layers": {"kind": "medusa", "num_layers": 2},
+    "medusa limited": {"kind": "medusa", "vocab": LIMITED},
+    "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True},
+    "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
+    "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
+    "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},
+    "hydra": {"kind": "medusa", "sequential": True},
+}
+
+
+def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "run_dir": str(run),
+            "target": {"path": str(target), "dtype": "float32"},
+            "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
+            "head": {"kind": kind},
+            "train": {"steps": 10, "unroll": 4},  # a level for each Medusa head
+            "decode": {"growth": "chain", "depth": 3},
+            "export": export_fields,
+        }
+    )
+
+
+def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: Any) -> Path:
+    """Save the head, export it in the named format and return the export's folder."""
+    save_head(head, run / "head")
+    return export(recipe_of(run, target, head.kind, format=name, **fields))
+
+
+def pretended_converter(folder: Path, patch: pytest.MonkeyPatch) -> Path:
+    """A command in place of llama.cpp's converter, which writes its own arguments as the GGUF file."""
+    command = folder / CONVERTER
+    command.write_text('#!/bin/sh\nfor last; do :; done\necho "$@" > "$last"\n')
+    command.chmod(0o755)
+    patch.setenv("PATH", f"{folder}:/bin:/usr/bin")
+    return command
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return config
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else load_pickle(folder)
+
+
+def load_pickle(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = torch.load(folder / "medusa_lm_head.pt", weights_only=True)
+    return tensors
+
+
+def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    config = read_config(folder)
+    edit(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
+    tensors = read_tensors(folder)
+    edit(tensors)
+    if (folder / "model.safetensors").exists():
+        save_file(tensors, folder / "model.safetensors")
+    else:
+        torch.save(tensors, folder / "medusa_lm_head.pt")
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )

@@ -1,0 +1,361 @@
+"""Laws of adaptation: texts never change, no bad head is served, and a kill at any moment leaves a head to serve."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from server_run import Running, running
+from tiny_run import build_run, build_target, contents, quiet_environment, tiny_recipe
+
+from headstart.data_pipelines.features.batches import Sample
+from headstart.data_pipelines.features.features import tap
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import draft_vocab, load_head, load_head_for, new_head, save_head
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.serve.command import load
+from headstart.inference.serve.options import ServerSettings, serve_options
+from headstart.inference.serve.traffic import Traffic
+from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer, text_of
+from headstart.recipes import Recipe
+from headstart.recipes.other_commands import AdaptOptions
+from headstart.recipes.schema import TargetSection
+from headstart.trainers import loop as training_loop
+from headstart.trainers.refresh import command
+from headstart.trainers.refresh.candidate import Snapshot, train_candidate
+from headstart.trainers.refresh.command import Versions
+from headstart.trainers.refresh.judge import Verdict, decoded, judge
+from headstart.trainers.refresh.server import RefusedError, Server
+
+ROOT = Path(__file__).resolve().parents[2]
+BETTER = Verdict(requests=9, served=1.0, candidate=2.0, low=0.5, high=1.5)
+PROMPTS = [[5 + number, 40, 41 + number % 7, 60] for number in range(40)]
+
+
+def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
+    """Save a new head of the recipe; its drafts are seldom right."""
+    frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
+    vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
+    save_head(new_head(recipe.head, frozen, vocab, seed), folder)
+    return folder
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    """A tiny recipe whose run has a head."""
+    build_run(tmp_path)
+    recipe = tiny_recipe(tmp_path)
+    random_head(recipe, recipe.head_dir, 0)
+    return recipe
+
+
+@contextmanager
+def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) -> Iterator[Running]:
+    """A server of the recipe's head that keeps its traffic."""
+    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--adapt-memory", "0.01", "--always-draft", *more]
+    options = serve_options(None, arguments)
+    with ThreadPoolExecutor(1) as thread:
+        served = thread.submit(load, options, thread).result()
+        with running(served, settings or replace(options.settings, max_batch=4)) as server:
+            yield server
+
+
+def options(server: Running, **changes: Any) -> AdaptOptions:
+    plain = AdaptOptions(server.url, None, steps=4, after=1, once=True, keep_traffic=False, roll_back=False)
+    return replace(plain, **changes)
+
+
+def complete(server: Running, prompt: list[int], temperature: float = 0.0, seed: int = 0) -> str:
+    body = {"prompt": prompt, "max_tokens": 16, "temperature": temperature, "seed": seed}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+def facts(server: Running) -> dict[str, object]:
+    return dict(httpx.get(f"{server.url}/adapt").json())
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=pytest.mark.slow)])
+def test_texts_are_those_of_plain_decoding_while_heads_swap(recipe: Recipe, tmp_path: Path, count: int) -> None:
+    heads = [random_head(recipe, tmp_path / f"head-{seed}", seed) for seed in range(4)]
+    asked = [(PROMPTS[n % 40] + [n // 40 + 70], [0.0, 1.0][n % 2], n) for n in range(count)]
+    with serving(recipe) as server:
+        with ThreadPoolExecutor(8) as clients:
+            texts = [clients.submit(complete, server, *each) for each in asked]
+            swaps = 0
+            while not texts[-1].done():
+                Server(server.url).serve(str(heads[swaps % 4]))
+                swaps += 1
+                time.sleep(0.1)  # the new head serves for a while
+            found = [text.result() for text in texts]
+        assert swaps >= 2
+        assert facts(server)["swaps"] == swaps
+        page = httpx.get(f"{server.url}/metrics").text
+        assert "headstart:head_swaps{" in page
+    target = TargetModel.load(recipe.target, ())
+    tokenizer = load_tokenizer(Path(recipe.target.path))
+    requests = [Request(prompt, 16, Sampling(temperature, seed=seed)) for prompt, temperature, seed in asked]
+    for (prompt, temperature, _), text, alone in zip(asked, found, generate_batch(target, requests), strict=True):
+        plain = alone.tokens
+        shown = plain[:-1] if plain[-1] in target.end_tokens else plain
+        assert text == text_of(tokenizer, shown), (prompt, temperature)
+
+
+def test_a_head_that_does_not_fit_is_refused_and_the_old_one_goes_on(recipe: Recipe, tmp_path: Path) -> None:
+    build_target(tmp_path / "other", num_layers=3)
+    other = recipe.model_copy(update={"target": recipe.target.model_copy(update={"path": str(tmp_path / "other")})})
+    wrong = random_head(other, tmp_path / "wrong", 1)
+    with serving(recipe) as server:
+        before, text = facts(server)["head"], complete(server, PROMPTS[0])
+        for folder, says in ((wrong, "does not fit the target"), (tmp_path / "nowhere", "holds no head")):
+            with pytest.raises(RefusedError, match=says):
+                Server(server.url).serve(str(folder))
+        assert facts(server)["head"] == before
+        assert complete(server, PROMPTS[0]) == text
+
+
+def test_traffic_is_for_this_machine_and_absent_without_the_option(recipe: Recipe) -> None:
+    settings = ServerSettings(("tiny",), api_keys=("secret",))
+    with serving(recipe, settings=settings) as server:
+        right = {"Authorization": "Bearer secret"}
+        assert httpx.get(f"{server.url}/adapt/traffic").status_code == 401
+        assert httpx.get(f"{server.url}/adapt/traffic", headers=right).status_code == 200
+        proxied = {**right, "X-Forwarded-For": "203.0.113.5"}
+        assert httpx.get(f"{server.url}/adapt/traffic", headers=proxied).status_code == 403
+    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--always-draft"]
+    with ThreadPoolExecutor(1) as thread:
+        served = thread.submit(load, serve_options(None, arguments), thread).result()
+        with running(served, ServerSettings(("tiny",))) as server, pytest.raises(RefusedError, match="--adapt-memory"):
+            Server(server.url).facts()
+
+
+def test_recorded_states_are_those_of_one_pass_over_the_text(recipe: Recipe) -> None:
+    taps = (1, 2, 3, 4)
+    target = TargetModel.load(recipe.target, taps)
+    head = load_head_for(recipe.head_dir, target.frozen)
+    kept = Traffic(2**20, 60.0, taps)
+    loop = DecodeLoop(target, head_drafter(head, Dynamic(2, 2, 4)), 2, prefix_memory=2**20, record=kept.add)
+    shared = [*range(20, 60)]
+    first, *others = (Request([*shared, *prompt], 9) for prompt in PROMPTS[:4])
+    loop.submit(first)
+    list(loop.run())
+    for request in others:  # each begins with blocks that are in memory
+        loop.submit(request)
+    list(loop.run())
+    assert len(kept.finished) == 4
+    assert kept.num_bytes == sum(each.num_bytes for each in kept.finished)
+    texts = [[*request.prompt, *generate(target, request.prompt, 9).tokens] for request in (first, *others)]
+    for each in kept.finished:
+        tokens = each.tokens.tolist()
+        text = next(text for text in texts if "".join(map(chr, tokens)) in "".join(map(chr, text)))
+        start = "".join(map(chr, text)).index("".join(map(chr, tokens)))
+        whole = tap(target, [text]).taps[start : start + len(tokens)]
+        torch.testing.assert_close(each.states, whole, rtol=1e-4, atol=1e-4)
+        assert start + each.response == len(shared) + 4
+
+
+def test_traffic_keeps_to_its_bytes_and_its_time(recipe: Recipe) -> None:
+    target = TargetModel.load(recipe.target, (1, 4))
+    kept = Traffic(20_000, 60.0, target.taps)
+    loop = DecodeLoop(target, None, 2, record=kept.add)
+    for prompt in PROMPTS[:16]:
+        loop.submit(Request(prompt, 9))
+    list(loop.run())
+    held = [each.number for each in kept.finished]
+    assert 0 < len(held) < kept.number
+    assert held == list(range(held[0], kept.number + 1))  # the newest
+    assert kept.num_bytes <= 20_000
+    kept.keep = 0.0
+    kept.drop_old()
+    assert not kept.finished
+    assert kept.num_bytes == 0
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[TargetModel, DraftHead, list[Sample], list[int]]:
+    """The demo's target and head, texts of the target, and the steps that each took with chains of the head."""
+    target = TargetModel.load(TargetSection(path=str(ROOT / "assets/demo_target"), dtype="float32", device="cpu"), ())
+    head = load_head_for(ROOT / "assets/demo_head", target.frozen)
+    target = TargetModel.load(TargetSection(path=str(ROOT / "assets/demo_target"), dtype="float32"), head.taps)
+    tokenizer = load_tokenizer(ROOT / "assets/demo_target")
+    rows = (ROOT / "assets/demo_target/heldout_prompts.jsonl").read_text().splitlines()[:12]
+    prompts = [tokenizer(json.loads(row)["prompt"])["input_ids"][:40] for row in rows]
+    written = generate_batch(target, [Request(prompt, 24) for prompt in prompts], head_drafter(head, Dynamic.chain(3)))
+    samples = []
+    for prompt, generation in zip(prompts, written, strict=True):
+        text = prompt + generation.tokens
+        states = tap(target, [text])
+        mask = torch.arange(len(text)) >= len(prompt)
+        samples.append(Sample(torch.tensor(text), mask, states.taps.clone(), states.last_hidden.clone()))
+    return target, head, samples, [each.stats.steps for each in written]
+
+
+def damaged(head: DraftHead, change: Callable[[torch.Tensor], torch.Tensor]) -> DraftHead:
+    found = deepcopy(head)
+    for parameter in found.parameters():
+        parameter.data = change(parameter.data)
+    return found
+
+
+def test_the_judge_counts_the_steps_of_decoding_with_chains(
+    demo: tuple[TargetModel, DraftHead, list[Sample], list[int]],
+) -> None:
+    _, head, samples, steps = demo
+    counted = [decoded(head, sample, 3, 1) for sample in samples]
+    assert [found for _, found in counted] == steps
+    assert sum(steps) < 0.6 * sum(int(sample.loss_mask.sum()) for sample in samples)  # some drafts were accepted
+
+
+def test_a_planted_bad_candidate_is_refused(demo: tuple[TargetModel, DraftHead, list[Sample], list[int]]) -> None:
+    _, head, samples, _ = demo
+    random = torch.Generator().manual_seed(0)
+    bad = {
+        "random": lambda weight: torch.randn(weight.shape, generator=random) * weight.std(correction=0),
+        "zero": torch.zeros_like,
+        "not finite": lambda weight: weight * torch.nan,
+        "noisy": lambda weight: weight + 0.7 * weight.std(correction=0) * torch.randn(weight.shape, generator=random),
+    }
+    for name, change in bad.items():
+        candidate = damaged(head, change)
+        verdict = judge(candidate, head, samples, 3, 2)
+        assert not verdict.is_better, name
+        assert verdict.high < 0, name
+        assert judge(head, candidate, samples, 3, 2).is_better, name
+    assert not judge(head, head, samples, 3, 2).is_better
+    assert not judge(head, damaged(head, torch.zeros_like), samples[:4], 3, 2).is_better  # too few to tell
+
+
+def traffic_of(recipe: Recipe) -> Snapshot:
+    """A snapshot of what the tiny target wrote."""
+    target = TargetModel.load(recipe.target, (2, 3, 4))
+    samples = []
+    for prompt in PROMPTS[:16]:
+        text = prompt + generate(target, prompt, 12).tokens
+        states = tap(target, [text])
+        mask = torch.arange(len(text)) >= len(prompt)
+        samples.append(Sample(torch.tensor(text), mask, states.taps.clone(), states.last_hidden.clone()))
+    return Snapshot("head", samples[4:], samples[:4])
+
+
+def test_an_interrupted_candidate_ends_in_the_same_weights(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(Path(recipe.target.path), torch.float32))
+    taps, snapshot = head.taps, traffic_of(recipe)
+    assert taps == (1, 2, 3)
+    whole = train_candidate(recipe, tmp_path / "whole", recipe.head_dir, snapshot, 8)
+    assert contents(whole) != contents(recipe.head_dir)
+    snapshot.save(tmp_path / "cut" / "features", taps)
+    step, calls = training_loop.train_step, []
+
+    def killed(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        return step(*given)
+
+    monkeypatch.setattr(training_loop, "train_step", killed)
+    again = Snapshot.load(tmp_path / "cut" / "features", taps)
+    with pytest.raises(KeyboardInterrupt):
+        train_candidate(recipe, tmp_path / "cut", recipe.head_dir, again, 8)
+    resumed = train_candidate(recipe, tmp_path / "cut", recipe.head_dir, again, 8)
+    assert len(calls) == 6 + 4  # from the checkpoint after step 4
+    assert contents(resumed) == contents(whole)
+
+
+def test_a_better_candidate_is_served_and_rolled_back(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "nice", lambda _: None)
+    monkeypatch.setattr(command, "judge", lambda *_: BETTER)
+    monkeypatch.setattr(command, "LEAST", 2)
+    versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
+    with serving(recipe) as server:
+        command.adapt(recipe, options(server))
+        assert "waiting for more traffic" in capsys.readouterr().out
+        assert versions.names() == ["0000"]
+        texts = [complete(server, prompt) for prompt in prompts]
+        command.adapt(recipe, options(server))
+        assert versions.names() == ["0000", "0001"]
+        assert facts(server)["head"] == str(versions.served) == str(versions.folder / "0001")
+        assert not (versions.folder / "candidate").exists()  # neither the traffic nor what was made of it
+        monkeypatch.setattr(command, "judge", lambda *_: replace(BETTER, low=-0.1))
+        command.adapt(recipe, options(server))
+        assert versions.names() == ["0000", "0001"]
+        command.adapt(recipe, options(server, roll_back=True))
+        assert facts(server)["head"] == str(versions.folder / "0000")
+        with pytest.raises(ValueError, match="no head was before it"):
+            command.adapt(recipe, options(server, roll_back=True))
+        assert [complete(server, prompt) for prompt in prompts] == texts
+    monkeypatch.setattr(command, "judge", lambda *_: BETTER)
+    with serving(recipe) as server:  # started again, with the head of the recipe
+        assert facts(server)["head"] == str(recipe.head_dir.resolve())
+        command.adapt(recipe, options(server))
+        assert facts(server)["head"] == str(versions.folder / "0000")
+    kept = b"".join(path.read_bytes() for path in versions.folder.rglob("*") if path.is_file())
+    assert torch.tensor(PROMPTS[0], dtype=torch.int32).numpy().tobytes() not in kept
+
+
+KILLED = """
+import os, pathlib, sys
+from headstart.trainers.refresh import command
+from headstart.trainers.refresh.judge import Verdict
+left = int(sys.argv.pop(1))
+command.judge = lambda *_: Verdict(9, 1.0, 2.0, 0.5, 1.5)
+def dying(real):
+    def step(*given, **more):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), 9)
+        return real(*given, **more)
+    return step
+for name in ("rename", "replace", "mkdir", "unlink"):
+    setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
+os.replace, os.rename = dying(os.replace), dying(os.rename)
+command.main()
+"""
+
+
+@pytest.mark.slow
+def test_a_learner_killed_at_any_moment_leaves_a_whole_head_and_goes_on(recipe: Recipe) -> None:
+    versions = Versions(recipe.run_dir / "versions")
+    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--once", "--keep-traffic", "--steps", "4"]
+    killed = 0
+    with serving(recipe) as server:
+        for prompt in PROMPTS:
+            for extra in (80, 90):
+                complete(server, [*prompt, extra])
+        for moment in (1, 3, 7, 12, 18, 25, 33, 42, 52, 63, 10_000):  # of the changes to files that it makes
+            learner = [sys.executable, "-c", KILLED, str(moment), *arguments, "--server", server.url]
+            done = subprocess.run(learner, env=quiet_environment(ROOT), capture_output=True, text=True)
+            assert done.returncode in (0, -signal.SIGKILL), done.stderr
+            killed += done.returncode == -signal.SIGKILL
+            for name in versions.names():
+                load_head(versions.folder / name, recipe.target.path)
+            if versions.served is not None:
+                assert versions.served.name in versions.names()
+        assert killed >= 10
+        assert done.returncode == 0
+        assert facts(server)["head"] == str(versions.served)
+        assert versions.served is not None
+        assert int(versions.served.name) >= 1

@@ -1,0 +1,316 @@
+"""Laws of training block heads: which blocks are drawn, what each level is scored against, and that runs resume."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from saved_tensors import SavedForBackward, storage_of
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headstart.data_pipelines.features.batches import Batch, Sample, pack
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.block_attention import Blocks, Reach
+from headstart.heads.kinds.checkpoint import load_head_for
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe
+from headstart.trainers import loop, run
+from headstart.trainers.evaluation import metrics_by_depth
+from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher
+
+MakeHead = Callable[..., BlockHead]
+MakeRecipe = Callable[..., Recipe]
+DSPARK = Objective("total_variation", 1.8, 0.0, 0.0, (1.0, 0.7, 0.5, 0.3), text_weight=0.1)
+BLOCK = (
+    "head.kind=block",
+    "head.block_size=4",
+    "head.markov_rank=6",
+    "head.taps=[2, 3, 4]",
+    "train.unroll=4",
+    "train.anchors=5",
+)
+
+
+def a_sample(length: int, written: range, seed: int) -> Sample:
+    """A text of random tokens, of which the target wrote some."""
+    generator = torch.Generator().manual_seed(seed)
+    loss_mask = torch.zeros(length, dtype=torch.bool)
+    loss_mask[list(written)] = True
+    return Sample(
+        tokens=torch.randint(97, (length,), generator=generator),
+        loss_mask=loss_mask,
+        taps=torch.randn(length, 96, generator=generator),
+        last_hidden=torch.randn(length, 32, generator=generator),
+    )
+
+
+SAMPLES = [
+    a_sample(12, range(3, 12), 1),
+    a_sample(9, range(2, 6), 2),
+    a_sample(20, range(8, 20), 3),
+    a_sample(4, range(3, 4), 4),  # the target wrote one token, so no block fits
+]
+
+
+def in_training(make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None) -> TrainedBlocks:
+    vocab = vocab or DraftVocab.full(97)
+    head = make_head("block", markov_rank=6, vocab=vocab).requires_grad_(True)
+    return TrainedBlocks(head, Teacher(frozen, vocab), DSPARK, anchors=4)
+
+
+def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> None:
+    batch = Batch.collate(SAMPLES, torch.float32)
+    blocks = draw_blocks(batch, 100, "key")
+    wanted = [
+        (row, anchor, 0)
+        for row, sample in enumerate(SAMPLES)
+        for anchor in range(1, len(sample.tokens) - 1)
+        if sample.loss_mask[anchor] and sample.loss_mask[anchor + 1]
+    ]
+    assert list(zip(blocks.rows, blocks.anchors, blocks.starts, strict=True)) == wanted
+    few = draw_blocks(batch, 3, "key")
+    assert [few.rows.count(row) for row in range(4)] == [3, 3, 3, 0]
+    assert {*zip(few.rows, few.anchors, strict=True)} < {*zip(blocks.rows, blocks.anchors, strict=True)}
+    assert draw_blocks(batch, 3, "another key") != few
+
+
+@pytest.mark.parametrize("limit", [22, 40])
+def test_the_blocks_of_a_text_are_the_same_in_any_batch_and_in_packed_rows(limit: int) -> None:
+    alone = [draw_blocks(Batch.collate([sample], torch.float32), 3, "key").anchors for sample in SAMPLES]
+    together = draw_blocks(Batch.collate(SAMPLES, torch.float32), 3, "key")
+    assert together.anchors == sum(alone, ())
+    packing = pack([len(sample.tokens) for sample in SAMPLES], limit)
+    assert packing is not None
+    packed = draw_blocks(Batch.collate(SAMPLES, torch.float32, packing=packing), 3, "key")
+    places = [anchor - start for anchor, start in zip(packed.anchors, packed.starts, strict=True)]
+    assert places == [anchor for row in packing for number in row for anchor in alone[number]]
+
+
+def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[str, Tensor]]:
+    """For each level of one block that counts: its losses, computed from one block alone, and the target's choice."""
+    head, frozen, vocab = trained.block_head, trained.teacher.frozen, trained.teacher.vocab
+    lone = Batch.collate([sample], torch.float32)
+    supervision = trained.supervision_of(lone, Blocks((0,), (anchor,), (0,)))
+    states = trained.unroll(lone, supervision, None)[:, 0]
+    found: list[dict[str, Tensor]] = []
+    for level in range(head.shape.levels):
+        at = anchor + level
+        if at + 1 >= len(sample.tokens) or not sample.loss_mask[at + 1]:
+            break
+        logits = frozen.logits(sample.last_hidden[at])
+        if int(logits.argmax()) not in vocab.ids:
+            found.append({})
+            continue
+        p, q = logits[vocab.ids].softmax(-1), head.logits(states[level], sample.tokens[at]).softmax(-1)
+        column = (vocab.ids == sample.tokens[at + 1]).nonzero().flatten()
+        text = -q[column[0]].log() if len(column) else torch.zeros(())
+        kept = torch.minimum(p, q).sum()
+        found.append(
+            {
+                "loss": 0.9 * (p - q).abs().sum() + 0.1 * text,
+                "hit": (p.argmax() == q.argmax()).float(),
+                "accepted": kept,
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("packed", [None, 22])
+@pytest.mark.parametrize("vocab_size", [97, 60])
+def test_the_loss_is_dsparks_level_by_level(
+    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
+) -> None:
+    """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote."""
+    vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
+    trained = in_training(make_head, frozen, vocab)
+    packing = pack([len(sample.tokens) for sample in SAMPLES], packed)
+    batch = Batch.collate(SAMPLES, torch.float32, packing=packing)
+    supervision = trained.supervise(batch, "key")
+    counts = supervision.counts(4)
+    scores = trained(batch, supervision, counts)
+
+    sums, wanted, weights = torch.zeros(4, 4), torch.zeros(()), torch.tensor(DSPARK.unroll_weights)
+    chosen = [[number] for number in range(4)] if packing is None else packing
+    blocks = supervision.blocks
+    for row, anchor, start in zip(blocks.rows, blocks.anchors, blocks.starts, strict=True):
+        first = 0
+        for number in chosen[row]:
+            if first == start:
+                break
+            first += len(SAMPLES[number].tokens)
+        levels = by_hand(trained, SAMPLES[number], anchor - start)
+        for level, found in enumerate(levels):
+            if found:
+                sums[:, level] += torch.stack([torch.ones(()), found["loss"], found["hit"], found["accepted"]]).detach()
+                wanted = wanted + weights[level] / counts[level] * found["loss"]
+    assert_close(scores.sums(), sums, atol=1e-4, rtol=1e-4)
+    assert_close(scores.loss, wanted, atol=1e-4, rtol=1e-4)
+    parameters = [each for each in trained.parameters() if each.requires_grad]
+    for one, other in zip(
+        torch.autograd.grad(scores.loss, parameters), torch.autograd.grad(wanted, parameters), strict=True
+    ):
+        assert_close(one, other, atol=1e-4, rtol=1e-3)
+
+
+def test_chunks_change_neither_loss_nor_gradient(
+    make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = in_training(make_head, frozen)
+    batch = Batch.collate(SAMPLES, torch.float32)
+    supervision = trained.supervise(batch, "key")
+    found: list[list[Tensor]] = []
+    for blocks_at_once in (100, 2):
+        monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: blocks_at_once)  # noqa: B023
+        loss = trained(batch, supervision, supervision.counts(4)).loss
+        found.append([loss, *torch.autograd.grad(loss, [*trained.parameters()])])
+    for one, other in zip(*found, strict=True):
+        assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_recipe: MakeRecipe) -> None:
+    """Its own loss is that to the text alone."""
+    plain = *BLOCK, "head.markov_rank=0", "train.unroll=3"
+    assert Objective.from_recipe(make_recipe("a", *plain)).weight == 0
+    assert Objective.from_recipe(make_recipe("b", *plain, "train.objective=reverse_kl")).weight == 1
+    weighted = make_recipe("c", *plain, "train.objective=reverse_kl", "train.objective_weight=0.5")
+    assert Objective.from_recipe(weighted).weight == 0.5
+
+
+class Conversions(TorchDispatchMode):
+    """Counts the tensors of one shape that are converted to another number format."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self.shape, self.count = shape, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default and args[0].shape == self.shape
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("vocab_size", [97, 60])
+def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
+    make_head: MakeHead, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch, vocab_size: int
+) -> None:
+    """In bfloat16 training it is the teacher's, converted before the first step; the float32 one has the same loss."""
+    monkeypatch.setattr("headstart.trainers.objectives.unrolled.positions_at_once", lambda *_: 2)
+    vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
+    head = make_head("block", vocab=vocab).requires_grad_(True)
+    wide = head.output_layer
+    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), DSPARK, 4)
+    assert head.output_layer is trained.teacher.within_vocab.lm_head
+    losses, counts = [], []
+    for lm_head in (head.output_layer, wide):
+        head.shared_lm_head = lm_head
+        with torch.autocast("cpu", torch.bfloat16), Conversions(lm_head.shape) as conversions:
+            supervision = trained.supervise(batch, "key")
+            losses.append(trained(batch, supervision, supervision.counts(4)).loss)
+        counts.append(conversions.count)
+    assert torch.equal(*losses)
+    assert counts[0] == 0 < counts[1]
+
+
+def test_the_expected_acceptance_length_is_that_of_chains_of_the_mean_acceptances() -> None:
+    """Of 10, 8 and 4 blocks with 5, 6 and 1 expected acceptances: 1 + 1/2 + 1/2 * 3/4 + 1/2 * 3/4 * 1/4"""
+    sums = torch.tensor([[10.0, 8, 4], [0, 0, 0], [0, 0, 0], [5, 6, 1]])
+    assert metrics_by_depth("heldout", sums)["heldout/expected_tau"] == 1 + 1 / 2 + 3 / 8 + 3 / 32
+
+
+def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead, frozen: FrozenTarget) -> None:
+    trained = in_training(make_head, frozen)
+    batch = Batch.collate(SAMPLES[3:], torch.float32)
+    supervision = trained.supervise(batch, "key")
+    scores = trained(batch, supervision, supervision.counts(4))
+    assert not scores.sums().any()
+    for gradient in torch.autograd.grad(scores.loss, [*trained.parameters()], allow_unused=True):
+        assert gradient is None or not gradient.any()
+
+
+def saved_bytes(make_head: MakeHead, seq: int) -> int:
+    """What autograd keeps for a text of this length, with as many blocks whatever its length."""
+    head = make_head("block", reaches=(Reach(), Reach())).requires_grad_(True)
+    blocks = draw_blocks(Batch.collate([a_sample(seq, range(seq), 1)], torch.float32), 16, "key")
+    tokens, taps = torch.zeros(1, seq, dtype=torch.long), torch.randn(1, seq, 96)
+    with SavedForBackward({storage_of(each) for each in head.parameters()}) as saved:
+        head.blocks_of(head.project(taps), torch.arange(seq), tokens, blocks)
+    head.requires_grad_(False)
+    return saved.num_bytes
+
+
+def test_training_memory_is_linear_in_the_length_of_a_text(make_head: MakeHead) -> None:
+    sizes = [saved_bytes(make_head, seq) for seq in (64, 128, 256)]
+    assert sizes[2] - sizes[1] <= 2.02 * (sizes[1] - sizes[0])
+
+
+class Killed(BaseException):
+    """Derives from BaseException, so that no code of ours catches it."""
+
+
+def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("run", *BLOCK, "train.eval_prompts=2")
+    run(recipe)
+    head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(harvested / "target", torch.float32))
+    assert isinstance(head, BlockHead)
+    assert len(head.vocab.ids) == 80
+    assert head.shape.mask_token_id not in head.vocab.ids
+    assert head.calibration.tree is not None
+    rows = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    assert {f"heldout/accuracy_{level}" for level in range(4)} < {name for row in rows for name in row}
+
+
+@pytest.mark.parametrize(
+    "fields", [pytest.param((), marks=pytest.mark.slow), ("train.pack_tokens=40", "train.accumulate=2")], ids=str
+)
+def test_a_killed_run_resumes_into_the_same_weights(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...]
+) -> None:
+    whole, killed = (make_recipe(name, *BLOCK, *fields) for name in ("whole", "killed"))
+    run(whole)
+    left, train_step = iter(range(5)), loop.train_step
+
+    def dying(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Killed
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", dying)
+    with pytest.raises(Killed):
+        run(killed)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    run(killed)
+    one, other = (recipe.head_dir / "model.safetensors" for recipe in (whole, killed))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe) -> None:
+    found: list[dict[str, Tensor]] = []
+    for name, fields in (("plain", ()), ("other", ("train.pack_tokens=40", "train.accumulate=2"))):
+        recipe = make_recipe(name, *BLOCK, "train.steps=3", *fields)
+        run(recipe)
+        found.append(load_file(recipe.head_dir / "model.safetensors"))
+    for name, tensor in found[0].items():
+        assert_close(tensor.float(), found[1][name].float(), atol=2e-4, rtol=1e-3)
+
+
+def test_online_samples_train_the_same_head(make_recipe: MakeRecipe) -> None:
+    """Up to rounding, as the target reads other batches; its hidden states are not stored."""
+    found = []
+    for name, online in (("stored", "null"), ("made", "[auto]")):
+        recipe = make_recipe(name, *BLOCK, "train.steps=3", f"data.online={online}")
+        run(recipe)
+        found.append(load_file(recipe.head_dir / "model.safetensors"))
+    for name, tensor in found[0].items():
+        assert_close(tensor.float(), found[1][name].float(), atol=1e-3, rtol=1e-2)
+
+
+def test_a_plan_of_the_run_needs_no_memory(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
+    run(make_recipe("run", *BLOCK, "train.dry_run=true"))
+    assert "markov_head" in capsys.readouterr().out

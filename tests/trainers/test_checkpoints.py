@@ -1,0 +1,149 @@
+"""Laws of checkpoints: written whole or not at all, restored exactly, and refused if in doubt."""
+
+import json
+import resource
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from headstart.recipes.schema import TrainSection
+from headstart.trainers.parallel.head_on_ranks import build_optimizers, named_optimizer_state, set_optimizer_state
+from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
+
+
+def snapshot(step: int, target: dict[str, Tensor] | None = None) -> Snapshot:
+    optimizers = {"fc.weight.exp_avg": torch.full((3, 4), float(step)), "fc.weight.step": torch.tensor(float(step))}
+    return Snapshot(step, {"fc.weight": torch.full((3, 4), float(step))}, optimizers, target or {})
+
+
+def saved(folder: Path, *steps: int, **inputs: object) -> Checkpoints:
+    checkpoints = Checkpoints(folder, inputs)
+    for step in steps:
+        checkpoints.save(snapshot(step))
+    return checkpoints
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def loaded_step(checkpoints: Checkpoints) -> int:
+    found = checkpoints.load()
+    assert found is not None
+    assert found.weights["fc.weight"].eq(found.step).all()
+    return found.step
+
+
+def test_without_a_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
+    assert saved(tmp_path / "none").load() is None
+
+
+def test_rotation_keeps_the_two_newest(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5, 10, 95, 100)  # by number, not by name
+    assert checkpoints.steps() == [95, 100]
+    assert loaded_step(checkpoints) == 100
+    assert names(tmp_path) == ["step-100", "step-95"]
+
+
+def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5)
+    (tmp_path / "step-7.partial").mkdir()
+    (tmp_path / "step-7.partial/head.safetensors").write_bytes(b"half")
+    assert checkpoints.steps() == [5]
+    assert loaded_step(checkpoints) == 5
+    checkpoints.save(snapshot(10))
+    assert names(tmp_path) == ["step-10", "step-5"]
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "target.safetensors", "state.json"])
+@pytest.mark.parametrize("damage", [cut_in_half, Path.unlink])
+def test_an_unreadable_newest_checkpoint_stops_with_its_name(
+    tmp_path: Path, file: str, damage: Callable[[Path], None]
+) -> None:
+    """Going back to the one before it is the user's decision."""
+    checkpoints = saved(tmp_path, 5)
+    checkpoints.save(snapshot(10, target={"fc.weight": torch.ones(3, 4)}))
+    damage(tmp_path / "step-10" / file)
+    with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before it"):
+        checkpoints.load()
+    shutil.rmtree(tmp_path / "step-10")
+    assert loaded_step(checkpoints) == 5
+
+
+def test_a_state_file_that_lacks_a_key_stops_too(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 5)
+    path = tmp_path / "step-5/state.json"
+    state = json.loads(path.read_text())
+    del state["step"]
+    path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"step-5 cannot be read \('step'\)"):
+        checkpoints.load()
+
+
+def test_a_checkpoint_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path) -> None:
+    saved(tmp_path, 5, seed=1, betas=(0.9, 0.95), unroll=7)
+    assert loaded_step(saved(tmp_path, seed=1, betas=(0.9, 0.95), unroll=7)) == 5
+    with pytest.raises(ValueError, match="step-5 belongs to another recipe") as refusal:
+        saved(tmp_path, seed=2, betas=(0.9, 0.95), decay=0.8).load()
+    assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [
+        "decay: checkpoint None, recipe 0.8",
+        "seed: checkpoint 1, recipe 2",
+        "unroll: checkpoint 7, recipe None",
+    ]
+
+
+def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) -> None:
+    """A limit on file size stands in for a full disk: the kernel refuses the write."""
+    checkpoints = saved(tmp_path, 5)
+    large = Snapshot(10, {"fc.weight": torch.zeros(1 << 16)}, {})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole checkpoints: step-5; raise"):
+            checkpoints.save(large)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert names(tmp_path) == ["step-5"]
+    assert loaded_step(checkpoints) == 5
+    checkpoints.save(large)
+    assert names(tmp_path) == ["step-10", "step-5"]
+
+
+def small_head(optimizer: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    head = nn.ModuleDict({"fc": nn.Linear(4, 3), "lm_head": nn.Linear(3, 5)})
+    return head, build_optimizers(head, TrainSection.model_validate({"steps": 9, "optimizer": optimizer}))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_checkpoint_restores_weights_and_optimizers_exactly(tmp_path: Path, optimizer: str) -> None:
+    def update(head: nn.Module, optimizers: list[torch.optim.Optimizer], number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        for parameter in head.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        for each in optimizers:
+            each.step()
+
+    head, optimizers = small_head(optimizer)
+    for number in range(3):
+        update(head, optimizers, number)
+    state = dict(named_optimizer_state(head, optimizers))
+    kept = "fc.weight.momentum_buffer" if optimizer == "muon" else "fc.weight.exp_avg"
+    assert {kept, "lm_head.bias.exp_avg_sq"} < state.keys()
+    Checkpoints(tmp_path, {}).save(Snapshot(3, head.state_dict(), state))
+    update(head, optimizers, 3)
+    again, optimizers_again = small_head(optimizer)
+    found = Checkpoints(tmp_path, {}).load()
+    assert found is not None
+    again.load_state_dict(found.weights)
+    set_optimizer_state(again, optimizers_again, found.optimizers)
+    update(again, optimizers_again, 3)
+    for name, tensor in head.state_dict().items():
+        assert again.state_dict()[name].equal(tensor), name

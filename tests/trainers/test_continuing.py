@@ -1,0 +1,118 @@
+"""Laws of continuing a run: more steps and more prompts continue it, and nothing else does."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_run import contents, tiny_recipe, write_prompts
+
+from headstart.recipes import Recipe
+from headstart.trainers import run
+
+MakeRecipe = Callable[..., Recipe]
+
+
+def test_more_steps_continue_a_finished_run(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was refused: the checkpoint belonged to another recipe. With a constant rate both ways are the same steps."""
+    monkeypatch.setattr("headstart.trainers.parallel.head_on_ranks.set_learning_rates", lambda *_: 1.0)
+    run(make_recipe("at once", "train.steps=8"))
+    run(make_recipe("in two", "train.steps=4"))
+    capsys.readouterr()
+    run(make_recipe("in two", "train.steps=8"))
+    printed = capsys.readouterr().out
+    assert "continuing after step 4; kept: the head's weights" in printed
+    assert "train.steps: 8 instead of 4; from here on the learning rate follows the schedule" in printed
+    at_once, in_two = (make_recipe(name) for name in ("at once", "in two"))
+    assert contents(in_two.head_dir) == contents(at_once.head_dir)
+    rows = [json.loads(line)["step"] for line in in_two.metrics_path.read_text().splitlines()]
+    assert rows == sorted(rows)
+
+
+def copied(folder: Path, to: Path) -> Path:
+    """A copy of a folder whose recipe names the copy's files."""
+    shutil.copytree(folder, to)
+    recipe = to / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
+    return to
+
+
+@pytest.fixture(scope="module")
+def trained_once(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = copied(harvested, tmp_path_factory.mktemp("trained") / "folder")
+    run(tiny_recipe(folder))
+    return folder
+
+
+@pytest.fixture
+def trained(trained_once: Path, tmp_path: Path) -> Path:
+    """A folder with a finished run of 8 steps on 12 prompts."""
+    return copied(trained_once, tmp_path / "folder")
+
+
+def test_fewer_steps_than_are_done_are_refused(trained: Path) -> None:
+    with pytest.raises(ValueError, match=r"train\.steps: checkpoint 8, recipe 6"):
+        run(tiny_recipe(trained, "train.steps=6"))
+
+
+def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
+    with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
+        run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))
+    assert "train.steps" not in str(error.value)
+
+
+def test_the_same_recipe_says_nothing_about_continuing(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(tiny_recipe(trained))
+    assert "head was already complete" in (said := capsys.readouterr().out)
+    assert "continuing" not in said
+
+
+def test_a_damaged_note_on_the_start_names_its_file(trained: Path) -> None:
+    recipe = tiny_recipe(trained)
+    shutil.rmtree(recipe.head_dir)
+    (recipe.checkpoints_dir / "start.json").write_text("{")
+    with pytest.raises(ValueError, match=r"start\.json cannot be read .* remove .*checkpoints to start over"):
+        run(recipe)
+
+
+@pytest.fixture
+def finished(trained: Path) -> Path:
+    """The same, and the file of prompts has since grown to 24."""
+    write_prompts(trained / "prompts.jsonl", count=24, first=0)
+    return trained
+
+
+def test_more_prompts_continue_a_finished_run_with_the_same_draft_vocabulary(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(finished, "data.num_prompts=24", "train.steps=12")
+    before = load_file(recipe.head_dir / "model.safetensors")
+    capsys.readouterr()
+    run(recipe)
+    printed = capsys.readouterr().out
+    assert "continuing after step 8; kept: the head's weights, its draft vocabulary" in printed
+    assert "features: 24 training samples instead of 12" in printed
+    assert "resuming after step 8" in printed
+    after = load_file(recipe.head_dir / "model.safetensors")
+    assert after["d2t"].equal(before["d2t"])
+    assert not after["fc.weight"].equal(before["fc.weight"])
+
+
+def test_more_prompts_without_more_steps_say_that_no_steps_are_left(
+    finished: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(finished, "data.num_prompts=24")
+    before = contents(recipe.head_dir)
+    run(recipe)
+    assert "no steps are left for the new samples: raise train.steps above 8" in capsys.readouterr().out
+    assert contents(recipe.head_dir) == before
+
+
+def test_other_data_does_not_continue_a_run(finished: Path) -> None:
+    with pytest.raises(ValueError, match="made from other inputs") as error:
+        run(tiny_recipe(finished, "data.temperatures=[0.5]", "train.steps=12"))
+    assert "checkpoints" in str(error.value)  # among the folders to remove

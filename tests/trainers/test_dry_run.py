@@ -1,0 +1,129 @@
+"""Laws of the dry run: sizes that cannot work are refused before the first step, and nothing is written."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_run import modified, tiny_recipe
+
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import TargetConfig
+from headstart.recipes import Recipe
+from headstart.trainers import run
+from headstart.trainers.memory import activation_bytes
+from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.plan import DataSizes, refuse_sizes
+
+
+@pytest.fixture(scope="module")
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.batch_size=13"], r"train\.batch_size: 13 given, up to 12 is allowed"),
+        (["train.accumulate=4"], r"train\.accumulate: 4 given, up to 3 is allowed"),
+    ],
+)
+def test_sizes_that_cannot_work_are_refused_before_anything_is_written(
+    make_recipe: Callable[..., Recipe], options: list[str], message: str
+) -> None:
+    recipe = make_recipe("run", *options)
+    before = modified(recipe.run_dir)
+    with pytest.raises(ValueError, match=message):
+        run(recipe)
+    assert modified(recipe.run_dir) == before
+
+
+def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run")
+    refuse_sizes(recipe, 3, 12, 4)
+    with pytest.raises(ValueError, match=r"train\.batch_size: 3 given, 4 or more is allowed; raise it for 4 ranks"):
+        refuse_sizes(recipe, 4, 12, 4)
+    with pytest.raises(ValueError, match="no samples to train on"):
+        refuse_sizes(recipe, 1, 0, 4)
+    with pytest.raises(ValueError, match=r"data\.heldout_prompts: .* given, which yields no held-out sample"):
+        refuse_sizes(recipe, 1, 12, 0)
+
+
+def test_a_dry_run_prints_the_plan_and_writes_nothing(
+    make_recipe: Callable[..., Recipe], harvested: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = make_recipe("run", "train.dry_run=true", "train.accumulate=3")
+    before = modified(recipe.run_dir)
+    run(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    assert modified(recipe.run_dir) == before
+    assert "parameters of the head 17,024 fc 3,072" in said
+    tokens = FeatureStore(recipe.features_dir, "train").num_tokens
+    assert f"tokens per epoch {tokens} 12 samples, as harvested" in said
+    assert "steps per epoch 4.0 train.batch_size 3" in said
+    assert "1 samples of 36 tokens, unroll 3, float32" in said
+    run(tiny_recipe(harvested, f"run_dir={recipe.run_dir / 'new'}", "train.dry_run=true"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
+    assert not (recipe.run_dir / "new").exists()
+
+
+@pytest.mark.parametrize(("options", "samples"), [((), 14), (("data.responses=given",), 40)])
+def test_a_plan_counts_the_rows_that_are_there(
+    make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, options: tuple[str, ...], samples: int
+) -> None:
+    """It used to plan for data.num_prompts; a given conversation may give several samples, so its rows say less."""
+    recipe = make_recipe("run", f"data.folder={tmp_path / 'nothing'}", "data.num_prompts=40", *options)
+    assert DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target")).samples == samples
+
+
+@pytest.mark.parametrize("features", ["run", "nothing"])
+def test_online_training_needs_no_disk_for_features(
+    make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str
+) -> None:
+    """Whether or not an earlier run left features there."""
+    config = TargetConfig.from_folder(harvested / "target")
+    make_recipe("run")
+    sizes = DataSizes.of(make_recipe("run", "data.online=[auto]", f"data.folder={tmp_path / features}"), config)
+    assert (sizes.samples, sizes.feature_bytes) == (12, 0)
+
+
+def test_the_store_that_the_recipe_names_is_measured(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
+    """The plan used to look in the run's own folder, which is empty then."""
+    store = harvested / "run" / "features"
+    recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
+    sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
+    assert sizes == DataSizes.of(make_recipe("run"), TargetConfig.from_folder(harvested / "target"))
+    assert sizes.is_measured
+    assert sizes.feature_bytes == sum(path.stat().st_size for path in store.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("storage", ["int8", "float8"])
+def test_a_dry_run_plans_8_bit_features_before_the_harvest(
+    make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], tmp_path: Path, storage: str
+) -> None:
+    """It used to look for a torch dtype of that name and ended in a traceback."""
+    run(make_recipe("run", "train.dry_run=true", f"data.folder={tmp_path / 'nothing'}", f"data.dtype={storage}"))
+    assert "plan of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_planned_activations_grow_with_what_a_step_keeps(
+    make_recipe: Callable[..., Recipe], frozen: FrozenTarget, head: str
+) -> None:
+    """More unroll steps and more or longer samples keep more; checkpointing and half precision keep less."""
+    recipe = make_recipe("run", f"head={head}")
+
+    def planned(rows: int, longest: int, *options: str) -> int:
+        changed = make_recipe("run", f"head={head}", *options)
+        planned_head = head_without_weights(changed, frozen.config)
+        return activation_bytes(changed, planned_head, rows, longest, torch.device("cpu"))
+
+    base = planned(2, 32)
+    assert 1.9 * base < planned(4, 32) < 2.1 * base
+    assert 1.9 * base < planned(2, 64) < 2.1 * base
+    assert planned(2, 32, "train.unroll=6") > 1.6 * base
+    assert planned(2, 32, "train.activation_checkpointing=true") < 0.9 * base
+    assert planned(2, 32, "train.precision=bfloat16") < 0.9 * base
+    assert recipe.train.unroll == 3

@@ -1,0 +1,265 @@
+"""Laws of the memory estimate: the recipes fit their GPUs, and a run that does not fit names what makes it fit."""
+
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bad_inputs import Says, assert_refused, type_command
+from saved_tensors import SavedForBackward, storage_of
+from tiny_run import build_run, write_config
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel, Qwen3Config
+
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import draft_vocab, head_taps, new_head
+from headstart.heads.target_config import TargetConfig
+from headstart.inference.targets.loading import model_without_weights
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.command_line import DeviceMemory
+from headstart.recipes.schema import TargetSection
+from headstart.trainers.memory import Machine, activation_bytes, refuse_more_than_memory
+from headstart.trainers.new_head import head_without_weights
+from headstart.trainers.objectives.unrolled import Teacher
+from headstart.trainers.plan import DataSizes, TokenCost, time_rows
+from headstart.trainers.step import autocast, head_in_training
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+GPU_RECIPES = sorted(path.stem for path in RECIPES.glob("*.yaml") if not re.match("tiny|smollm", path.stem))
+LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
+TARGETS: dict[str, Any] = {
+    "llama3_8b": LlamaConfig(**LLAMA, hidden_size=4096, intermediate_size=14336),
+    "llama3_70b": LlamaConfig(
+        **LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
+    ),
+    "qwen3_8b": Qwen3Config(
+        vocab_size=151936, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8, head_dim=128
+    ),
+    "qwen3_5_35b": AutoConfig.for_model("qwen3_5_moe"),
+    "glm4_7_flash": AutoConfig.for_model("glm4_moe_lite"),
+    "gpt_oss_20b": AutoConfig.for_model("gpt_oss", num_hidden_layers=24, num_local_experts=32),
+    "gemma4_e2b": AutoConfig.for_model("gemma4"),
+}
+
+
+@pytest.fixture(scope="module")
+def gpu_recipe(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Recipe]:
+    """gpu_recipe(name, *overrides): a recipe of the repository whose target is a folder with its config.json only."""
+    folder = tmp_path_factory.mktemp("targets")
+    for name, config in TARGETS.items():
+        config.save_pretrained(folder / name)
+
+    def load(name: str, *overrides: str) -> Recipe:
+        [target] = [each for each in TARGETS if name.startswith(each)]
+        return load_recipe(
+            RECIPES / f"{name}.yaml", [f"target.path={folder / target}", f"run_dir={folder}", *overrides]
+        )
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def build_each_target_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(section: TargetSection) -> PreTrainedModel:
+        return built(section.path, section.dtype)
+
+    monkeypatch.setattr("headstart.trainers.memory.model_without_weights", build)
+
+
+@cache
+def built(path: str, dtype: str) -> PreTrainedModel:
+    return model_without_weights(TargetSection.model_validate({"path": path, "dtype": dtype}))
+
+
+def check(recipe: Recipe, devices: str) -> None:
+    machine = Machine.described(recipe, DeviceMemory.parse(devices))
+    refuse_more_than_memory(recipe, TargetConfig.from_folder(Path(recipe.target.path)), machine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", ["80GB", "8x80GB"])
+@pytest.mark.parametrize("name", GPU_RECIPES)
+def test_every_gpu_recipe_fits_the_gpus_that_it_names(
+    gpu_recipe: Callable[..., Recipe], name: str, devices: str
+) -> None:
+    """The 8B recipe needed 116 GB of an 80 GB card, and the target that decodes 16 GB more; nothing checked it."""
+    recipe = gpu_recipe(name)
+    assert recipe.train.precision == "bfloat16"
+    if "_70b" in name and devices == "80GB":
+        with pytest.raises(ValueError, match=r"target\.split: .* start 2 ranks or more with target\.split=tensor"):
+            check(recipe, devices)
+        check(gpu_recipe(name, f"data.store={RECIPES}", "train.accumulate=4"), devices)
+    else:
+        check(recipe, devices)
+
+
+@pytest.mark.parametrize(
+    ("name", "devices", "overrides"),
+    [
+        ("llama3_8b", "80GB", ["train.accumulate=1"]),
+        ("llama3_8b", "80GB", ["train.accumulate=1", "train.precision=float32"]),
+        ("llama3_8b", "24GB", []),
+        ("llama3_8b", "8x32GB", []),
+        ("qwen3_8b_block", "40GB", []),
+        ("llama3_70b", "8x80GB", ["train.eval_prompts=8", "target.split=layers", "train.batch_size=64"]),
+    ],
+)
+def test_the_settings_named_by_a_refusal_make_the_run_fit(
+    gpu_recipe: Callable[..., Recipe], name: str, devices: str, overrides: list[str]
+) -> None:
+    """It used to compare only weights and gradients with the memory, so the first step ended in a CUDA error."""
+    with pytest.raises(ValueError, match=r"train\.accumulate: \d+ given, .* allowed there; write train\.") as refusal:
+        check(gpu_recipe(name, *overrides), devices)
+    named = str(refusal.value).partition("; write ")[2].split()
+    check(gpu_recipe(name, *overrides, *named), devices)
+
+
+def test_what_no_setting_can_make_fit_says_so(gpu_recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(ValueError, match=r"target\.split: null given, .* on each device .*; start 2 ranks or more"):
+        check(gpu_recipe("llama3_8b"), "16GB")
+    with pytest.raises(ValueError, match="take larger devices or a smaller head"):
+        check(gpu_recipe("llama3_8b", f"data.store={RECIPES}"), "10GB")
+
+
+def test_slices_of_a_head_need_less_than_the_whole(gpu_recipe: Callable[..., Recipe]) -> None:
+    recipe = gpu_recipe("llama3_70b")
+    target = TargetConfig.from_folder(Path(recipe.target.path))
+    with pytest.raises(ValueError, match=r"train\.accumulate"):
+        refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8))
+    refuse_more_than_memory(recipe, target, Machine(8, torch.device("cuda"), 55 * 10**9, 8, slices=8))
+
+
+@pytest.fixture(scope="module")
+def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose target is large enough for activations to outweigh a head's weights."""
+    folder = tmp_path_factory.mktemp("middling")
+    build_run(folder)
+    sizes = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 32, "vocab_size": 512}
+    write_config(folder / "target", **sizes, max_position_embeddings=1024)
+    (folder / "recipe.yaml").write_text((folder / "recipe.yaml").read_text().replace("  unroll: 3\n", ""))
+    return folder
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("options", [(), ("train.precision=bfloat16",), ("train.activation_checkpointing=true",)])
+@pytest.mark.parametrize(
+    "head",
+    [
+        "{kind: eagle3, draft_vocab_size: 256}",
+        "{kind: eagle1}",
+        "{kind: medusa, draft_vocab_size: 256}",
+        "{kind: block, num_layers: 3, mask_token_id: 3, markov_rank: 16}",
+    ],
+)
+def test_planned_activations_are_about_what_a_backward_pass_keeps(
+    middling: Path, head: str, options: tuple[str, ...]
+) -> None:
+    """Block heads were planned at 40 % of what they take, and half precision without its float32 sums."""
+    rows, longest = 4, 256
+    anchors = ["train.anchors=64"] * ("block" in head)
+    recipe = load_recipe(middling / "recipe.yaml", [f"head={head}", *anchors, *options])
+    config = TargetConfig.from_folder(middling / "target")
+    size, vocab_size = config.hidden_size, config.vocab_size
+    frozen = FrozenTarget(config, torch.randn(vocab_size, size), torch.ones(size), None, torch.randn(vocab_size, size))
+    vocab = draft_vocab(recipe.head, torch.arange(vocab_size))
+    teacher = Teacher(frozen, vocab, getattr(torch, recipe.train.precision))
+    unrolled = head_in_training(recipe, new_head(recipe.head, frozen, vocab, seed=0), teacher)
+    tapped = sum(tap < config.num_layers for tap in head_taps(recipe.head, config)) * size
+    samples = [
+        Sample(
+            torch.randint(vocab_size, (longest,)),
+            torch.ones(longest, dtype=torch.bool),
+            torch.randn(longest, tapped),
+            torch.randn(longest, size),
+        )
+        for _ in range(rows)
+    ]
+    batch = Batch.collate(samples, torch.float32)
+    known: set[Any] = {storage_of(each) for each in (*unrolled.parameters(), *unrolled.buffers())}
+    with autocast(recipe.train, torch.device("cpu")), SavedForBackward(known) as saved:
+        supervision = unrolled.supervise(batch, "key")
+        unrolled(batch, supervision, supervision.counts(unrolled.objective.unroll))
+    planned = activation_bytes(recipe, unrolled.head, rows, longest, torch.device("cpu"))
+    assert 0.9 * saved.num_bytes < planned
+    if not recipe.train.activation_checkpointing and "medusa" not in head:  # there other parts are larger
+        assert planned < 1.3 * saved.num_bytes
+
+
+def test_a_plan_for_devices_that_are_not_here(
+    middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", middling / "recipe.yaml", "train.batch_size=8", "head.draft_vocab_size=256"]
+    outcome = type_command([*command, "train.dry_run=true", "--device-memory", "8x2GB"], monkeypatch, capsys)
+    assert outcome.code == 0, outcome.text
+    assert "ranks: 8" in outcome.out
+    assert "of 2.0 GB" in outcome.out
+    outcome = type_command([*command, "--device-memory", "100GB"], monkeypatch, capsys)
+    assert_refused(outcome, Says("--device-memory", "", "plans and does not train", "train.dry_run=true"))
+    outcome = type_command([*command, "train.dry_run=true", "--device-memory=lots"], monkeypatch, capsys)
+    assert_refused(outcome, Says("--device-memory", "lots given", "8x80GB", "write one"))
+
+
+def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
+    middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ran out of memory in the first step, hours later. A dry run shows the plan first."""
+    small = Machine(1, torch.device("cuda"), 40 * 10**6)
+    monkeypatch.setattr(Machine, "running", lambda *_: small)
+    monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
+    command = ["train", middling / "recipe.yaml", "head.draft_vocab_size=256", "data.response_tokens=512"]
+    says = Says("train.accumulate", "1 given", "up to 40.0 MB is allowed", "write train.")
+    assert_refused(type_command(command, monkeypatch, capsys), says)
+    outcome = type_command([*command, "train.dry_run=true"], monkeypatch, capsys)
+    assert_refused(outcome, says)
+    assert "memory: activations, about" in outcome.out
+    assert not (middling / "run").exists()
+
+
+def cost_of(recipe: Recipe) -> tuple[TargetConfig, TokenCost]:
+    target = TargetConfig.from_folder(Path(recipe.target.path))
+    return target, TokenCost.of(recipe, target, head_without_weights(recipe, target))
+
+
+def test_the_planned_speeds_are_those_that_an_h100_showed(gpu_recipe: Callable[..., Recipe]) -> None:
+    """docs/gpu.md: plain decoding of one row and of 64, hidden states, and a training step of 8 x 2,048 tokens."""
+    _, cost = cost_of(gpu_recipe("llama3_8b"))
+    assert 1 / cost.responses(1, 1, 600) == pytest.approx(118.3, rel=0.05)
+    assert 1 / cost.responses(1, 64, 400) == pytest.approx(4255, rel=0.05)
+    assert 1 / cost.features(1) == pytest.approx(41_529, rel=0.05)
+    assert cost.steps(8 * 2048) == pytest.approx(0.483, rel=0.05)
+
+
+def test_a_token_meets_only_the_experts_that_are_chosen_for_it(gpu_recipe: Callable[..., Recipe]) -> None:
+    _, cost = cost_of(gpu_recipe("qwen3_5_35b"))
+    assert 2e9 < cost.forward / 2 < 3e9 < 34e9 < cost.weights / 2 < 36e9  # 35B-A3B, embedding included
+
+
+def planned_hours(recipe: Recipe, count: int) -> dict[str, float]:
+    machine = Machine.described(recipe, DeviceMemory(count, 80 * 10**9))
+    target, cost = cost_of(recipe)
+    rows = time_rows(recipe, DataSizes.of(recipe, target), cost, machine)
+    return {what: float(hours.rstrip(" h").replace(",", "")) for what, hours, _ in rows}
+
+
+def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe]) -> None:
+    few, many = (planned_hours(gpu_recipe("llama3_8b"), count) for count in (1, 8))
+    assert set(few) == {"time: responses", "time: features", "time: training", "time of GPUs, in all"}
+    for stage in ("time: responses", "time: features", "time: training"):
+        assert few[stage] == pytest.approx(8 * many[stage], abs=0.05)
+    assert few["time of GPUs, in all"] == pytest.approx(many["time of GPUs, in all"])
+    online = planned_hours(gpu_recipe("llama3_8b", "data.online=[auto]"), 1)
+    assert "time: features" not in online
+    assert online["time: training"] > few["time: training"] + few["time: features"]
+
+
+def test_gpus_with_layers_of_their_own_write_no_faster_than_one(gpu_recipe: Callable[..., Recipe]) -> None:
+    """They compute one after another; the plan had divided the time by their number."""
+    alone, layers = (
+        planned_hours(gpu_recipe("llama3_8b", f"target.split={split}"), 8 if split == "layers" else 1)
+        for split in ("null", "layers")
+    )
+    for stage in ("time: responses", "time: features"):
+        assert layers[stage] == pytest.approx(alone[stage], abs=0.02)

@@ -1,0 +1,318 @@
+"""Laws of the training loop: a killed run ends in the same weights, and nothing fails silently."""
+
+import json
+import math
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_run import contents, write_shard
+from torch.testing import assert_close
+
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.eagle1 import Eagle1Head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.recipes import Recipe
+from headstart.trainers import loop, run
+from headstart.trainers.loop import SampleOrder
+from headstart.trainers.step import Training
+from headstart.trainers.tracking import Tracker
+
+
+@pytest.fixture(scope="module")
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+class Killed(BaseException):
+    """Derives from BaseException, so that no code of ours catches it."""
+
+
+@pytest.fixture
+def kill_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """`with kill_in_step(n)`: training inside dies in its n-th step."""
+
+    class Trap:
+        def __init__(self, step: int) -> None:
+            self.step = step
+
+        def __enter__(self) -> None:
+            left, train_step = iter(range(self.step - 1)), loop.train_step
+
+            def dying(*arguments: Any) -> Any:
+                if next(left, None) is None:
+                    raise Killed
+                return train_step(*arguments)
+
+            monkeypatch.setattr(loop, "train_step", dying)
+
+        def __exit__(self, kind: Any, *rest: object) -> bool:
+            monkeypatch.undo()
+            return bool(kind is Killed)
+
+    return Trap
+
+
+def rows(recipe: Recipe) -> list[tuple[int, str]]:
+    """(step, train or heldout) of every row of metrics.jsonl."""
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    return [(line["step"], next(name.partition("/")[0] for name in line if "/" in name)) for line in lines]
+
+
+def numbers(recipe: Recipe) -> list[dict[str, float]]:
+    """All rows of metrics.jsonl without the values that depend on the clock."""
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("killed_in", [2, 5, 7])
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], optimizer: str, killed_in: int
+) -> None:
+    """steps        1 2 3 4 5 6 7 8, checkpoints after 4 and 8
+    killed in 7     1 2 3 4 5 6 x
+    resumed                 5 6 7 8   the same weights, optimizer state and metrics, bit for bit"""
+    options = f"train.optimizer={optimizer}", "train.muon_learning_rate=0.02"
+    whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
+    run(whole)
+    with kill_in_step(killed_in):
+        run(cut)
+    done = 4 * (killed_in > 4)
+    assert [path.name for path in cut.checkpoints_dir.glob("step-*")] == ([f"step-{done}"] if done else [])
+    assert not cut.head_dir.exists()
+    run(cut)
+    assert contents(cut.checkpoints_dir) == contents(whole.checkpoints_dir)
+    assert contents(cut.head_dir) == contents(whole.head_dir)
+    assert numbers(cut) == numbers(whole)
+    assert rows(cut) == [
+        row for step in range(1, 9) for row in [(step, "train"), *[(step, "heldout")] * (step % 4 == 0)]
+    ]
+
+
+EAGLE_1_RUN = "head={kind: eagle1}", "train.activation_checkpointing=true", "train.objective=blended_acceptance"
+
+
+def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], frozen: FrozenTarget
+) -> None:
+    """Its input noise differs from step to step, and is the same whenever a step is repeated."""
+    whole, cut = make_recipe("whole", *EAGLE_1_RUN), make_recipe("cut", *EAGLE_1_RUN)
+    for recipe in (whole, cut):
+        shutil.rmtree(recipe.features_dir)  # they hold the taps of an EAGLE-3 head
+    run(whole)
+    with kill_in_step(6):
+        run(cut)
+    run(cut)
+    assert contents(cut.head_dir) == contents(whole.head_dir)
+    assert numbers(cut) == numbers(whole)
+    losses = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
+    assert losses[1] < losses[0]
+    assert FeatureStore(whole.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
+    assert isinstance(load_head_for(whole.head_dir, frozen), Eagle1Head)
+
+
+def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
+    make_recipe: Callable[..., Recipe], harvested: Path, frozen: FrozenTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The saved head reads unscaled hidden states, and projects them to the same features as in training."""
+    trained: list[Eagle3Head] = []
+
+    def watching(head: Eagle3Head, folder: Path) -> None:
+        trained.append(head)
+        save_head(head, folder)
+
+    monkeypatch.setattr("headstart.trainers.stages.save_head", watching)
+    recipe = make_recipe("run")
+    run(recipe)
+    [head], saved = trained, load_head_for(recipe.head_dir, frozen)
+    assert head.input_scale is not None
+    assert head.input_scale.max() < 1  # the hidden states of this target are large
+    taps = FeatureStore(recipe.features_dir, "train")[0].taps
+    assert torch.equal(saved.project(taps), head.project(taps))
+
+
+def test_measuring_and_logging_do_not_change_the_weights(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measuring and logging more often, and decoding held-out prompts, leave the weights as they are."""
+    often, rarely = make_recipe("often", "train.checkpoint_every=2", "train.eval_prompts=1"), make_recipe("rarely")
+    run(often)
+    monkeypatch.setattr(loop, "LOG_EVERY", 8)
+    run(rarely)
+    weights = [contents(recipe.head_dir)["model.safetensors"] for recipe in (rarely, often)]
+    assert weights[0] == weights[1]
+    taus = [line["heldout/tau"] for line in numbers(often) if "heldout/tau" in line]
+    assert len(taus) == 4
+    assert all(1 <= tau <= often.decode.depth + 1 for tau in taus)
+
+
+def test_every_step_trains_on_its_samples_in_the_shuffled_order(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, seen, train_step = make_recipe("run"), [], loop.train_step
+
+    def watching(*arguments: Any) -> Any:
+        seen.extend(next(argument for argument in arguments if isinstance(argument, list) and argument[0] in range(99)))
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", watching)
+    run(recipe)
+    order = SampleOrder([5, 5, 2], recipe.seed)
+    assert seen == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
+
+
+@pytest.mark.parametrize(
+    ("override", "difference"),
+    [
+        ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
+        ("train.steps=3", "train.steps: checkpoint 8, recipe 3"),
+        ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
+    ],
+)
+def test_a_checkpoint_of_another_recipe_is_refused_by_field(
+    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], override: str, difference: str
+) -> None:
+    with kill_in_step(6):
+        run(make_recipe("run"))
+    other = make_recipe("run", override)
+    before = contents(other.run_dir)
+    with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
+        run(other)
+    assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [difference]
+    assert contents(other.run_dir) == before
+
+
+def assert_stops_in(recipe: Recipe, step: int, what: str) -> None:
+    """The run stops in this step, counted from 1, before the step has changed the weights."""
+    spoiled = SampleOrder([5, 5, 2], recipe.seed).of_step(step - 1, recipe.train.batch_size)
+    with pytest.raises(ValueError, match=f"the {what} of step {step} is not finite") as refusal:
+        run(recipe)
+    assert all(
+        f"{number} (row {number % 5} of train-0000{number // 5}.safetensors)" in str(refusal.value)
+        for number in spoiled
+    )
+    assert not recipe.head_dir.exists()
+    assert max(recipe.checkpoints_dir.glob("step-*")).name == f"step-{step - 1}"
+    newest = load_file(recipe.checkpoints_dir / f"step-{step - 1}/head.safetensors")
+    assert all(tensor.isfinite().all() for tensor in newest.values())
+
+
+def test_a_non_finite_loss_stops_at_once_and_names_its_step_and_samples(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Waiting until the next metrics are due would name other samples and spoil the weights."""
+    steps, collate = iter(range(1, 9)), Batch.collate
+
+    def spoil_the_third(samples: list[Sample], *rest: Any, **options: Any) -> Batch:
+        batch = collate(samples, *rest, **options)
+        if len(samples) > 1 and next(steps) == 3:  # one alone is looked at before the first step
+            batch.taps[:] = math.nan
+        return batch
+
+    monkeypatch.setattr(Batch, "collate", spoil_the_third)
+    monkeypatch.setattr(loop, "measure", lambda *_: None)  # it collates batches, too
+    assert_stops_in(make_recipe("run", "train.checkpoint_every=1"), step=3, what="loss")
+
+
+def test_a_non_finite_gradient_stops_before_it_reaches_the_weights(make_recipe: Callable[..., Recipe]) -> None:
+    """With weights around 1e30 the loss is finite, because norms rescale them, but its gradient is not."""
+    options = "train.learning_rate=1e30", "train.warmup_steps=0", "train.checkpoint_every=1"
+    assert_stops_in(make_recipe("run", *options), step=2, what="gradient")
+
+
+def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..., Recipe]) -> None:
+    recipe = make_recipe("run")
+    features, names = FeatureStore(recipe.features_dir, "train"), ["train-00000.safetensors", "train-00001.safetensors"]
+    about = {key: value for key, value in features.about.items() if key != "shards"}
+    samples = [features[number] for number in range(12)]
+    samples[7] = replace(samples[7], taps=samples[7].taps.clone().index_fill_(0, torch.tensor([1]), math.nan))
+    made_from = "spoiled"
+    for index in range(3):
+        path, part = recipe.features_dir / shard_name("train", index), samples[5 * index : 5 * index + 5]
+        write_shard(path, part, features.taps, made_from, recipe.data.dtype)
+    every = [path.name for path in recipe.features_dir.glob("*.safetensors")]
+    assert set(names) < set(every)
+    write_manifest(recipe.features_dir, every, about)
+    with pytest.raises(ValueError, match=r"the features of samples 7 \(row 2 of train-00001\.safetensors\) are not"):
+        run(recipe)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, number: int, code: int
+) -> None:
+    """The signal arrives in step 4, after which a measurement is due: the run saves first, and measures on resuming."""
+    whole, stopped, train_step, steps = make_recipe("whole"), make_recipe("stopped"), loop.train_step, iter(range(1, 9))
+    before = signal.getsignal(signal.SIGINT)
+    run(whole)
+
+    def signalled(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
+        if next(steps) == 4:
+            os.kill(os.getpid(), number)
+            interrupted = True  # the loop would have read this after the signal
+        return train_step(training, step, numbers, interrupted)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", signalled)
+        with pytest.raises(SystemExit) as ended:
+            run(stopped)
+    assert ended.value.code == code
+    assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-4"]
+    assert signal.getsignal(signal.SIGINT) is before
+    run(stopped)
+    assert contents(stopped.checkpoints_dir) == contents(whole.checkpoints_dir)
+    assert contents(stopped.head_dir) == contents(whole.head_dir)
+    assert numbers(stopped) == numbers(whole)
+
+
+def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The export of such a run had no held-out figures."""
+    rarely = "train.checkpoint_every=100", "train.warmup_steps=1"
+    stopped, train_step = make_recipe("run", *rarely), loop.train_step
+    monkeypatch.setattr(loop, "train_step", lambda a, b, c, _: train_step(a, b, c, True))
+    monkeypatch.setattr(loop.Interrupts, "number", signal.SIGTERM, raising=False)
+    with pytest.raises(SystemExit):
+        run(stopped)
+    assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-1"]
+    ended = make_recipe("run", *rarely, "train.steps=1")
+    run(ended)
+    assert [row["step"] for row in numbers(ended) if "heldout/loss_0" in row] == [1]
+
+
+def test_a_packed_run_ends_in_the_head_of_a_padded_run_up_to_rounding(
+    make_recipe: Callable[..., Recipe],
+) -> None:
+    heads, losses = [], []
+    for name, packing in (("padded", "null"), ("packed", "60")):
+        recipe = make_recipe(name, f"train.pack_tokens={packing}", "train.accumulate=2")
+        run(recipe)
+        heads.append(load_file(recipe.head_dir / "model.safetensors"))
+        losses.append([row["train/loss_0"] for row in numbers(recipe) if "train/loss_0" in row])
+    assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
+    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # packed sums add up in another order
+
+
+@pytest.mark.slow
+def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
+    recipe = make_recipe("wandb", "log.wandb=offline")
+    ids = []
+    for first_step in (0, 2):
+        with Tracker(recipe, first_step, active=True) as tracker:
+            tracker.log(first_step + 1, {"train/loss_0": 1.0}, "training")
+            ids.append(tracker.run.id)
+    assert ids[0] == ids[1]
+    assert list((recipe.run_dir / "wandb").glob(f"offline-run-*-{ids[0]}"))

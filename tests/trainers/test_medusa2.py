@@ -1,0 +1,315 @@
+"""Laws of Medusa-2: the target learns with its heads; with a learning rate of 0 it stays the same, bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matrix import slow_unless
+from safetensors.torch import load_file
+from saved_tensors import SavedForBackward, storage_of
+from tiny_run import contents, tiny_recipe
+from torch.testing import assert_close
+
+from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.heads.base import LevelHead
+from headstart.heads.formats.export import export
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head
+from headstart.heads.target_config import TargetOrigin
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.report.command import report
+from headstart.inference.report.forcing import Forced
+from headstart.inference.targets.loading import model_without_weights
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.trainers import loop, run
+from headstart.trainers.memory import target_needs, tuned_parameters
+from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
+
+MakeRecipe = Callable[..., Recipe]
+MEDUSA = ("head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "train.learning_rate=1e-2")
+MODES = ["lora", "full"]
+modes = pytest.mark.parametrize("mode", MODES)
+# A law that one mode shows in seconds holds for the other, too.
+in_lora, in_full = (pytest.mark.parametrize("mode", slow_unless((mode,), MODES)) for mode in MODES)
+
+
+def joint(mode: str, **fields: float) -> str:
+    own = {"mode": mode, "lora_rank": 4, "learning_rate": 1e-2, "warmup_steps": 2, **fields}
+    return f"joint={json.dumps(own)}"
+
+
+class Killed(BaseException):
+    """Derives from BaseException, so that no code of ours catches it."""
+
+
+def killed_in(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run until training dies in a step, counted from 1."""
+    left, train_step = iter(range(step - 1)), loop.train_step
+
+    def dying(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Killed
+        return train_step(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", dying)
+        with pytest.raises(Killed):
+            run(recipe)
+
+
+def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
+    """Untrained heads with their target, and a batch of harvested samples."""
+    frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
+    vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
+    head = new_head(recipe.head, frozen, vocab, seed=0)
+    target, store = TrainableTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
+    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), target, False)
+    return unrolled, Batch.collate([store[number] for number in range(4)], torch.float32)
+
+
+@in_lora
+def test_the_head_changes_no_token_of_the_tuned_target(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.eval_prompts=1")
+    run(recipe)
+    section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
+    tuned = TargetModel.load(section, (4,))
+    original = TargetModel.load(recipe.target, ()).model.state_dict()
+    changed = {name for name, weight in tuned.model.state_dict().items() if not weight.equal(original[name])}
+    assert changed
+    assert all(name.startswith("model.layers.") for name in changed)
+    head = load_head_for(recipe.head_dir, tuned.frozen)
+    assert head.origin == TargetOrigin.of(recipe.tuned_target_dir)
+    for sampling in (Sampling(), Sampling(0.9, seed=4)):
+        requests = [Request([5, 6, 7], 20, sampling), Request([40, 41], 20, sampling)]
+        plain = generate_batch(tuned, requests)
+        drafted = generate_batch(tuned, requests, head_drafter(head, Dynamic(2, 2, 4)))
+        assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    files = contents(recipe.tuned_target_dir)
+    for name, content in contents(harvested / "target").items():
+        assert files[name] == content or name in ("config.json", "model.safetensors")
+
+
+@in_full
+def test_with_a_learning_rate_of_0_the_target_stays_bit_identical(
+    make_recipe: MakeRecipe, harvested: Path, mode: str
+) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode, learning_rate=0.0, warmup_steps=0))
+    run(recipe)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (harvested / "target", recipe.tuned_target_dir)
+    )
+    assert before.keys() == after.keys()
+    assert all(weight.equal(before[name]) for name, weight in after.items())
+
+
+@modes
+def test_the_loss_on_an_unchanged_target_is_that_of_medusa_1(
+    make_recipe: MakeRecipe, harvested: Path, mode: str
+) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode))
+    unrolled, batch = joint_head(recipe, harvested)
+    with torch.no_grad():
+        computed = replace(batch, last_hidden=unrolled.target(batch.tokens))
+    assert_close(computed.last_hidden[batch.loss_mask], batch.last_hidden[batch.loss_mask], rtol=1e-4, atol=1e-4)
+    alone = UnrolledHead(unrolled.head, unrolled.teacher, unrolled.objective)
+    supervision = alone.teacher.supervise(computed)
+    counts = supervision.counts(2)
+    expected = alone(computed, supervision, counts)
+    unrolled.tunes_target = False
+    scores = unrolled(batch, alone.teacher.supervise(batch), counts)
+    assert scores.loss.equal(expected.loss)
+    unrolled.tunes_target = True  # adds only the divergence from the harvested features, which is rounding
+    scores = unrolled(batch, alone.teacher.supervise(batch), counts)
+    assert scores.sums().equal(expected.sums())
+    assert_close(scores.loss, expected.loss)
+
+
+def test_the_heads_loss_and_the_divergence_both_reach_the_target(make_recipe: MakeRecipe, harvested: Path) -> None:
+    """The gradient equals that of the definition: cross-entropies of the heads plus KL(original || tuned)."""
+    recipe = make_recipe("run", *MEDUSA, joint("full"))
+    unrolled, batch = joint_head(recipe, harvested)
+    frozen, head = unrolled.teacher.frozen, unrolled.head
+    assert isinstance(head, LevelHead)
+    with torch.no_grad():
+        for parameter in [*head.parameters(), *unrolled.target.trained.values()]:
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    supervision = unrolled.teacher.supervise(batch)
+    counts = supervision.counts(2)
+    scores = unrolled(batch, supervision, counts)
+    scores.loss.backward()
+    found = {name: parameter.grad for name, parameter in unrolled.target.trained.items()}
+    unrolled.target.zero_grad()
+
+    last_hidden = unrolled.target(batch.tokens)
+    log_q, log_p = (frozen.logits(each).log_softmax(-1) for each in (last_hidden, batch.last_hidden))
+    features, expected = head.project(last_hidden), torch.zeros(())
+    for row, column in batch.loss_mask.nonzero().tolist():  # the token to be drafted
+        if column >= 2:
+            here = log_p[row, column - 1], log_q[row, column - 1]
+            expected = expected + (here[0].exp() * (here[0] - here[1])).sum() / counts[0]
+        for level in range(2):
+            if column - 2 - level >= 0:
+                hidden = head(
+                    features[row : row + 1],
+                    batch.tokens[row : row + 1],
+                    torch.arange(batch.tokens.shape[1]),
+                    level=level,
+                )
+                guess = head.logits(hidden, level)[0, column - 2 - level].log_softmax(-1)
+                soft = -(log_q[row, column - 1].detach().exp() * guess).sum()
+                expected = expected + 0.8**level * soft / counts[level]
+    assert_close(scores.loss, expected)
+    expected.backward()
+    for name, parameter in unrolled.target.trained.items():
+        assert found[name] is not None
+        assert_close(found[name], parameter.grad, atol=1e-5, rtol=1e-3)
+
+
+@in_full
+def test_the_divergence_from_the_original_is_logged(make_recipe: MakeRecipe, harvested: Path, mode: str) -> None:
+    """Per token, over the held-out samples; reading them with both targets gives the same."""
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.checkpoint_every=8")
+    run(recipe)
+    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+    trained = [line.get("train/divergence") for line in lines if "train/loss_0" in line]
+    assert trained[:2] == [None, None]  # the warm-up
+    assert trained[2] == pytest.approx(0, abs=1e-6)  # the target has not moved yet
+    assert all(value > 1e-6 for value in trained[3:])
+    (found,) = [line["heldout/divergence"] for line in lines if "heldout/divergence" in line]
+    section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
+    tuned, total, count = TargetModel.load(section, ()), 0.0, 0
+    for sample in map(FeatureStore(recipe.features_dir, "heldout", ()).__getitem__, range(4)):
+        log_q = tuned.forward(sample.tokens[None]).logits[0].log_softmax(-1)
+        log_p = tuned.frozen.logits(sample.last_hidden).log_softmax(-1)
+        scored = sample.loss_mask[1:].nonzero().flatten()
+        scored = scored[scored > 0]
+        total += float((log_p.exp() * (log_p - log_q)).sum(-1)[scored].sum())
+        count += len(scored)
+    assert found == pytest.approx(total / count, rel=1e-3)
+
+
+@in_lora
+def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], mode: str) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint(mode), "train.dry_run=true")
+    run(recipe)
+    said = " ".join(capsys.readouterr().out.split())
+    target = TargetModel.load(recipe.target, ())
+    trainable = TrainableTarget(target, recipe)
+    trained = sum(weight.numel() for weight in trainable.trained.values())
+    parameters = sum(weight.numel() for weight in trainable.model.parameters())
+    assert f"{trained:,} of {parameters:,} parameters learn, joint.mode {mode}" in said
+    plain = model_without_weights(recipe.target)
+    assert tuned_parameters(recipe, plain) == trained
+    kept, activations = (need.size for need in target_needs(recipe, plain, trained, 3 * 36))
+    assert abs(kept - (16 * trained + 4 * (parameters - trained))) < 0.01 * kept
+    with SavedForBackward({storage_of(tensor) for tensor in target.model.state_dict(keep_vars=True).values()}) as saved:
+        trainable(torch.zeros(3, 36, dtype=torch.long))
+    assert 0.6 * saved.num_bytes < activations < 1.6 * saved.num_bytes
+
+
+@pytest.mark.slow
+@modes
+def test_joint_training_in_bfloat16_follows_that_in_float32(make_recipe: MakeRecipe, mode: str) -> None:
+    """Loss and divergence, with adapters and AdamW's state in float32."""
+    found = {}
+    for precision in ("float32", "bfloat16"):
+        recipe = make_recipe(precision, *MEDUSA, joint(mode, learning_rate=1e-3), f"train.precision={precision}")
+        run(recipe)
+        measured = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()][-1]
+        found[precision] = measured["heldout/loss_0"], measured["heldout/divergence"]
+        state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
+        assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert found["bfloat16"] != found["float32"]
+    assert found["bfloat16"] == pytest.approx(found["float32"], rel=0.05, abs=0.02)
+
+
+def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, harvested: Path) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora", warmup_steps=8))
+    run(recipe)
+    before, after = (
+        load_file(folder / "model.safetensors") for folder in (harvested / "target", recipe.tuned_target_dir)
+    )
+    assert all(weight.equal(before[name]) for name, weight in after.items())
+    state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
+    assert not [name for name in state if name.endswith("exp_avg")]
+
+
+@in_full
+@pytest.mark.parametrize("step", slow_unless((7,), (2, 7)))
+def test_a_resumed_run_ends_like_an_uninterrupted_one(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
+) -> None:
+    """killed in 7     1 2 3 4 5 6 x
+    resumed                 5 6 7 8   the same heads, target and optimizer state, bit for bit"""
+    whole, resumed = (make_recipe(name, *MEDUSA, joint(mode)) for name in ("whole", "resumed"))
+    run(whole)
+    killed_in(step, resumed, monkeypatch)
+    run(resumed)
+    for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
+        one, other = (contents(getattr(recipe, folder)) for recipe in (whole, resumed))
+        assert one == other
+
+
+@pytest.mark.slow
+def test_the_same_command_writes_a_tuned_target_that_is_missing(make_recipe: MakeRecipe) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora"))
+    run(recipe)
+    before = contents(recipe.tuned_target_dir)
+    shutil.rmtree(recipe.tuned_target_dir)
+    run(recipe)
+    assert contents(recipe.tuned_target_dir) == before
+
+
+def test_the_head_is_reported_and_exported_only_with_the_tuned_target(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+    options = (*MEDUSA, joint("lora"), "report.num_prompts=1", "report.temperatures=[0.9]")
+    recipe = make_recipe("run", *options)
+    run(recipe)
+    for command in (report, export):
+        with pytest.raises(ValueError, match=r"is for the tuned target; give target.path=.*run/target"):
+            command(recipe)
+    recipe = make_recipe("run", *options, f"target.path={recipe.tuned_target_dir}")
+    assert (export(recipe) / "model.safetensors").is_file()
+    assert all(o.forced == Forced(o.new_tokens) for o in report(recipe) if o.method != "generate")
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        (
+            "head={kind: eagle1}",
+            "joint.mode: 'lora' given, only null is allowed with head.kind eagle1; remove it, or "
+            "choose head.kind medusa",
+        ),
+        ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, only null"),
+        ("train.pack_tokens=64", "train.pack_tokens: 64 given, only null is allowed with joint.mode"),
+        ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),
+        ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),
+    ],
+)
+def test_recipes_that_medusa_2_cannot_train_are_refused(harvested: Path, override: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        tiny_recipe(harvested, *MEDUSA, joint("lora"), override)
+
+
+def test_sharding_the_trained_target_is_refused(make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = make_recipe("run", *MEDUSA, joint("lora"))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(
+        ValueError,
+        match=r"joint.mode: lora given, only null under FSDP2 or DeepSpeed is allowed; launch with "
+        r"recipes/launch/one.yaml",
+    ):
+        run(recipe)

@@ -1,0 +1,168 @@
+"""Laws of warm starts: a run that starts from a trained head begins with its weights, vocabulary and acceptance."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
+from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe
+from headstart.recipes.schema import BlockSection, Eagle1Section, Eagle3Section, HeadSection, MedusaSection
+from headstart.trainers import loop, run
+from headstart.trainers.new_head import describe_vocabulary
+
+MakeRecipe = Callable[..., Recipe]
+BLOCK = ("head.kind=block", "head.block_size=4", "head.markov_rank=6", "head.taps=[2, 3, 4]", "train.unroll=4")
+SECTIONS: list[HeadSection] = [
+    Eagle3Section(kind="eagle3"),
+    Eagle1Section(kind="eagle1"),
+    MedusaSection(kind="medusa"),
+    BlockSection(kind="block"),
+]
+
+
+@pytest.fixture
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.kind)
+def test_a_head_takes_over_the_weights_of_a_saved_one_exactly(
+    frozen: FrozenTarget, section: HeadSection, tmp_path: Path
+) -> None:
+    """Training scales inputs by powers of two, which saved weights contain; taken over, the files are the same."""
+    size = frozen.config.vocab_size
+    trained = new_head(section, frozen, DraftVocab.full(size), seed=1)
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    save_head(trained, tmp_path / "head")
+    again = new_head(section, frozen, DraftVocab.full(size), seed=2)
+    if isinstance(again, Eagle3Head | BlockHead):
+        again.scale_taps([4.0, 0.25, 8.0, 2.0, 16.0][: len(again.taps)])
+    again.take_weights(load_head_for(tmp_path / "head", frozen))
+    for name, tensor in trained.engine_tensors().items():
+        assert torch.equal(again.engine_tensors()[name], tensor), name
+
+
+def logged(recipe: Recipe) -> list[dict[str, float]]:
+    return [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("fields", [(), pytest.param(BLOCK, marks=pytest.mark.slow)], ids=["eagle3", "block"])
+def test_a_run_begins_where_the_other_one_ended(
+    make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], fields: tuple[str, ...]
+) -> None:
+    """Its first measurement is the other run's last one, on the same prompts; the end says what was gained."""
+    first = make_recipe("first", *fields, "train.eval_prompts=2")
+    run(first)
+    tuned = make_recipe("tuned", *fields, "train.eval_prompts=2", f"train.start_from={first.head_dir}")
+    capsys.readouterr()
+    run(tuned)
+    last = next(row for row in reversed(logged(first)) if "heldout/tau" in row)
+    start = next(row for row in logged(tuned) if "heldout/tau" in row)
+    assert start["step"] == 0
+    for name, value in start.items():
+        if name.startswith("heldout/") and "tau" not in name and "score" not in name:  # those depend on calibration
+            assert_close(value, last[name], atol=1e-4, rtol=1e-4)
+    assert "before and" in capsys.readouterr().out
+    ids = [load_file(recipe.head_dir / "model.safetensors")["d2t"] for recipe in (first, tuned)]
+    assert torch.equal(*ids)
+
+
+class Killed(BaseException):
+    """Derives from BaseException, so that no code of ours catches it."""
+
+
+def test_a_killed_warm_start_resumes_even_if_the_other_head_is_gone(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first = make_recipe("first")
+    run(first)
+    copy = tmp_path / "copy"
+    first.head_dir.rename(copy)
+    whole, killed = (make_recipe(name, f"train.start_from={copy}") for name in ("whole", "killed"))
+    run(whole)
+    left, train_step = iter(range(5)), loop.train_step
+
+    def dying(*arguments: Any) -> Any:
+        if next(left, None) is None:
+            raise Killed
+        return train_step(*arguments)
+
+    monkeypatch.setattr(loop, "train_step", dying)
+    with pytest.raises(Killed):
+        run(killed)
+    monkeypatch.setattr(loop, "train_step", train_step)
+    run(killed)
+    one, other = (recipe.head_dir / "model.safetensors" for recipe in (whole, killed))
+    assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_published_head_keeps_what_no_recipe_can_say(
+    make_recipe: MakeRecipe, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    """A norm over all taps together, as some published EAGLE-3 heads have one."""
+    plain = new_head(Eagle3Section(kind="eagle3"), frozen, DraftVocab.full(300), seed=1)
+    assert isinstance(plain, Eagle3Head)
+    published = Eagle3Head(replace(plain.shape, norm_before_fc=True), frozen.config, plain.vocab, frozen.embedding)
+    published.load_state_dict(plain.state_dict(), strict=False)
+    save_head(published, tmp_path / "published")
+    recipe = make_recipe("run", f"train.start_from={tmp_path / 'published'}", "head.draft_vocab_size=null")
+    run(recipe)
+    found: DraftHead = load_head_for(recipe.head_dir, frozen)
+    assert isinstance(found, Eagle3Head)
+    assert found.shape.norm_before_fc
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (("head.norms=true",), "fc_norm: True in the recipe, False in the folder"),
+        (("head.draft_vocab_size=70",), "draft_vocab_size: 70 in the recipe, 80 in the folder"),
+        (("head.intermediate_size=32",), "intermediate_size: 32 in the recipe, 64 in the folder"),
+        (BLOCK, "head.kind: block in the recipe, eagle3 in the folder"),
+    ],
+    ids=["option", "vocabulary", "width", "kind"],
+)
+def test_a_head_that_differs_from_the_recipe_is_refused_by_name(
+    make_recipe: MakeRecipe, fields: tuple[str, ...], said: str
+) -> None:
+    first = make_recipe("first", "train.steps=1")
+    run(first)
+    with pytest.raises(ValueError, match=rf"train\.start_from: .*{said}.*write its values into the recipe"):
+        run(make_recipe("second", *fields, f"train.start_from={first.head_dir}"))
+
+
+def test_a_block_longer_than_the_trained_one_is_refused_by_name(make_recipe: MakeRecipe) -> None:
+    first = make_recipe("first", *BLOCK, "train.steps=1")
+    run(first)
+    longer = [field for field in BLOCK if "block_size" not in field and "unroll" not in field]
+    with pytest.raises(ValueError, match="block_size: 5 in the recipe, 4 in the folder"):
+        run(make_recipe("second", *longer, "head.block_size=5", "train.unroll=5", f"train.start_from={first.head_dir}"))
+
+
+def test_the_mass_outside_the_draft_vocabulary_is_the_targets_own(harvested: Path, frozen: FrozenTarget) -> None:
+    store = FeatureStore(harvested / "run" / "features", "heldout")
+    vocab = DraftVocab.most_frequent(store.token_counts(300), 20)
+    said = describe_vocabulary(vocab, frozen, store)
+    states = torch.cat(
+        [store[number].last_hidden[:-1][store[number].loss_mask[1:]] for number in range(len(store))]
+    ).float()
+    p = frozen.logits(states).softmax(-1)
+    outside = 1 - float(p[:, vocab.ids].sum(1).mean())
+    missed = float((~torch.isin(p.argmax(-1), vocab.ids)).float().mean())
+    assert f"{outside:.2%} of its probability" in said
+    assert f"{missed:.2%} of its first choices ({len(states)} held-out positions)" in said

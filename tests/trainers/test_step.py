@@ -1,0 +1,236 @@
+"""Laws of a step: micro-batches and number formats only change rounding; learning rates depend on the step alone."""
+
+import itertools
+import shutil
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from headstart.data_pipelines.features.batches import Batch
+from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.harvest import harvest
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.target_config import locate_target
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TrainSection
+from headstart.trainers import run
+from headstart.trainers.loop import SampleOrder
+from headstart.trainers.new_head import build_head, start_of_run
+from headstart.trainers.parallel.head_on_ranks import ReplicatedHead, build_optimizers, set_learning_rates
+from headstart.trainers.parallel.launch import start_accelerator
+from headstart.trainers.step import (
+    StepResult,
+    Training,
+    TrainingInputs,
+    count_micro_batches,
+    refuse_nothing_to_learn,
+    tf32_allowed,
+    train_step,
+)
+
+
+def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
+    """The result of the first step, and its gradient before clipping."""
+    found: dict[str, Tensor] = {}
+
+    def watching(head_on_ranks: ReplicatedHead) -> float:
+        for name, parameter in head_on_ranks.unrolled.head.named_parameters():
+            assert parameter.grad is not None
+            found[name] = parameter.grad.clone()
+        return 1.0
+
+    monkeypatch.setattr(ReplicatedHead, "update", watching)
+    training = start_training(recipe)
+    return train_step(training, 0, SampleOrder([5, 5, 2], recipe.seed).of_step(0, recipe.train.batch_size)), found
+
+
+def start_training(recipe: Recipe) -> Training:
+    features = harvest(recipe)
+    stores = [FeatureStore(features.folder, split) for split in ("train", "heldout")]
+    frozen = FrozenTarget.from_folder(locate_target(recipe.target.path), torch.float32)
+    head = build_head(recipe, frozen, start_of_run(recipe, features, frozen, stores[0]))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():  # a zero weight would hide a path through the head
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    inputs = TrainingInputs(frozen, stores[0], stores[1], None)
+    return Training.start(recipe, head, inputs, start_accelerator(recipe), None)
+
+
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    """The samples differ in length, in supervised tokens and, for EAGLE-1, in input noise."""
+    name = "run" if "eagle3" in head else "eagle1"
+    options = f"head={head}", "train.batch_size=7"
+    if name == "eagle1":
+        shutil.rmtree(make_recipe(name).features_dir)  # it holds the taps of an EAGLE-3 head
+    whole, gradient = one_step(make_recipe(name, *options), monkeypatch)
+    for count in (2, 3, 7):
+        result, split = one_step(make_recipe(name, *options, f"train.accumulate={count}"), monkeypatch)
+        assert_close(result.sums, whole.sums, rtol=1e-5, atol=1e-5)
+        assert result.num_tokens == whole.num_tokens
+        largest = {key: float(value.abs().max()) for key, value in gradient.items()}
+        for key, value in split.items():
+            assert_close(value, gradient[key], rtol=1e-5, atol=1e-5 * largest[key])
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize(
+    ("head", "trained_on"),
+    [
+        ("{kind: eagle3}", [1]),  # its feature would be that of the token before the first
+        ("{kind: eagle1}", [1]),
+        ("{kind: medusa, medusa_heads: 3}", [0, 1]),
+        ("{kind: block, block_size: 3}", [1, 3, 5]),  # an anchor and the token after it must be trained on
+        ("{kind: eagle3, draft_vocab_size: 80}", []),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "heldout"])
+def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
+    make_recipe: Callable[..., Recipe], head: str, trained_on: list[int], split: str
+) -> None:
+    """It used to train at loss 0 and to write a head, or to measure on nothing."""
+    recipe = make_recipe("run", f"head={head}")
+    shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
+    training = start_training(recipe)
+    refuse_nothing_to_learn(training)
+    samples = []
+    for number in range(3):
+        sample = vars(training.inputs)[split][number]
+        places = torch.isin(torch.arange(len(sample.tokens)), torch.tensor(trained_on))
+        samples.append(replace(sample, loss_mask=places if trained_on else sample.loss_mask))
+    if not trained_on:
+        training.head.unrolled.teacher.column.fill_(-1)  # a draft vocabulary without any choice of the target
+    spoiled: dict[str, Any] = {split: samples}
+    with pytest.raises(ValueError, match="samples hold no token to learn"):
+        refuse_nothing_to_learn(replace(training, inputs=replace(training.inputs, **spoiled)))
+
+
+def test_one_micro_batch_of_features_is_in_memory_at_a_time(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Batch]] = []
+    most, on_device = [0], Batch.to
+
+    def watching(stored: Batch, device: torch.device, dtype: torch.dtype | None = None) -> Batch:
+        batch = on_device(stored, device, dtype)
+        if dtype is None:
+            return batch
+        alive.append(weakref.ref(batch))
+        most[0] = max(most[0], sum(each() is not None for each in alive))
+        return batch
+
+    monkeypatch.setattr(Batch, "to", watching)
+    recipe = make_recipe("run", "train.batch_size=8", "train.accumulate=4")
+    one_step(recipe, monkeypatch)
+    assert len(alive) == 4 + 3  # counted, then trained on; the last one is not read again
+    assert most[0] <= 2  # the next one is read before the variable drops the one before
+    *earlier, last = count_micro_batches(start_training(recipe), 0, list(range(8)))
+    assert len(earlier) == 3
+    assert not any(each.supervision.last_hidden.untyped_storage().nbytes() for each in earlier)
+    assert [each.features for each in earlier] == [None] * 3
+    assert last.features is not None  # with one micro-batch nothing is read twice
+
+
+@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
+) -> None:
+    name = "run" if "eagle3" in head else "eagle1"
+    if name == "eagle1":
+        shutil.rmtree(make_recipe(name).features_dir)
+    options = f"head={head}", "train.input_noise=0"
+    exact, gradient = one_step(make_recipe(name, *options), monkeypatch)
+    result, rounded = one_step(make_recipe(name, *options, "train.precision=bfloat16"), monkeypatch)
+    assert not torch.equal(result.sums[1], exact.sums[1])  # autocast reaches the losses
+    assert_close(result.sums[1], exact.sums[1], rtol=0.02, atol=0)
+    assert result.sums.dtype == torch.float32
+    for key, value in rounded.items():
+        assert value.dtype == torch.float32
+        assert (value - gradient[key]).norm() < 0.1 * gradient[key].norm(), key
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "{kind: eagle3, draft_vocab_size: 80}",
+        pytest.param("{kind: eagle1}", marks=pytest.mark.slow),
+        pytest.param("{kind: medusa, medusa_heads: 3}", marks=pytest.mark.slow),
+        "{kind: medusa, medusa_heads: 3, sequential: true, lm_head_rank: 4}",
+        pytest.param("{kind: block, block_size: 3}", marks=pytest.mark.slow),
+        pytest.param("{kind: block, block_size: 4, markov_rank: 0}", marks=pytest.mark.slow),
+    ],
+)
+def test_training_in_bfloat16_follows_training_in_float32(make_recipe: Callable[..., Recipe], head: str) -> None:
+    """For every kind of head: the loss of each step is close, and weights and AdamW's state are float32."""
+    shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of one kind
+    losses = {}
+    for precision in ("float32", "bfloat16"):
+        training = start_training(make_recipe("run", f"head={head}", f"train.precision={precision}"))
+        order = SampleOrder(training.inputs.train.shard_sizes, seed=3)
+        results = [train_step(training, step, order.of_step(0, 3)) for step in range(6)]
+        losses[precision] = torch.stack([result.sums[1] / result.sums[0] for result in results])  # [steps, levels]
+        state = training.head.optimizer_state().values()
+        assert {tensor.dtype for tensor in (*training.head.unrolled.head.parameters(), *state)} == {torch.float32}
+    assert not torch.equal(losses["bfloat16"], losses["float32"])  # it is in effect
+    assert losses["float32"][-1].sum() < losses["float32"][0].sum()
+    assert_close(losses["bfloat16"], losses["float32"], rtol=0.03, atol=0)
+
+
+def test_training_on_a_gpu_allows_tf32_and_leaves_it_off_for_everything_else() -> None:
+    """Float32 recipes trained at a sixth of a GPU's speed. Decoding keeps exact products, which lossless texts need."""
+    matmul = torch.backends.cuda.matmul
+    for device, allowed in (("cuda", True), ("cpu", False)):
+        with tf32_allowed(torch.device(device)):
+            assert matmul.allow_tf32 is allowed
+        assert not matmul.allow_tf32
+    with pytest.raises(ZeroDivisionError), tf32_allowed(torch.device("cuda")):
+        raise ZeroDivisionError
+    assert not matmul.allow_tf32
+
+
+def test_a_launch_that_contradicts_the_recipe_is_refused(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(
+        ValueError, match=r"train\.precision: bfloat16 in the recipe contradicts --mixed_precision fp16"
+    ):
+        run(make_recipe("run", "train.precision=bfloat16"))
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    with pytest.raises(
+        ValueError, match=r"train\.accumulate: 1 in the recipe contradicts --gradient_accumulation_steps 4"
+    ):
+        run(make_recipe("run"))
+
+
+def test_the_learning_rates_of_both_optimizers_are_a_function_of_the_step_alone() -> None:
+    section = TrainSection(steps=50, warmup_steps=10, learning_rate=1e-3, muon_learning_rate=2e-2, optimizer="muon")
+    head = nn.ModuleDict({"fc": nn.Linear(4, 4, bias=False), "lm_head": nn.Linear(4, 4, bias=False)})
+
+    def rates(steps: list[int]) -> dict[int, tuple[float, ...]]:
+        optimizers = build_optimizers(head, section)
+        found = {}
+        for step in steps:
+            set_learning_rates(optimizers, section, step)
+            found[step] = tuple(group["lr"] for optimizer in optimizers for group in optimizer.param_groups)
+        return found
+
+    in_order = rates(list(range(50)))
+    assert rates([49, 7, 0, 7, 30, *range(50)]) == in_order
+    adamw, muon = zip(*in_order.values(), strict=True)
+    assert_close(list(adamw[:10]), [1e-4 * (step + 1) for step in range(10)])  # linear, never zero
+    assert max(adamw) == adamw[10] == 1e-3
+    assert all(later < earlier for earlier, later in itertools.pairwise(adamw[10:]))
+    assert_close(adamw[30], 1e-3 * 0.5)  # halfway down the cosine
+    assert 0 < adamw[49] < 1e-3 * 0.01
+    assert_close([rate * 20 for rate in adamw], list(muon))

@@ -1,0 +1,463 @@
+"""Laws of the training loss: it is the paper's, and how it is computed changes neither the loss nor its gradient."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_run import tiny_recipe, write_shard
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from headstart.data_pipelines.features.batches import Batch, Sample
+from headstart.data_pipelines.features.shards import FeatureStore, write_manifest
+from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Layer
+from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.layers import RMSNorm
+from headstart.heads.losses import OBJECTIVES
+from headstart.heads.vocab import DraftVocab
+from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.schema import Eagle1Section, Eagle3Section
+from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGET = ROOT / "assets" / "demo_target"
+UNROLL, DECAY = 4, 0.8
+VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary": {"draft_vocab_size": 90}}
+DECAYED = tuple(DECAY**k for k in range(UNROLL))
+EAGLE_3 = Objective("soft_cross_entropy", 1.0, 0.0, 0.0, DECAYED)
+EAGLE_1 = Objective("soft_cross_entropy", 0.1, 1.0, 0.2, DECAYED)
+EAGLE_31 = {"draft_vocab_size": 90, "norms": True}
+
+
+@pytest.fixture(scope="module")
+def frozen(harvested: Path) -> FrozenTarget:
+    return FrozenTarget.from_folder(harvested / "target", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def samples(harvested: Path) -> list[Sample]:
+    """Four training samples of different lengths."""
+    store = FeatureStore(tiny_recipe(harvested).features_dir, "train")
+    found = sorted((store[number] for number in range(len(store))), key=lambda sample: len(sample.tokens))[::3]
+    assert len({len(sample.tokens) for sample in found}) == len(found) == 4
+    return found
+
+
+def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3Head:
+    """A head without zero weights, which would hide paths through it."""
+    size = section.get("draft_vocab_size")
+    counts = FeatureStore(tiny_recipe(harvested).features_dir, "train").token_counts(frozen.config.vocab_size)
+    vocab = DraftVocab.full(len(counts)) if size is None else DraftVocab.most_frequent(counts, size)
+    head = new_head(Eagle3Section(kind="eagle3", **section), frozen, vocab, seed=0)
+    assert isinstance(head, Eagle3Head)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return head
+
+
+def unrolled_loss(
+    head: DraftHead,
+    batch: Batch,
+    frozen: FrozenTarget,
+    counts: Tensor | None = None,
+    objective: Objective = EAGLE_3,
+    checkpointing: bool = False,
+) -> Tensor:
+    """The loss as the training loop computes it; `counts` are those of a larger batch that contains this one."""
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, checkpointing)
+    supervision = unrolled.teacher.supervise(batch)
+    return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts).loss
+
+
+def gradients(head: DraftHead, loss: Tensor) -> dict[str, Tensor]:
+    names, parameters = zip(*head.named_parameters(), strict=True)
+    return dict(zip(names, torch.autograd.grad(loss, parameters), strict=True))
+
+
+def normed(states: Tensor, norm: nn.Module) -> Tensor:
+    assert isinstance(norm, RMSNorm)
+    return states * (states.square().mean(-1, keepdim=True) + norm.eps).rsqrt() * norm.weight
+
+
+def rotated(states: Tensor, first_position: int, theta: float) -> Tensor:
+    """states [heads, seq, head_dim]: entries i and i + head_dim / 2 are a point, turned by position * theta^(-2i/d)."""
+    half = states.shape[-1] // 2
+    turns = torch.arange(first_position, first_position + states.shape[1]).double()
+    turned = torch.polar(torch.tensor(1.0).double(), turns[:, None] * theta ** -(torch.arange(half).double() / half))
+    points = torch.complex(states[..., :half].double(), states[..., half:].double()) * turned
+    return torch.cat([points.real, points.imag], dim=-1).to(states.dtype)
+
+
+def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[Tensor]) -> tuple[Tensor, int]:
+    """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position.
+
+    Also counts the positions whose target argmax the head cannot draft.
+    """
+    layer, attention, shape, ids = head.midlayer, head.midlayer.self_attn, head.shape, head.vocab.ids
+    sums, counts, outside = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL, 0
+    for sample, target in zip(samples, target_logits, strict=True):
+        length, supervised = len(sample.tokens), sample.loss_mask.tolist()
+        inside = [choice in ids.tolist() for choice in target.argmax(-1).tolist()]
+        outside += sum(supervised[j + 1] and not inside[j] for j in range(length - 1))
+        taps = list(sample.taps.split(head.target.hidden_size, dim=-1))
+        if shape.fc_norm:
+            taps = [normed(tap, norm) for tap, norm in zip(taps, head.fc_norm, strict=True)]
+        features = torch.cat(taps, dim=-1) @ head.fc.weight.T  # [T, hidden]
+        keys, values = [], []
+        for k in range(UNROLL):
+            tokens = torch.tensor([int(sample.tokens[t + 1 + k]) if t + 1 + k < length else 0 for t in range(length)])
+            embedded = normed(head.embedding[tokens], layer.input_layernorm)
+            inputs = torch.cat([embedded, normed(features, layer.hidden_norm)], dim=-1)  # [T, 2 hidden]
+            query, key, value = (
+                (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
+                for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+            )
+            groups = shape.num_heads // shape.num_kv_heads
+            keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
+            values.append(value.repeat_interleave(groups, dim=0))
+            # k = 2, T = 3:   1 . .  1 . .  1 . .   causal over step 0, then only its own index of each later step
+            #                 1 1 .  . 1 .  . 1 .
+            #                 1 1 1  . . 1  . . 1
+            mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
+            scores = rotated(query, k, head.target.rope.theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
+            weights = scores.masked_fill(~mask, -math.inf).softmax(-1)  # [heads, T, (k + 1) T]
+            mixed = (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1)
+            hidden = features + mixed @ attention.o_proj.weight.T
+            hidden = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
+            guesses = (normed(hidden, head.norm) @ head.lm_head.weight.T).log_softmax(-1)
+            for t in range(length):
+                last = t + 1 + k  # the last token fed; the head predicts the one after it
+                if last + 1 < length and supervised[last + 1] and inside[last]:
+                    sums[k] = sums[k] - (target[last, ids].softmax(-1) * guesses[t]).sum()
+                    counts[k] += 1
+            features = normed(hidden, head.norm) if shape.norm_output else hidden
+    return torch.stack([DECAY**k * sums[k] / counts[k] for k in range(UNROLL)]).sum(), outside
+
+
+@pytest.mark.parametrize(
+    "section", [*VARIANTS.values(), EAGLE_31], ids=["whole vocabulary", "draft vocabulary", "EAGLE-3.1"]
+)
+def test_the_loss_of_eagle_3_is_that_of_the_paper_written_out(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
+) -> None:
+    head = random_head(harvested, frozen, **section)
+    model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float32)
+    with torch.no_grad():
+        target_logits = [model(sample.tokens.unsqueeze(0)).logits[0] for sample in samples]
+    expected, outside = reference_loss(head, samples, target_logits)
+    batch = Batch.collate(samples, torch.float32)
+    loss = unrolled_loss(head, batch, frozen)
+    assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert Teacher(frozen, head.vocab).supervise(batch).outside == outside
+    assert (outside > 0) == (not head.vocab.is_full)
+    expected_gradients = gradients(head, expected)
+    assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]  # none is unused
+    assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
+
+
+def reference_eagle1_loss(head: Eagle1Head, samples: list[Sample], outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """EAGLE-1's unrolled loss written out: each sample alone, masks in full.
+
+    `outputs` are the target's logits and its last hidden states after the final norm.
+    """
+    [layer], shape = head.layers, head.shape
+    assert isinstance(layer, Eagle1Layer)
+    assert head.input_scale is not None
+    attention, fc = layer.self_attn, head.fc.weight * head.input_scale
+    sums, counts = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL
+    for sample, (target, wanted) in zip(samples, outputs, strict=True):
+        length, supervised, features = len(sample.tokens), sample.loss_mask.tolist(), wanted
+        keys, values = [], []
+        for k in range(UNROLL):
+            tokens = torch.tensor([int(sample.tokens[t + 1 + k]) if t + 1 + k < length else 0 for t in range(length)])
+            inputs = torch.cat([head.embedding[tokens], features], dim=-1) @ fc.T
+            query, key, value = (
+                (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
+                for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+            )
+            groups = shape.num_heads // shape.num_kv_heads
+            keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
+            values.append(value.repeat_interleave(groups, dim=0))
+            mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
+            scores = rotated(query, k, head.target.rope.theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
+            weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
+            mixed = (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1)
+            hidden = inputs + mixed @ attention.o_proj.weight.T
+            features = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
+            guesses = (features @ head.lm_head.T).log_softmax(-1)
+            for t in range(length):
+                last = t + 1 + k
+                if last + 1 < length and supervised[last + 1]:
+                    cross_entropy = -(target[last].softmax(-1) * guesses[t]).sum()
+                    distance = functional.smooth_l1_loss(features[t], wanted[last])
+                    sums[k] = sums[k] + 0.1 * cross_entropy + 1.0 * distance
+                    counts[k] += 1
+    return torch.stack([DECAY**k * sums[k] / counts[k] for k in range(UNROLL)]).sum()
+
+
+def random_eagle1_head(frozen: FrozenTarget) -> Eagle1Head:
+    head = new_head(Eagle1Section(kind="eagle1"), frozen, DraftVocab.full(frozen.config.vocab_size), seed=0)
+    assert isinstance(head, Eagle1Head)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            # Small changes, because features without a norm grow from step to step.
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return head
+
+
+def test_the_loss_of_eagle_1_is_that_of_the_paper_written_out(harvested: Path, samples: list[Sample]) -> None:
+    """In float64, because features without a norm grow from step to step."""
+    frozen = FrozenTarget.from_folder(harvested / "target", torch.float64)
+    head = random_eagle1_head(frozen).double()
+    model = AutoModelForCausalLM.from_pretrained(harvested / "target", dtype=torch.float64)
+    with torch.no_grad():
+        features = [model.model.norm(sample.last_hidden.double()) for sample in samples]
+        outputs = [(model.lm_head(feature), feature) for feature in features]
+    expected = reference_eagle1_loss(head, samples, outputs)
+    loss = unrolled_loss(head, batch_for(head, samples), frozen, objective=EAGLE_1)
+    assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    expected_gradients = gradients(head, expected)
+    assert not [name for name, gradient in expected_gradients.items() if gradient.abs().max() < 1e-4]
+    assert_close(gradients(head, loss), expected_gradients, rtol=1e-5, atol=1e-5)
+
+
+def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
+    """The samples as harvested for the head: EAGLE-1 taps only the last hidden state, which is not stored twice."""
+    kept = slice(0, 0) if head.kind == "eagle1" else slice(None)
+    return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
+
+
+def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[DraftHead, Objective]]:
+    """Heads and objectives that chunks and activation checkpoints could each get wrong."""
+    limited = random_head(harvested, frozen, **EAGLE_31)
+    others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
+    return [
+        (random_head(harvested, frozen), EAGLE_3),
+        (random_head(harvested, frozen, hidden_size=24), EAGLE_3),
+        (random_eagle1_head(frozen), EAGLE_1),
+        *[(limited, objective) for objective in (EAGLE_3, *others)],
+    ]
+
+
+@pytest.mark.parametrize("positions", [1, 7])
+def test_chunks_change_neither_loss_nor_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, positions: int
+) -> None:
+    for head, objective in each_head(harvested, frozen):
+        batch = batch_for(head, samples)
+        whole = unrolled_loss(head, batch, frozen, objective=objective)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "headstart.trainers.objectives.unrolled.CHUNK_LOGITS", positions * UNROLL * len(head.vocab.ids)
+            )
+            chunked = unrolled_loss(head, batch, frozen, objective=objective)
+        assert_close(chunked, whole, rtol=1e-5, atol=1e-5)
+        assert_close(gradients(head, chunked), gradients(head, whole), rtol=1e-5, atol=1e-5)
+
+
+def test_no_tensor_holds_the_logits_of_all_positions(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the head's logits nor the target's, forward or backward."""
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples * 2, torch.float32)
+    largest = {90: 0, 300: 0}  # positions of a tensor over the draft vocabulary, and over the target's
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            made = function(*args, **(kwargs or {}))
+            for tensor in made if isinstance(made, tuple | list) else [made]:
+                if isinstance(tensor, Tensor) and tensor.ndim > 1 and tensor.shape[-1] in largest:
+                    size = tensor.shape[-1]
+                    largest[size] = max(largest[size], tensor.numel() // size)
+            return made
+
+    monkeypatch.setattr("headstart.trainers.objectives.unrolled.CHUNK_LOGITS", 6 * 300)
+    with Watch():
+        gradients(head, unrolled_loss(head, batch, frozen))
+    num_positions = int(batch.loss_mask.sum())
+    assert num_positions > 32
+    assert largest[300] <= 32  # the transposed embedding and lm_head have one row per hidden unit
+    assert largest[90] <= max(32, 6 * 300 // 90)
+
+
+def test_a_batch_without_a_supervised_position_has_no_loss_and_no_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """Such a batch may be all that a rank gets."""
+    head, batch = random_head(harvested, frozen, draft_vocab_size=90), Batch.collate(samples, torch.float32)
+    batch.loss_mask.zero_()
+    loss = unrolled_loss(head, batch, frozen, counts=torch.full((UNROLL,), 5.0))
+    assert loss == 0
+    assert not any(gradient.any() for gradient in gradients(head, loss).values())
+
+
+def test_activation_checkpoints_leave_loss_and_gradient_as_they_are(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """A step that is computed again must see exactly the keys that it saw the first time."""
+    for head, objective in each_head(harvested, frozen)[:4]:
+        batch = batch_for(head, samples)
+        plain = unrolled_loss(head, batch, frozen, objective=objective)
+        saving = unrolled_loss(head, batch, frozen, objective=objective, checkpointing=True)
+        assert torch.equal(saving, plain)
+        assert_close(gradients(head, saving), gradients(head, plain), rtol=0, atol=0)
+
+
+def test_input_noise_depends_on_its_sample_and_step_alone() -> None:
+    noise = input_noise(0.2, [3, 64, 512], ["0 5 11", "0 5 12", "0 5 13"], 400, "cpu")
+    assert noise.shape == (3, 512, 400)
+    for row, length in enumerate([3, 64, 512]):
+        edge = 0.1 * 512 / length
+        assert 0.99 * edge < noise[row].abs().max() <= edge
+        assert abs(noise[row, :length].mean()) < 0.1 * edge
+        assert not noise[row, length:].any()
+    assert torch.equal(input_noise(0.2, [64], ["0 5 12"], 400, "cpu")[0], noise[1, :64])  # in any batch
+    assert not torch.equal(input_noise(0.2, [64], ["0 6 12"], 400, "cpu")[0], noise[1, :64])
+
+
+def test_input_noise_is_added_only_to_the_features_of_the_target(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """The loss equals that of a head whose projection already adds the noise."""
+    head = random_eagle1_head(frozen)
+    batch = batch_for(head, samples)
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), EAGLE_1)
+    supervision, noise = unrolled.teacher.supervise(batch), torch.randn(*batch.tokens.shape, 32)
+    noisy = unrolled(batch, supervision, supervision.counts(UNROLL), noise).loss
+    assert noisy != unrolled(batch, supervision, supervision.counts(UNROLL)).loss
+    project = head.project
+
+    class Shifted(Eagle1Head):
+        def project(self, taps: Tensor) -> Tensor:
+            return project(taps) + noise if taps.ndim == 3 else project(taps)
+
+    head.__class__ = Shifted
+    assert_close(unrolled(batch, supervision, supervision.counts(UNROLL)).loss, noisy)
+
+
+def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make_recipe: Callable[..., Recipe]) -> None:
+    assert Objective.from_recipe(make_recipe("a", "train.unroll=4")) == EAGLE_3
+    eagle1 = "head={kind: eagle1}", "train.unroll=4"
+    assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
+    own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
+    assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_decay=0.5")) == Objective(
+        "log_acceptance", 0.1, 0.0, 0.5, (1.0, 0.5, 0.25, 0.125)
+    )
+    with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
+        make_recipe("a", "train.regression_weight=1.0")
+
+
+@pytest.mark.parametrize(("recipe", "depths"), [("tiny", 5), ("tiny_medusa", 4), ("tiny_block", 7)])
+def test_medusa_and_block_heads_train_all_levels_that_they_draft(recipe: str, depths: int) -> None:
+    """Their number of depths follows from the head; only EAGLE heads choose train.unroll."""
+    loaded = load_recipe(
+        ROOT / "recipes" / f"{recipe}.yaml",
+        [f"target.path={TARGET}", f"data.heldout_prompts={TARGET}/heldout_prompts.jsonl"],
+    )
+    assert loaded.unroll == Objective.from_recipe(loaded).unroll == depths
+
+
+def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path) -> None:
+    taps, last_hidden = torch.randn(50, 2, 16) * torch.tensor([3.0, 20.0])[:, None], torch.randn(50, 16) * 7
+    taps[0] *= 1000  # as the first token of a text often is
+    sample = Sample(torch.arange(50), torch.ones(50, dtype=torch.bool), taps.flatten(1), last_hidden)
+    write_shard(tmp_path / "train-00000.safetensors", [sample], (1, 2), "x", "float32")
+    write_shard(tmp_path / "train-00001.safetensors", [replace(sample, taps=sample.taps * 9)], (1, 2), "x", "float32")
+    write_manifest(tmp_path, ["train-00000.safetensors", "train-00001.safetensors"], {"taps": [1, 2]})
+    store = FeatureStore(tmp_path, "train")
+    assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)
+    assert_close(store.tap_sizes((1, 2, 5), 5), [3.0, 20.0, 7.0], rtol=0.1, atol=0)
+
+
+def padded(batch: Batch, count: int, garbage: bool) -> Batch:
+    """The batch with `count` more columns; `garbage` fills everything after the end of each sample."""
+
+    def widened(tensor: Tensor) -> Tensor:
+        wider = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + count, *tensor.shape[2:])
+        wider[:, : tensor.shape[1]] = tensor
+        return wider
+
+    wide = Batch(widened(batch.tokens), widened(batch.loss_mask), widened(batch.taps), widened(batch.last_hidden))
+    if garbage:
+        after_end = wide.loss_mask.flip(1).cumsum(1).flip(1) == 0  # a sample ends with its response
+        assert after_end[:, -count:].all()
+        wide.tokens[after_end] = torch.randint(1, 300, (int(after_end.sum()),))
+        for features in (wide.taps, wide.last_hidden):
+            features[after_end] = torch.randn(int(after_end.sum()), features.shape[-1]) * 30
+    return wide
+
+
+@pytest.mark.parametrize("garbage", [False, True], ids=["padding", "garbage after the end"])
+@pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS.keys())
+def test_padding_after_a_sample_changes_neither_loss_nor_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any], garbage: bool
+) -> None:
+    head = random_head(harvested, frozen, **section)
+    batch = Batch.collate(samples, torch.float32)
+    loss = unrolled_loss(head, batch, frozen)
+    wider = unrolled_loss(head, padded(batch, 9, garbage), frozen)
+    assert_close(wider, loss, rtol=1e-6, atol=1e-6)
+    assert_close(gradients(head, wider), gradients(head, loss), rtol=1e-5, atol=1e-6)
+
+
+def test_no_position_is_scored_on_tokens_outside_its_sample(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    """The last scored index is T - 3: it takes token T - 2 and is scored against the target's distribution of token
+    T - 1, which comes from the hidden state at T - 2. So the last token, the last hidden state and the last two taps
+    are never used."""
+    head = random_head(harvested, frozen)
+
+    def loss_with(change: Callable[[Sample], None]) -> Tensor:
+        [longest] = samples[-1:]
+        copy = Sample(*(tensor.clone() for tensor in vars(longest).values()))
+        change(copy)
+        return unrolled_loss(head, Batch.collate([copy], torch.float32), frozen)
+
+    def disturb(name: str, place: int) -> Callable[[Sample], None]:
+        return lambda sample: getattr(sample, name)[place].add_(1)
+
+    unchanged = loss_with(lambda sample: None)
+    for name, place in (("tokens", -1), ("last_hidden", -1), ("taps", -1), ("taps", -2)):
+        assert loss_with(disturb(name, place)) == unchanged, f"{name} at {place} is used"
+    for name, place in (("tokens", -2), ("last_hidden", -2), ("taps", -3)):
+        assert loss_with(disturb(name, place)) != unchanged, f"{name} at {place} is not used"
+
+
+@pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS.keys())
+def test_parts_of_a_batch_add_up_to_its_gradient(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
+) -> None:
+    """Ranks hold samples of different lengths; this is true because each divides by the positions of all ranks."""
+    head = random_head(harvested, frozen, **section)
+    whole = Batch.collate(samples, torch.float32)
+    counts = Teacher(frozen, head.vocab).supervise(whole).counts(UNROLL)
+    parts = [Batch.collate(samples[start::2], torch.float32) for start in (0, 1)]
+    losses = [unrolled_loss(head, part, frozen, counts) for part in parts]
+    loss = unrolled_loss(head, whole, frozen)
+    assert_close(losses[0] + losses[1], loss, rtol=1e-6, atol=1e-6)
+    assert_close(gradients(head, losses[0] + losses[1]), gradients(head, loss), rtol=1e-5, atol=1e-6)
+
+
+def test_a_part_without_a_supervised_position_adds_nothing(
+    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
+) -> None:
+    head = random_head(harvested, frozen)
+    silent = replace(samples[0], loss_mask=torch.zeros_like(samples[0].loss_mask))
+    loss = unrolled_loss(head, Batch.collate([silent], torch.float32), frozen)
+    assert loss == 0
+    assert all(gradient.abs().max() == 0 for gradient in gradients(head, loss).values())

@@ -1,0 +1,181 @@
+"""Laws of the training command, run as a process: it makes everything, and continues however it was stopped."""
+
+import json
+import random
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from tiny_run import build_run, contents, logged_step, quiet_environment
+from torch.testing import assert_close
+
+from headstart.heads.target_config import TargetOrigin
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+    """Start the documented command as a process, from another folder."""
+    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
+    return subprocess.Popen(
+        command,
+        cwd=recipe.parent,
+        env=quiet_environment(ROOT),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    return output
+
+
+EVALUATED = "train.eval_prompts=1"
+LONGER = "train.steps=60", "train.checkpoint_every=5"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the command has made everything from prompts to head, in steps enough to be stopped in."""
+    folder = tmp_path_factory.mktemp("finished")
+    finish(start(build_run(folder), *LONGER, EVALUATED))
+    return folder
+
+
+def test_one_command_makes_everything_and_running_it_again_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "head written to" in finish(start(build_run(tmp_path), EVALUATED, "train.checkpoint_every=3"))
+    before = contents(tmp_path / "run")
+    folders = {name.partition("/")[0] for name in before}
+    assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
+    assert "head/config.json" in before
+    assert load_file(tmp_path / "run/head/model.safetensors")["d2t"].shape == (80,)
+    recorded = json.loads((tmp_path / "run/head/config.json").read_text())["headstart"]["target"]
+    assert recorded == TargetOrigin.of(tmp_path / "target").to_config()
+    assert not [name for name in before if "partial" in name]
+    monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED, "train.checkpoint_every=3"])
+    runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
+    assert contents(tmp_path / "run") == before
+    assert "shards" not in capfd.readouterr().out  # no stage ran
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "run"
+    for stage in ("prompts", "responses", "features"):
+        shutil.copytree(finished / "run" / stage, killed / stage)
+    last, metrics = random.SystemRandom().randint(1, 45), killed / "metrics.jsonl"  # the law holds for every step
+    process = start(finished / "recipe.yaml", *LONGER, f"run_dir={killed}")
+    while process.poll() is None and logged_step(metrics) < last:
+        time.sleep(0.001)
+    time.sleep(random.SystemRandom().uniform(0, 0.1))  # every fifth step is logged
+    process.kill()
+    output, _ = process.communicate()
+    assert process.returncode in (-signal.SIGKILL, 0), output  # 0: on a busy machine it may end before it is killed
+    left = sorted(path.name for path in killed.glob("*/step-*"))
+    finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={killed}"))
+    expected = (finished / "run/head/model.safetensors").read_bytes()
+    assert (killed / "head/model.safetensors").read_bytes() == expected, f"killed after step {last} of 60, at {left}"
+    assert not list(killed.glob("*/*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("script", "head", "said"),
+    [
+        (
+            "trainers/medusa.py",
+            "{kind: eagle3}",
+            "error: head.kind: eagle3 given, trainers/medusa.py trains medusa; start it with: accelerate launch "
+            "trainers/eagle.py RECIPE",
+        ),
+        (
+            "trainers/eagle.py",
+            "{kind: medusa, medusa_heads: 3}",
+            "error: head.kind: medusa given, trainers/eagle.py trains eagle1, eagle3, mtp; start it with: accelerate "
+            "launch trainers/medusa.py RECIPE",
+        ),
+    ],
+)
+def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, said: str
+) -> None:
+    recipe = build_run(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={head}"])
+    with pytest.raises(SystemExit) as refusal:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert refusal.value.code == said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finished: Path, tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, str(ROOT / "trainers/eagle.py"), str(finished / "recipe.yaml"), *LONGER]
+    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
+    subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], env=environment, check=True, timeout=300)
+    for stage in ("prompts", "responses", "features"):
+        assert contents(tmp_path / "run" / stage) == contents(finished / "run" / stage)
+    one, two = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
+    assert_close(two, one, rtol=1e-3, atol=1e-4)  # ranks add up in another order
+
+
+@pytest.mark.slow
+def test_one_rank_continues_after_the_last_sample_of_two(finished: Path, tmp_path: Path) -> None:
+    """SIGTERM stops a launch of two ranks; one rank continues with the next batch, in two micro-batches."""
+    run_dir = tmp_path / "run"
+    for stage in ("prompts", "responses", "features"):
+        shutil.copytree(finished / "run" / stage, run_dir / stage)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, str(ROOT / "trainers/eagle.py"), str(finished / "recipe.yaml"), *LONGER]
+    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
+    process = subprocess.Popen(
+        [*command, f"run_dir={run_dir}"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    wait_for_step(run_dir / "metrics.jsonl", 10, process)
+    process.terminate()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert "saved after step" in output
+    stopped = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert 10 <= stopped < 60
+    output = finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", "train.accumulate=2"))
+    assert f"resuming after step {stopped}" in output
+    one, handed = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
+    assert_close(handed, one, rtol=1e-3, atol=1e-4)
+
+
+def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
+    while process.poll() is None and logged_step(metrics) < step:
+        time.sleep(0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
+    finished: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    stopped = tmp_path / "run"
+    for stage in ("prompts", "responses", "features"):
+        shutil.copytree(finished / "run" / stage, stopped / stage)
+    options = *LONGER, f"run_dir={stopped}", "train.checkpoint_every=60"
+    process = start(finished / "recipe.yaml", *options)
+    wait_for_step(stopped / "metrics.jsonl", 10, process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == code, output
+    [left] = (stopped / "checkpoints").glob("step-*")
+    assert f"{number.name}: saved after step {left.name.removeprefix('step-')} and stopped" in output
+    assert "Traceback" not in output
+    finish(start(finished / "recipe.yaml", *options))
+    expected = (finished / "run/head/model.safetensors").read_bytes()
+    assert (stopped / "head/model.safetensors").read_bytes() == expected
