@@ -103,8 +103,8 @@ report: report/ is on a read-only disk | report {recipe} {quick} | refuse write 
     run/report: | Read-only file system | mount the disk writable
 report: report.json is a folder | report {recipe} {quick} | folder report/report.json
     report/report.json: | Is a directory | a file is needed here | or choose another run_dir
-report: no space for the page | report {recipe} {quick} | full *.html.partial
-    report/report.html: | No space left on device | make room there
+report: no space for the tables | report {recipe} {quick} | full *.md.partial
+    report/report.md: | No space left on device | make room there
 report: the questions are a folder | report {recipe} {quick} report.prompts={folder}
     report.prompts | finished | an existing JSONL file is allowed | put the prompts there
 report: the other head is missing | report {recipe} {quick} 'report.other_heads={other: {run}/none}'

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bad_inputs import Says, assert_raises
+from headstart.inference.report.trace import trace
 from rich.console import Console
 from tiny_run import ENDS, build_target, build_tokenizer
 
@@ -27,7 +28,6 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import BONUS, Accepted, Verified
-from headstart.inference.report.trace import trace
 from headstart.inference.show import SHADES, TextStream, token_style
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
