@@ -29,7 +29,6 @@ ROOMS = [
     "inference/show.py",
     "inference/calibrate.py",
     "inference/report/",
-    "inference/chat.py",
     "inference/serve/",
     "inference/doctor/",
     "data_pipelines/stages/",
