@@ -2,7 +2,6 @@
 
 import errno
 import os
-import resource
 import signal
 import stat
 import subprocess
@@ -22,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.common.errors import errors_as_messages, explained
 from headstart.common.files import check_folder, whole_file, write_text
-from headstart.heads.files import write_pickle, write_safetensors
+from headstart.heads.files import write_safetensors
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
 
@@ -220,18 +219,6 @@ def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: P
     (left / ".tmpowLZXY").write_bytes(b"half of it")
     write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
-
-
-def test_pickled_weights_on_a_full_disk_name_the_file(tmp_path: Path) -> None:
-    """torch hides the system's error if the disk is full in the middle of a file."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
-    try:
-        with pytest.raises(OSError, match="File too large") as error:
-            write_pickle({"a": torch.zeros(1 << 16)}, tmp_path / "a.pt")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert error.value.filename == str(tmp_path / "a.pt")
 
 
 def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:
