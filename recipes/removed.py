@@ -14,7 +14,7 @@ REMOVED: dict[str, str] = {
     "decode.exit_layers": "remove it: the target's first layers drafted worse than a head or repeats of earlier text",
     "decode.frequency_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.min_p": "remove it: each request carries its own, and reports vary only report.temperatures",
-    "decode.ngram": "remove it: prompt_lookup and suffix search for up to 3 tokens",
+    "decode.ngram": "remove it: prompt_lookup searches for up to 3 tokens",
     "decode.paths": "remove it, and write growth: searched for a tree of one shape, which headstart calibrate fits",
     "decode.presence_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
     "decode.repetition_penalty": "remove it: each request carries its own, and reports vary only report.temperatures",
