@@ -36,6 +36,7 @@ from headstart.recipes.values import (
     with_day_as_text,
 )
 
+RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
@@ -455,7 +456,7 @@ class DecodeSection(Section):
     drafter: DrafterKind = Field(
         default="head",
         description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
-        "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
+        "prompt_lookup: repeats of earlier text.",
     )
     head: HomePath | None = Field(
         default=None,
@@ -463,9 +464,6 @@ class DecodeSection(Section):
     )
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
-    )
-    corpus: HomePath | None = Field(
-        default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
@@ -500,9 +498,8 @@ class DecodeSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
-        for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
-            if self.drafter == kind and self.model_dump()[field] is None:
-                raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
+        if self.drafter == "draft_model" and self.draft_model is None:
+            raise ValueError("drafter draft_model needs draft_model; give decode.draft_model")
         if self.drafter != "head" and self.growth not in ("chain", "dynamic"):
             raise ValueError(f"growth {self.growth} needs a trained head; {self.drafter} allows chain or dynamic")
         if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -160,8 +161,8 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     monkeypatch.setattr(function, interrupted)
     if command == "calibrate":  # it loads a head first
         monkeypatch.setattr("headstart.inference.calibrate.taps_to_read", lambda recipe: (2, 3, 4))
-        monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: None)
-        monkeypatch.setattr("headstart.inference.calibrate.depth_for", lambda section, head: section.depth)
+        head = SimpleNamespace(max_levels=None)
+        monkeypatch.setattr("headstart.inference.calibrate.load_head_for", lambda folder, frozen: head)
     recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run", f"data.folder={harvested}/run"]
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]

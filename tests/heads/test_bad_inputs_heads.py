@@ -886,11 +886,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model={{place}}/head",
         Says("head", "embed_tokens.weight is missing", "all tensors of a whole model", "give a model's folder"),
     ),
-    "report: a corpus that does not exist": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[suffix]' decode.corpus=none.jsonl",
-        Says("decode.corpus", "none.jsonl", "", ""),
-    ),
     "report: no prompts": (
         nothing,
         f"{REPORT} 'report.baselines=[plain]'",

@@ -474,10 +474,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         {"head": None, "decode": "target as the draft model"},
         Says("target", "its tokenizer cannot be loaded", "tokenizer.json", "copy or download them again"),
     ),
-    "a corpus that does not exist": (
-        {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
-        Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
-    ),
 }
 
 
