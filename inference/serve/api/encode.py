@@ -33,7 +33,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
 
-class PromptReader:
+class PromptEncoder:
     """Encodes prompts for one target. Safe to use from one thread at a time."""
 
     def __init__(self, template: ChatTemplate, vocab_size: int, max_positions: int) -> None:
@@ -131,7 +131,7 @@ class ToolCalls:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Encoded:
     """A request as it was read. Its choices are those of the first prompt, then of the next."""
 
     fields: ChatRequest | CompletionRequest
@@ -146,15 +146,15 @@ class Wanted:
         return isinstance(self.fields, CompletionRequest) and self.fields.echo
 
 
-class RequestReader:
+class RequestEncoder:
     """Reads requests for one target; a field that does not fit it raises ApiError, or ValueError beginning with it."""
 
-    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: TargetDefaults, most_choices: int) -> None:
-        """A request may ask for `most_choices` choices."""
-        self.target, self.prompts, self.defaults, self.most_choices = target, prompts, defaults, most_choices
+    def __init__(self, target: TargetModel, prompts: PromptEncoder, defaults: TargetDefaults, max_choices: int) -> None:
+        """A request may ask for `max_choices` choices."""
+        self.target, self.prompts, self.defaults, self.max_choices = target, prompts, defaults, max_choices
         self.vocab_size = target.config.vocab_size
 
-    def read(self, fields: ChatRequest | CompletionRequest) -> Wanted:
+    def encode(self, fields: ChatRequest | CompletionRequest) -> Encoded:
         if isinstance(fields, ChatRequest):
             prompts, alternatives = self.chat(fields), fields.top_logprobs if fields.logprobs else None
         else:
@@ -191,7 +191,7 @@ class RequestReader:
             for prompt, room in zip(prompts, rooms, strict=True)
             for copy in range(fields.n)
         ]
-        return Wanted(fields, prompts, requests, seed, text, calls)
+        return Encoded(fields, prompts, requests, seed, text, calls)
 
     def chat(self, fields: ChatRequest) -> list[list[int]]:
         if fields.top_logprobs and not fields.logprobs:
@@ -212,9 +212,9 @@ class RequestReader:
 
     def check_choices(self, prompts: int, copies: int) -> None:
         """Raise ApiError, before any work is done, if a request asks for too many choices."""
-        if prompts * copies > self.most_choices:
+        if prompts * copies > self.max_choices:
             name = "n" if copies > 1 else "prompt"
-            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
+            allowed = f"at most {self.max_choices} are allowed (--max-batch and --max-queue)"
             raise ApiError(400, f"{name}: {prompts * copies} choices asked for, {allowed}; ask for fewer", name)
 
     def sampling(self, fields: TextRequest) -> Sampling:
