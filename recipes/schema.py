@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.values import (
     Baselines,
     Batches,
@@ -113,7 +114,10 @@ class DataSection(Section):
         default=256, gt=0, description=f"Longest user turn that the target writes with data.prompts {SELF}, in tokens."
     )
     self_temperature: float = Field(
-        default=1.0, ge=0.01, description=f"Sampling temperature of the user turns that data.prompts {SELF} writes."
+        default=1.0,
+        ge=0.01,
+        le=TEMPERATURE_MAX,
+        description=f"Sampling temperature of the user turns that data.prompts {SELF} writes.",
     )
     self_system_prompts: SystemPrompts | None = Field(
         default=None,

@@ -934,7 +934,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "chat: a negative temperature": (
         nothing,
         "chat --target {place}/whole --head {place}/foreign --temperature=-1",
-        Says("temperature", "-1", "0 (greedy) or at least 1e-8", "leave it out"),
+        Says("temperature", "-1", "0 to 100", "leave it out"),
     ),
     "chat: a question longer than the target's positions": (
         nothing,
