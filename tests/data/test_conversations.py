@@ -476,11 +476,6 @@ def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], w
         section(**fields)
 
 
-def test_the_standard_library_has_no_replies_to_train_on() -> None:
-    with pytest.raises(ValueError, match="responses given needs conversations"):
-        DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")
-
-
 # Prompts with their answers
 
 
