@@ -67,14 +67,6 @@ def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> No
     assert again.digest() == stage.digest()
 
 
-def test_a_stage_with_an_input_that_is_gone_is_reused_if_it_had_the_only_value_left(tmp_path: Path) -> None:
-    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "cut"}).finish({})
-    assert Stage("prompts", tmp_path, {"seed": 0}).is_complete()
-    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "drop"}).finish({})
-    with pytest.raises(ValueError, match=r"data\.long_prompts: made with 'drop'"):
-        Stage("prompts", tmp_path, {"seed": 0}).is_complete()
-
-
 @pytest.mark.parametrize("complete", [True, False])
 def test_a_stage_made_from_other_inputs_is_refused_with_each_difference(tmp_path: Path, complete: bool) -> None:
     stage = Stage("responses", tmp_path, {"data.num_prompts": 8, "data.response_tokens": 16, "seed": 5})
