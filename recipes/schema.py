@@ -37,7 +37,6 @@ from headstart.recipes.values import (
 )
 
 RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
-PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
@@ -86,8 +85,8 @@ class DataSection(Section):
 
     prompts: HomeText = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
-        f"datasets library, {HUB_PREFIX}org/name:split, {PYTHON_STDLIB} (built in), or {SELF}: the target, a chat "
-        "model, writes them itself (Magpie)."
+        f"datasets library, {HUB_PREFIX}org/name:split, or {SELF}: the target, a chat model, writes them itself "
+        "(Magpie)."
     )
     heldout_prompts: HomePath = Field(
         description=f"File of prompts kept for measurements, never trained on; same formats. {SELF}: with data.prompts "
@@ -169,8 +168,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
-        if self.responses == "given" and self.prompts in (PYTHON_STDLIB, SELF):
-            raise ValueError(f"responses given needs conversations in prompts; {self.prompts} has none, so name a file")
+        if self.responses == "given" and self.prompts == SELF:
+            raise ValueError(f"responses given needs conversations in prompts; {SELF} has none, so name a file")
         if self.holds_out_own_prompts and self.prompts != SELF:
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
         if self.self_system_prompts is not None and self.prompts != SELF:

@@ -111,10 +111,7 @@ class Stage:
 
     def claimed_for(self) -> Json | None:
         """The inputs recorded in the folder, or None if no run has claimed it."""
-        if not self.path.is_file():
-            return None
-        inputs: Json = self._recorded()["inputs"]
-        return inputs
+        return self._recorded()["inputs"] if self.path.is_file() else None
 
     def changed_inputs(self) -> set[str]:
         """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""

@@ -25,7 +25,7 @@ FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "p
 
 # Texts in which other programs' options appear.
 OTHER_PROGRAMS = {
-    "data_pipelines/features/engine_states.py": "prints a command of vLLM",
+    "data_pipelines/features/vllm_states.py": "prints a command of vLLM",
     "heads/formats/commands.py": "serves exports in other engines",
     "heads/formats/export.py": "runs llama.cpp's converter",
     "inference/kernels/products.py": "runs the C++ compiler",

@@ -31,7 +31,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
         "run_dir": str(tmp_path / "run"),
         "target": {"path": str(target), "dtype": "float32"},
         "data": {
-            "prompts": "python-stdlib",
+            "prompts": str(tmp_path / "prompts.jsonl"),
             "heldout_prompts": str(tmp_path / "prompts.jsonl"),
             "num_prompts": 8,
         },
@@ -84,7 +84,7 @@ def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) ->
         (lambda r: r["train"].update(optimizer="adam"), "train.optimizer: 'adam' given", "did you mean adamw?"),
         (lambda r: r["train"].update(learning_rate=float("nan")), "train.learning_rate: nan given", "a number > 0"),
         (lambda r: r["data"].update(temperatures=[0, -1]), "data.temperatures: [0, -1] given", ">= 0"),
-        (lambda r: r["data"].update(prompts="gone.jsonl"), "data.prompts: 'gone.jsonl' given", "python-stdlib"),
+        (lambda r: r["data"].update(prompts="gone.jsonl"), "data.prompts: 'gone.jsonl' given", "an existing file"),
         (lambda r: r["target"].update(path="./gone"), "target.path: './gone' given", "config.json"),
         (lambda r: r["head"].update(taps=[8, 2]), "head.taps: [8, 2] given", "write [2, 8]"),
         (lambda r: r["head"].update(taps=[2, 2]), "head.taps: [2, 2] given", "write [2]"),
@@ -258,7 +258,7 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
     overrides = []
     if given["data"]["heldout_prompts"] != "self":
         overrides.append(f"data.heldout_prompts={good['data']['heldout_prompts']}")
-    if given["data"]["prompts"] not in ("python-stdlib", "self"):
+    if given["data"]["prompts"] != "self":
         overrides.append(f"data.prompts={good['data']['heldout_prompts']}")
     if given["target"]["path"].startswith("models/"):  # larger than the target that stands in for it
         overrides += [f"head.{field}=null" for field in ("draft_vocab_size", "taps") if field in given["head"]]

@@ -42,7 +42,7 @@ def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: An
         {
             "run_dir": str(run),
             "target": {"path": str(target), "dtype": "float32"},
-            "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
+            "data": {"prompts": "none.jsonl", "heldout_prompts": "none.jsonl", "num_prompts": 8},
             "head": {"kind": kind},
             "train": {"steps": 10, "unroll": 4},  # a level for each Medusa head
             "decode": {"growth": "chain", "depth": 3},
