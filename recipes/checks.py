@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from headstart.recipes.fields import recipe_sections
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, RANKED_GROWTHS, SELF, Recipe
+from headstart.recipes.schema import HUB_PREFIX, RANKED_GROWTHS, SELF, Recipe
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 RecipeMistake = tuple[str, str]
@@ -45,10 +45,9 @@ def with_defaults(values: Values) -> dict[str, Values]:
 
 def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     prompts, heldout_prompts = (recipe["data"].get(key) for key in ("prompts", "heldout_prompts"))
-    built_in = isinstance(prompts, str) and (prompts in (PYTHON_STDLIB, SELF) or prompts.startswith(HUB_PREFIX))
-    if isinstance(prompts, str) and not built_in and not os.path.exists(os.path.expanduser(prompts)):
-        names = f"{HUB_PREFIX}org/name:split, {PYTHON_STDLIB} or {SELF}"
-        allowed = f"an existing file or dataset folder, {names} is allowed"
+    is_path = isinstance(prompts, str) and prompts != SELF and not prompts.startswith(HUB_PREFIX)
+    if isinstance(prompts, str) and is_path and not os.path.exists(os.path.expanduser(prompts)):
+        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
     if not isinstance(heldout_prompts, str) or heldout_prompts == SELF:
         return

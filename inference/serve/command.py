@@ -45,7 +45,7 @@ LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 def main(argv: Sequence[str] | None = None) -> None:
     options = serve_options(None, argv)
     with errors_as_messages(NOT_BEGUN), listen(options.host, options.port) as listening:
-        thread = ThreadPoolExecutor(1, "engine")
+        thread = ThreadPoolExecutor(1, "worker")
         try:
             served = thread.submit(load, options, thread).result()
         except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             asyncio.run(Server(app, service, options).serve(sockets=[listening]))
         finally:
-            service.engine.stop()
+            service.worker.stop()
 
 
 def load(options: ServeOptions, thread: Executor) -> Served:
@@ -89,7 +89,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         template=template,
         make_loop=loop_with(model.drafter),
         defaults=TargetDefaults.of(target, model.rule),
-        most_depth=model.drafter.depth,
+        max_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
             "head": None if head is None else str(head),

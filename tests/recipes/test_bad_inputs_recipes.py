@@ -198,8 +198,6 @@ states of vLLM and texts of a draft head | data.states=vllm | data.draft_head=he
     data | draft_head | one of states or server, draft_head | remove states
 a store with online mode | data.online=[auto] | data.store=x
     data | online | computes the features | remove store
-given responses of the built-in corpus | data.responses=given | data.prompts=python-stdlib
-    data | given | needs conversations | name a file
 given responses of the target's own prompts | data.responses=given | data.prompts=self
     data | given | needs conversations | name a file
 own prompts held out beside a file | data.heldout_prompts=self
