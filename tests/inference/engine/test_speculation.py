@@ -173,7 +173,7 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
     def run(others: list[Request]) -> tuple[Watched, list[int], set[bool]]:
         drafter = Watched(head, GROWTH)
         loop = DecodeLoop(target, drafter, 2, prefill_chunk=8)
-        assert loop.pace.beside
+        assert loop.schedule.shares_steps
         loop.submit(replace(LONG, max_new_tokens=80))
         for _ in range(10):
             loop.step()
