@@ -113,7 +113,7 @@ def seconds_to_first_token(loop: DecodeLoop, request: Request, waits: Waits | No
         now = time.perf_counter()
         if numbers - {number} and waits is not None:
             waits.seconds.append(now - before)
-            waits.in_steps.append((now - before) / (min(loop.pace.steps) if loop.pace.steps else waits.plain))
+            waits.in_steps.append((now - before) / waits.plain)
             before = now
         if number in numbers:
             return now - started
