@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, Field, model_validator
 from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.api.errors import ApiError, wrong
+from headstart.recipes.sampling import Range, SamplingFields
 
 # Accepted without effect: they tell OpenAI's service about the caller, its cache and its own tools.
 IGNORED = frozenset({
@@ -45,24 +46,6 @@ class Allowed:
         return custom_error_schema(schema, "not_allowed", custom_error_message=self.words)
 
 
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`; `above` excludes `low` itself."""
-
-    low: int
-    high: int | None = None
-    above: bool = False
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        schema = {**handler(source), "gt" if self.above else "ge": self.low}
-        words = f"of at least {self.low}"
-        if self.high is not None:
-            schema["le"] = self.high
-            words = f"above {self.low}, at most {self.high}" if self.above else f"from {self.low} to {self.high}"
-        kind = "a whole number" if source is int else "a number"
-        return custom_error_schema(schema, "not_allowed", custom_error_message=f"{kind} {words} is")
-
-
 def read_json(text: str) -> Any:
     """The value of a JSON text, with the replacement character for each half of a surrogate pair.
 
@@ -91,7 +74,6 @@ Tokens = Annotated[list[int], Allowed("a list of token ids is")]
 # Texts show U+FFFD for what is no whole character, also while its last bytes are still missing.
 Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP, pattern="^[^\ufffd]*$")]
 Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
-Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
 Priority = Annotated[int, Range(-(2**31), 2**31)]
 Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
@@ -155,21 +137,10 @@ class StructuredOutputs(Fields):
     choice: Annotated[list[NonEmpty], Field(min_length=1), Allowed("a list of texts is")] = []
 
 
-class SamplingFields(Fields):
-    temperature: Annotated[float, Range(0, 100)] | None = None
-    top_k: Annotated[int, Range(-1)] | None = None
-    top_p: Annotated[float, Range(0, 1, above=True)] | None = None
-    min_p: Annotated[float, Range(0, 1)] | None = None
-    repetition_penalty: Annotated[float, Range(0, 100, above=True)] | None = None
-    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
-
-
-class CommonFields(SamplingFields):
+class CommonFields(SamplingFields, Fields):
     """The fields of every request for text."""
 
     model: Text | None = None
-    seed: Seed | None = None
     structured_outputs: StructuredOutputs = StructuredOutputs()
     speculative: Flag = True
     priority: Priority = 0
