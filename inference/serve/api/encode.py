@@ -58,7 +58,7 @@ class PromptEncoder:
             no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
             raise ApiError(400, f"messages: {no_template}")
         if taken := self.template.reserved(variables):
-            raise wrong("chat_template_kwargs", taken, "names of the template's own variables are", "leave it out")
+            raise wrong("chat_template_kwargs", taken, "variables of the template itself are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
         turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
         try:
