@@ -1,4 +1,4 @@
-"""Acceptance length of four kinds of heads trained on one harvest with the same steps, with several draft trees.
+"""Acceptance length of three kinds of heads trained on one harvest with the same steps, with several draft trees.
 
     python benchmarks/medusa.py recipes/tiny.yaml decode.depth=4
     python benchmarks/medusa.py recipes/tiny_full.yaml decode.depth=4 decode.head=assets/demo_head
@@ -36,7 +36,6 @@ from headstart.trainers import run
 
 KINDS = {
     "Medusa-1": ("tiny_medusa.yaml",),
-    "Hydra": ("tiny_medusa.yaml", "head.sequential=true"),
     "EAGLE-1": ("tiny_eagle1.yaml",),
     "EAGLE-3": ("tiny_full.yaml",),
 }

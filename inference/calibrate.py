@@ -175,7 +175,7 @@ def level_logits(
         tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         yield head.logits(hidden[:, : choices - level], level)[0]
-        features = head.feedback(hidden, features, tokens)
+        features = head.feedback(hidden, features)
 
 
 def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:

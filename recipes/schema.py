@@ -16,6 +16,7 @@ from pydantic import (
     model_validator,
 )
 
+from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.values import (
     Baselines,
     Batches,
@@ -112,7 +113,10 @@ class DataSection(Section):
         default=256, gt=0, description=f"Longest user turn that the target writes with data.prompts {SELF}, in tokens."
     )
     self_temperature: float = Field(
-        default=1.0, ge=0.01, description=f"Sampling temperature of the user turns that data.prompts {SELF} writes."
+        default=1.0,
+        ge=0.01,
+        le=TEMPERATURE_MAX,
+        description=f"Sampling temperature of the user turns that data.prompts {SELF} writes.",
     )
     self_system_prompts: SystemPrompts | None = Field(
         default=None,
@@ -275,14 +279,11 @@ class Eagle3Section(LayerSection):
 
 
 class MedusaSection(Section):
-    """Medusa heads (arXiv 2401.10774), or Hydra heads (2402.05109) with sequential."""
+    """Medusa heads (arXiv 2401.10774)."""
 
     kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
-    )
-    sequential: bool = Field(
-        default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
     lm_head_rank: int | None = Field(
         default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."
@@ -553,11 +554,10 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa", "gguf"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "speculators", "gguf"] = Field(
         default="vllm",
-        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code, speculators that of the library; gguf is llama.cpp's; native loads in headstart "
-        "only.",
+        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; speculators is the "
+        "library's layout, gguf llama.cpp's; native loads in headstart only.",
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
 
 from headstart.common.remote import is_url, mirror_of, shown
+from headstart.recipes.sampling import TEMPERATURE_MAX
 
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
@@ -62,7 +63,7 @@ PathOrUrl = Annotated[
 HomeText = Annotated[
     str, BeforeValidator(refuse_unusable_path), BeforeValidator(refuse_url), AfterValidator(os.path.expanduser)
 ]
-Temperature = Annotated[float, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")

@@ -151,7 +151,7 @@ class TreeDrafter(ABC):
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
         """The features of the next level, from those of this one and what it computed."""
-        return self.head.feedback(hidden, features, tokens)
+        return self.head.feedback(hidden, features)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

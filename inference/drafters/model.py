@@ -41,9 +41,7 @@ class ModelAsHead:
     def logits(self, hidden: Float[Tensor, "*axes vocab"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return hidden[..., : self.columns]
 
-    def feedback(
-        self, hidden: Float[Tensor, "*axes vocab"], features: Tensor, tokens: Tensor
-    ) -> Float[Tensor, "*axes none"]:
+    def feedback(self, hidden: Float[Tensor, "*axes vocab"], features: Tensor) -> Float[Tensor, "*axes none"]:
         """No features: the next level reads only tokens."""
         return hidden[..., :0]
 

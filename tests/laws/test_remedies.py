@@ -96,7 +96,6 @@ def test_every_recipe_field_that_a_text_names_is_in_the_schema() -> None:
     found = unknown(
         rf"(?<![\w./-])({sections})\.([a-z_0-9]+)\b(?!\()",
         lambda match: match[0] in recipe_fields() or match[2] in FILE_SUFFIXES,
-        skip=("recipes/removed.py",),
     )
     assert not found, found
 

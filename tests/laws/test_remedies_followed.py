@@ -174,7 +174,7 @@ def test_an_existing_export_is_replaced_as_the_message_says(trained: Path, heads
 
 def test_a_format_that_cannot_hold_the_head_is_left_for_one_that_is_named(trained: Path, headstart: Type) -> None:
     command = ("export", trained / "recipe.yaml")
-    message = refused(headstart(*command, "export.format=medusa"))
+    message = refused(headstart(*command, "export.format=gguf"))
     named = re.findall(r"\b(vllm|sglang|tensorrt_llm|speculators|native)\b", message)
     assert named, message
     for name in named:

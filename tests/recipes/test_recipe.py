@@ -12,7 +12,6 @@ import yaml
 
 from headstart.recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
 from headstart.recipes.fields import recipe_fields
-from headstart.recipes.removed import REMOVED
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -161,13 +160,6 @@ def test_a_mistake_names_its_line_or_its_override(tmp_path: Path, good: dict[str
 def test_a_bad_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:
     [line] = report(tmp_path, good, override)
     assert contains in line
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_what_to_write_instead(tmp_path: Path, good: dict[str, Any], key: str) -> None:
-    assert key not in recipe_fields()
-    lines = report(tmp_path, good, f"{key}=1")
-    assert f"{key}: 1 given, but this key was removed; {REMOVED[key]} (override {key}=1)" in lines
 
 
 def test_a_key_given_twice_is_an_error(tmp_path: Path, good: dict[str, Any]) -> None:

@@ -72,7 +72,7 @@ class Naive:
         for token in (*path, None):
             fed = torch.tensor([tokens])
             hidden = self.head(features, fed, torch.arange(features.shape[1]))[:, -1:]
-            features = torch.cat([features, self.head.feedback(hidden, features[:, -1:], fed[:, -1:])], dim=1)
+            features = torch.cat([features, self.head.feedback(hidden, features[:, -1:])], dim=1)
             if token is not None:
                 tokens = [*tokens, token]
         return self.head.logits(hidden)
