@@ -26,7 +26,7 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware
-from headstart.inference.drafters.growth import Dynamic, Growth
+from headstart.inference.drafters.growth import Dynamic, GrowthPolicy
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
@@ -183,7 +183,7 @@ def run(recipe: Recipe) -> None:
     new_tokens, console = recipe.decode.max_new_tokens, Console()
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.seed)
 
-    def with_head(growth: Growth, sampling: Sampling = greedy) -> Any:
+    def with_head(growth: GrowthPolicy, sampling: Sampling = greedy) -> Any:
         return ours(target, head_drafter(head, growth), new_tokens, sampling)
 
     rows = [

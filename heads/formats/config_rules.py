@@ -18,11 +18,7 @@ ARCHITECTURES = {
     ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
     **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
 }
-MISSING_NORMS = {  # keys of EAGLE-3.1's norms that an engine does not have
-    "eagle": ("fc_norm", "norm_output", "norm_before_fc"),
-    "llama_cpp": ("fc_norm", "norm_output"),
-}
-REFERENCE_ROPES = {"default", "linear"}
+MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's norms that an engine does not have
 # Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
 # (families without such a class run by transformers, which has it), SGLang 0.5.23 where the class lacks
@@ -71,7 +67,7 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
     ):
         if config.get(key, when_absent) != allowed:
             yield config_error(engine, key, config.get(key), f"only {allowed!r} is allowed")
-    if config.get("bias") and engine != "eagle":
+    if config.get("bias"):
         allowed = "remove it: engines read it as the bias of the attention and leave that bias uninitialised"
         yield config_error(engine, "bias", config["bias"], allowed)
     for key in subject.missing_sizes:
@@ -120,9 +116,6 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
         severity = "error" if subject.own else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
         yield Violation(engine, severity, "config.json rope_theta", asdict(found), allowed)
-    if engine == "eagle" and (found.kind not in REFERENCE_ROPES or (found.kind == "linear" and found.theta != 1e4)):
-        allowed = "the EAGLE authors' code supports linear scaling only, and only with base 10000"
-        yield config_error(engine, "rope_scaling", asdict(found), allowed)
 
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -149,7 +142,7 @@ def refusing(family: str) -> list[str]:
 def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.config
     before_residual = config.get("norm_before_residual")
-    if before_residual and engine in ("sglang", "tensorrt_llm", "eagle"):
+    if before_residual and engine in ("sglang", "tensorrt_llm"):
         yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
     if before_residual is None and subject.layout == "speculators":
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
@@ -160,14 +153,6 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     if engine == "tensorrt_llm" and config.get("norm_before_fc") and not subject.eagle_config.get("norm_before_fc"):
         allowed = "add norm_before_fc: TensorRT-LLM looks for it here only"
         yield config_error(engine, "eagle_config", subject.eagle_config, allowed)
-
-
-def reference_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The EAGLE authors' code takes the target's embedding only if config.json has no target_hidden_size."""
-    has_own = "embed_tokens.weight" in subject.tensors
-    if "target_hidden_size" in subject.config and not has_own:
-        allowed = "remove it: with this key the EAGLE authors' code does not take the target's embedding"
-        yield config_error(engine, "target_hidden_size", subject.config["target_hidden_size"], allowed)
 
 
 def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -206,12 +191,12 @@ def captured_taps(subject: Subject, engine: str) -> list[int]:
         return list(top or nested or default)  # vLLM reads the ids in eagle_config by its own counting, unshifted
     if engine == "sglang":
         return [layer + 1 for layer in nested] if nested else default
-    return default if engine == "eagle" else list(subject.taps)  # TensorRT-LLM gets them on its command line
+    return list(subject.taps)  # TensorRT-LLM gets them on its command line
 
 
 def num_captured_taps(subject: Subject, engine: str) -> int:
     """The number of hidden states for which the engine builds `fc`."""
-    if engine in ("eagle", "llama_cpp"):
+    if engine == "llama_cpp":
         return 3
     if engine in ("vllm", "sglang"):
         return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(TAPS) or [0, 0, 0]))
@@ -247,6 +232,4 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 def advice(engine: str, wanted: list[int]) -> str:
     if engine == "sglang":
         return f"{[tap - 1 for tap in wanted]}, counted as layer outputs, is allowed"
-    if engine == "eagle":
-        return "the EAGLE authors' code has no option for other taps"
     return f"{wanted} is allowed"

@@ -1,6 +1,5 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
-import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -15,16 +14,8 @@ from headstart.common.files import remove, removed_on_failure
 from headstart.common.remote import publish
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
-from headstart.heads.files import (
-    MODEL,
-    PICKLES,
-    HeadFiles,
-    has_weight_dtype,
-    read_config,
-    read_safetensors,
-    write_files,
-)
-from headstart.heads.frozen import FrozenTarget, hold_attention
+from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config, write_files
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead, mask_token
 from headstart.heads.kinds.block_config import is_block_config
 from headstart.heads.kinds.eagle1 import Eagle1Head
@@ -129,15 +120,9 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     or unknown tensors.
     """
     folder = Path(folder).expanduser()
-    config = read_config(folder)
-    path = folder / MODEL
-    pickles = [name for name in PICKLES if (folder / name).is_file()]
-    if pickles and not path.is_file():
-        convert = f"headstart convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
-        raise ValueError(f"{folder} holds its weights as {pickles[0]}, only {MODEL} is allowed; convert it: {convert}")
-    tensors = read_safetensors(path)
-    head = head_from_files(folder, config, tensors, frozen)
-    refuse_broken_numbers(path, tensors)
+    files = HeadFiles.read(folder)
+    head = head_from_files(folder, files.config, files.tensors, frozen)
+    refuse_broken_numbers(folder / MODEL, files.tensors)
     return head
 
 
@@ -245,8 +230,5 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
             wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
     if wrong:
         shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        remedy = "copy or export the head again"
-        if isinstance(head, MedusaHead) and hold_attention(tensors):
-            remedy = "this is a whole Medusa-2 model, take its heads with headstart convert"
-        allowed = f"exactly the tensors that config.json describes are allowed: {remedy}"
+        allowed = "exactly the tensors that config.json describes are allowed: copy or export the head again"
         raise ValueError(f"{folder}/model.safetensors: {shown}; {allowed}")

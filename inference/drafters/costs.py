@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads.calibration import StaticTree
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import Fixed, Growth, Pool
+from headstart.inference.drafters.growth import Fixed, GrowthPolicy, Pool
 
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
 SHORTEST = 128  # positions; shorter contexts are corrected together
@@ -256,7 +256,7 @@ class StepWatch:
                 self.costs.observe_target(self.at, self.nodes, rest)
 
 
-class Costly(Growth):
+class Costly(GrowthPolicy):
     """The policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
 
     watch: StepWatch

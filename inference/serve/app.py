@@ -65,12 +65,12 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.engine.start()
+        service.worker.start()
         cleaning = None if adaptation is None else asyncio.create_task(drop_old_traffic(adaptation.traffic))
         yield
         if cleaning is not None:
             cleaning.cancel()
-        service.engine.stop()
+        service.worker.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.route_class = JsonRoute
@@ -110,11 +110,10 @@ async def complete(
     request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: Callable[..., Answer]
 ) -> Response:
     """Answer a request for text, in one piece or as a stream."""
-    service.admit(1)  # before its prompts are read
+    service.admit(1)  # before its prompts are encoded
     name = service.check_model(fields.model)
-    wanted = await service.in_thread(service.reader.read, fields)
-    exchange = service.begin(wanted)
-    answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.most_depth)
+    exchange = service.begin(await service.in_thread(service.requests.encode, fields))
+    answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.max_depth)
     if fields.stream:
         return EventStream(stream(request, service, exchange, answer))
     try:
@@ -186,7 +185,7 @@ def add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health")
     @app.get("/ping")
     async def health() -> Response:
-        return Response(status_code=200 if service.engine.alive else 503)
+        return Response(status_code=200 if service.worker.alive else 503)
 
     @app.get("/ready")
     async def ready() -> Response:
@@ -222,7 +221,7 @@ def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> No
         refuse_others(request)
         folder = Path(fields.folder)
         try:
-            changed = service.engine.change_loop(partial(adaptation.load, folder))
+            changed = service.worker.change_loop(partial(adaptation.load, folder))
             await asyncio.wrap_future(changed)
         except (OSError, ValueError) as error:
             raise ApiError(400, f"folder: {error}", "folder") from None

@@ -26,7 +26,7 @@ import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.build import build_drafter, fitting, load_costs, load_drafting_head
+from headstart.inference.drafters.build import build_drafter, growth_for, load_costs, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
@@ -45,7 +45,7 @@ LAST_BYTES = 5  # seconds that clients get to read the end of their answers
 def main(argv: Sequence[str] | None = None) -> None:
     options = serve_options(None, argv)
     with errors_as_messages(NOT_BEGUN), listen(options.host, options.port) as listening:
-        thread = ThreadPoolExecutor(1, "engine")
+        thread = ThreadPoolExecutor(1, "worker")
         try:
             served = thread.submit(load, options, thread).result()
         except KeyboardInterrupt:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             asyncio.run(Server(app, service, options).serve(sockets=[listening]))
         finally:
-            service.engine.stop()
+            service.worker.stop()
 
 
 def load(options: ServeOptions, thread: Executor) -> Served:
@@ -63,7 +63,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
     adapts = options.adapt_memory is not None
     model, template, section = load_model(options.model, last_hidden=adapts)
     assert model.drafter is not None
-    decode, target = fitting(options.model.decode, model.target), model.target
+    decode, target = options.model.decode, model.target
     traffic = None if options.adapt_memory is None else Traffic(options.adapt_memory, options.adapt_keep, target.taps)
 
     def loop_with(drafter: Drafter) -> Callable[[], DecodeLoop]:
@@ -89,12 +89,12 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         template=template,
         make_loop=loop_with(model.drafter),
         defaults=TargetDefaults.of(target, model.rule),
-        most_depth=model.drafter.depth,
+        max_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
             "head": None if head is None else str(head),
             "drafter": decode.drafter,
-            "growth": decode.growth,
+            "growth": str(growth_for(decode, target)),
             "dtype": section.dtype,
             "device": str(target.device),
         },

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from headstart.heads.files import read_config
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.traffic import Adaptation
-from headstart.inference.serve.worker import Engine, Update
+from headstart.inference.serve.worker import Update, Worker
 
 LABELS = ("model_name", "engine")
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
@@ -54,7 +54,7 @@ SHARE = 0.7  # of the promised draft tokens per step; below it something is wron
 class Metrics:
     """All figures of one server, in a registry of its own."""
 
-    def __init__(self, model: str, engine: Engine, promised: float | None = None) -> None:
+    def __init__(self, model: str, worker: Worker, promised: float | None = None) -> None:
         """`promised` is the acceptance length in the head's config.json."""
         self.registry, self.own = CollectorRegistry(), CollectorRegistry()  # under both names, under ours only
         self.labels = {"model_name": model, "engine": "0"}
@@ -76,8 +76,8 @@ class Metrics:
             about = "The acceptance length in the head's config.json, the lowest over its temperatures."
             self._own_gauge("promised_acceptance_length", about).set(promised)
         failures = self._own_gauge("engine_failures", "Steps that ended in an error.")
-        failures.set_function(lambda: engine.failures)
-        self.gauges["kv_cache_usage_perc"].set_function(lambda: engine.cache_usage)
+        failures.set_function(lambda: worker.failures)
+        self.gauges["kv_cache_usage_perc"].set_function(lambda: worker.cache_usage)
 
     def show_adaptation(self, adaptation: Adaptation) -> None:
         """Add the figures of a server whose traffic a head may learn from."""
@@ -105,7 +105,7 @@ class Metrics:
         self._add("prompt_tokens", tokens)
 
     def set_prefixes(self, queries: int, hits: int) -> None:
-        """The engine's totals, which begin anew after an error."""
+        """The worker's totals, which begin anew after an error."""
         before = self.prefixes if queries >= self.prefixes[0] else (0, 0)
         self._add("prefix_cache_queries", queries - before[0])
         self._add("prefix_cache_hits", hits - before[1])
@@ -130,18 +130,18 @@ class Metrics:
 
     def count_request(self, exchange: Exchange) -> None:
         """Count a request that has ended, in whatever way."""
-        written = sum(len(choice.tokens) for choice in exchange.choices)
+        written = exchange.num_new_tokens
         for choice in exchange.choices:
             self.successes.labels(**self.labels, finished_reason=choice.finish or "abort").inc()
-        submitted, read, first, last = exchange.submitted, exchange.read, exchange.first, exchange.last
-        if first is None or read is None or last is None:
+        submitted, prefill, first, last = exchange.submitted, exchange.prefill, exchange.first, exchange.last
+        if first is None or prefill is None or last is None:
             return
         self._observe("time_to_first_token_seconds", first - submitted)
-        self._observe("request_queue_time_seconds", read - submitted)
-        self._observe("request_prefill_time_seconds", first - read)
+        self._observe("request_queue_time_seconds", prefill - submitted)
+        self._observe("request_prefill_time_seconds", first - prefill)
         self._observe("request_decode_time_seconds", last - first)
         self._observe("e2e_request_latency_seconds", (exchange.ended or last) - submitted)
-        self._observe("request_prompt_tokens", sum(map(len, exchange.wanted.prompts)))
+        self._observe("request_prompt_tokens", exchange.num_prompt_tokens)
         self._observe("request_generation_tokens", written)
         if len(exchange.choices) == 1 and written > 1:
             self._observe("request_time_per_output_token_seconds", (last - first) / (written - 1))

@@ -24,7 +24,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from headstart.inference.serve.api.answers import seconds
+from headstart.inference.core.request import DecodeStats
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import read_json
 from headstart.inference.serve.exchange import Exchange
@@ -45,19 +45,18 @@ class ClientGoneError(Exception):
 
 
 def figures(exchange: Exchange) -> dict[str, Any]:
-    """The engine's figures for a request, for the log: never any text of a prompt or an answer."""
-    stats = [choice.stats for choice in exchange.choices if choice.stats is not None]
-    steps, tokens = sum(each.steps for each in stats), sum(each.tokens for each in stats)
+    """A request's figures for the log, which never holds text of a prompt or an answer."""
+    stats = DecodeStats.sum_of(choice.stats for choice in exchange.choices if choice.stats is not None)
     return {
-        "stream": exchange.wanted.fields.stream,
+        "stream": exchange.encoded.fields.stream,
         "choices": len(exchange.choices),
-        "prompt_tokens": sum(map(len, exchange.wanted.prompts)),
-        "completion_tokens": sum(len(choice.tokens) for choice in exchange.choices),
+        "prompt_tokens": exchange.num_prompt_tokens,
+        "completion_tokens": exchange.num_new_tokens,
         "finish": [choice.finish or "abort" for choice in exchange.choices],
-        "acceptance_length": round(tokens / steps, 3) if steps else None,
-        "draft_tokens": sum(each.drafted for each in stats),
-        "accepted_draft_tokens": sum(sum(each.accepted_at_depth) for each in stats),
-        **{name: None if span is None else round(span, 4) for name, span in seconds(exchange).items()},
+        "acceptance_length": round(stats.acceptance_length, 3) if stats.steps else None,
+        "draft_tokens": stats.drafted,
+        "accepted_draft_tokens": sum(stats.accepted_at_depth),
+        **{name: None if span is None else round(span, 4) for name, span in exchange.seconds().items()},
     }
 
 

@@ -30,6 +30,7 @@ ROOMS = [
     "inference/calibrate.py",
     "inference/report/",
     "inference/chat.py",
+    "inference/serve/api/",
     "inference/serve/",
     "inference/doctor/",
     "data_pipelines/stages/",

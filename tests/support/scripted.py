@@ -227,7 +227,7 @@ class HalfRightHead(Eagle3Head):
         known = self.next[at, token].unsqueeze(-1)
         return self.table[at] + 3 * (torch.arange(VOCAB) == known)
 
-    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    def feedback(self, hidden: Tensor, features: Tensor) -> Tensor:
         return hidden
 
 

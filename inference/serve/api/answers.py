@@ -9,7 +9,7 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.verify import Accepted
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import CompletionRequest
-from headstart.inference.serve.exchange import Choice, Exchange, Output, TokenLogprob
+from headstart.inference.serve.api.output import Choice, Completion, Output, TokenLogprob
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
 
@@ -25,27 +25,29 @@ class Answer:
     whole_object: str
     chunk_object: str
 
-    def __init__(self, exchange: Exchange, model: str, fingerprint: str, tokenizer: Tokenizer, most_depth: int) -> None:
-        """`most_depth` is how many draft tokens a step may accept."""
-        self.exchange, self.fields = exchange, exchange.wanted.fields
-        self.tokenizer, self.most_depth = tokenizer, most_depth
+    def __init__(
+        self, completion: Completion, model: str, fingerprint: str, tokenizer: Tokenizer, max_depth: int
+    ) -> None:
+        """`max_depth` is how many draft tokens a step may accept."""
+        self.completion, self.fields = completion, completion.encoded.fields
+        self.tokenizer, self.max_depth = tokenizer, max_depth
         self.base: Json = {
             "id": f"{self.prefix}-{uuid4().hex}",
             "object": self.chunk_object,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
-            "seed": exchange.wanted.seed,
+            "seed": completion.encoded.seed,
         }
 
     def whole(self) -> Json:
         """The answer in one piece."""
         choices = []
-        for choice in self.exchange.choices:
+        for choice in self.completion.choices:
             choices.append({**self.shape(choice, choice.output, is_whole=True), **ending(choice)})
             if self.fields.headstart.tokens:
                 choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
-        own = {"usage": usage(self.exchange), "metrics": metrics(self.exchange, self.most_depth)}
+        own = {"usage": usage(self.completion), "metrics": metrics(self.completion, self.max_depth)}
         return {**self.base, "object": self.whole_object, "choices": choices, **own}
 
     def opening(self) -> list[Json]:
@@ -67,10 +69,10 @@ class Answer:
             found.append(self.chunk(content))
         if choice.finish is not None:
             found.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
-        if not self.exchange.running:
+        if self.completion.is_over:
             if self.fields.stream_options.with_usage:
-                found.append({**self.base, "choices": [], "usage": usage(self.exchange)})
-            found[-1]["metrics"] = metrics(self.exchange, self.most_depth)
+                found.append({**self.base, "choices": [], "usage": usage(self.completion)})
+            found[-1]["metrics"] = metrics(self.completion, self.max_depth)
         return found
 
     def failed(self, error: ApiError) -> Json:
@@ -90,7 +92,7 @@ class Answer:
     def chunk(self, choice: Json) -> Json:
         found, options = {**self.base, "choices": [choice]}, self.fields.stream_options
         if options.with_usage:
-            found["usage"] = usage(self.exchange) if options.continuous_usage_stats else None
+            found["usage"] = usage(self.completion) if options.continuous_usage_stats else None
         return found
 
     def spelled(self, token: int) -> str:
@@ -107,7 +109,7 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[Json]:
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, **ending(None)}
-        return [self.chunk({"index": choice.index, **first}) for choice in self.exchange.choices]
+        return [self.chunk({"index": choice.index, **first}) for choice in self.completion.choices]
 
     def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
         text, calls, logprobs = output.text, output.calls, self.logprobs(output)
@@ -176,11 +178,9 @@ def as_json(shown: list[TokenText]) -> list[Json]:
     return [{"text": each.text, "depth": each.depth} for each in shown]
 
 
-def usage(exchange: Exchange) -> Json:
-    """Tokens that were read and written; each prompt counts once, whatever the number of its choices."""
-    prompt = sum(map(len, exchange.wanted.prompts))
-    written = sum(len(choice.tokens) for choice in exchange.choices)
-    first = exchange.choices[:: exchange.wanted.fields.n]  # the others of a prompt read it once more
+def usage(completion: Completion) -> Json:
+    prompt, written = completion.num_prompt_tokens, completion.num_new_tokens
+    first = completion.choices[:: completion.encoded.fields.n]  # each prompt counts once
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -189,29 +189,16 @@ def usage(exchange: Exchange) -> Json:
     }
 
 
-def metrics(exchange: Exchange, most_depth: int) -> Json:
-    """Times in seconds and, for a single choice, what drafting achieved."""
-    found: Json = seconds(exchange)
-    stats = exchange.choices[0].stats
-    if len(exchange.choices) == 1 and stats is not None:
-        found["speculative_decoding"] = speculative(stats, most_depth) if stats.drafted else None
-    return found
+def metrics(completion: Completion, max_depth: int) -> Json:
+    """Times in seconds and, for a single choice, the figures of its drafts."""
+    figures: Json = {**completion.seconds()}
+    stats = completion.choices[0].stats
+    if len(completion.choices) == 1 and stats is not None:
+        figures["speculative_decoding"] = speculative(stats, max_depth) if stats.drafted else None
+    return figures
 
 
-def seconds(times: Exchange) -> Json:
-    """How long the request waited, was read and was decoded; null for what did not happen."""
-    spans = {
-        "queue_seconds": (times.submitted, times.read),
-        "prefill_seconds": (times.read, times.first),
-        "decode_seconds": (times.first, times.last),
-        "time_to_first_token_seconds": (times.submitted, times.first),
-    }
-    return {
-        name: None if start is None or end is None else max(end - start, 0.0) for name, (start, end) in spans.items()
-    }
-
-
-def speculative(stats: DecodeStats, most_depth: int) -> Json:
+def speculative(stats: DecodeStats, max_depth: int) -> Json:
     """vLLM's block of figures. Draft tokens are the nodes of trees, and the depth of a path counts as its length.
 
     Steps that had nothing to verify, such as those at a load where drafts do not pay, do not count.
@@ -225,5 +212,5 @@ def speculative(stats: DecodeStats, most_depth: int) -> Json:
         "num_spec_steps": stats.drafting_steps,
         "num_accepted_draft_tokens": accepted,
         "num_draft_tokens": stats.drafted,
-        "num_spec_tokens": most_depth,
+        "num_spec_tokens": max_depth,
     }

@@ -21,7 +21,7 @@ from headstart.inference.serve.api.fields import (
     Text,
     refusal,
 )
-from headstart.inference.serve.exchange import Choice, Output
+from headstart.inference.serve.api.output import Choice, Output
 from headstart.inference.show import TokenText
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
@@ -183,7 +183,7 @@ class ResponsesAnswer(Answer):
         self.text = ""  # of that message, or white space of which it is not yet known whether one begins with it
 
     def whole(self) -> Json:
-        (choice,) = self.exchange.choices
+        (choice,) = self.completion.choices
         return self.chunks(choice, choice.output)[-1]["response"]
 
     def opening(self) -> list[Json]:
@@ -267,7 +267,7 @@ class ResponsesAnswer(Answer):
 
     def response(self, status: str, ended: Choice | None = None) -> Json:
         """The response so far, with its usage once its choice has ended."""
-        given, sampling = self.given, self.exchange.choices[0].request.sampling
+        given, sampling = self.given, self.completion.choices[0].request.sampling
         found: Json = {
             "id": self.base["id"].replace("-", "_"),
             "object": "response",
@@ -300,8 +300,8 @@ class ResponsesAnswer(Answer):
             found["incomplete_details"] = {"reason": reason}
         return {
             **found,
-            "usage": response_usage(usage(self.exchange)),
-            "metrics": metrics(self.exchange, self.most_depth),
+            "usage": response_usage(usage(self.completion)),
+            "metrics": metrics(self.completion, self.max_depth),
         }
 
 

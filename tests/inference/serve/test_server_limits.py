@@ -435,7 +435,7 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
             fields = {"prompt": [20] * 20, "max_tokens": 100, "ignore_eos": True, "stream": stream, "logprobs": 0}
             client.sendall(raw_post(fields))
             until(lambda: service.waiting == 1)
-            batch = service.engine.loop.batch
+            batch = service.worker.loop.batch
             if place == "prefill":
                 gate.steps.release(2)
                 until(lambda: batch.reading is not None and batch.reading.count == 8)
@@ -544,14 +544,14 @@ FAILURES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], int]] = {
         lambda own: lambda *given: fail() if given[0].stop else own(*given),
         500,
     ),
-    "in its grammar": ("serve.constraints.GrammarState.advance", lambda own: fail, 500),
+    "in its grammar": ("serve.api.constraints.GrammarState.advance", lambda own: fail, 500),
     "in its grammar, later": (
-        "serve.constraints.GrammarState.allowed",
+        "serve.api.constraints.GrammarState.allowed",
         lambda own: lambda state, path: fail() if len(state.taken) > 2 else own(state, path),
         500,
     ),
     "as its grammar gives up": (
-        "serve.constraints.GrammarState.allowed",
+        "serve.api.constraints.GrammarState.allowed",
         lambda own: lambda state, path: own(state, path) & (len(state.taken) < 3),
         400,
     ),
@@ -571,7 +571,7 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(
     name, replacement, status = FAILURES[place]
     fields = {"prompt": "a draft", "max_tokens": 30, "ignore_eos": True, "temperature": 0}
     alone = httpx.post(server.url + COMPLETION, json=fields).json()["choices"][0]["text"]
-    failures = server.service.engine.failures
+    failures = server.service.worker.failures
     own: Any = {"structured_outputs": {"regex": "[a-z ]{12}"}, "ignore_eos": False, "logprobs": 0}
     httpx.post(server.url + COMPLETION, json={**fields, **own})  # reads the tokens' texts, which takes a while
     owner, _, attribute = f"headstart.inference.{name}".rpartition(".")
@@ -589,7 +589,7 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(
     assert other.found is not None
     assert other.found.json()["choices"][0]["text"] == alone
     assert ("this choice failed" in capfd.readouterr().err) == (status == 500)
-    assert server.service.engine.failures == failures
+    assert server.service.worker.failures == failures
     until(lambda: server.service.running + server.service.waiting == 0 and not server.service.open)
 
 
@@ -605,7 +605,7 @@ def test_draining_lets_requests_end_and_takes_no_more(served: Served) -> None:
     with gated(served) as (server, gate):
         threads = [post_in_thread(server), post_in_thread(server)]
         until(lambda: server.service.waiting == 2)
-        loop = server.service.engine.asyncio
+        loop = server.service.worker.asyncio
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(30), loop)
         until(lambda: server.service.draining)
         assert httpx.get(f"{server.url}/ready").status_code == 503
@@ -624,7 +624,7 @@ def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -
         until(lambda: server.service.running == 2)
         waiting = [post_in_thread(server, n=2, stream=stream) for stream in (False, True)]
         until(lambda: server.service.waiting == 4)
-        draining = asyncio.run_coroutine_threadsafe(server.service.drain(0.1), server.service.engine.asyncio)
+        draining = asyncio.run_coroutine_threadsafe(server.service.drain(0.1), server.service.worker.asyncio)
         draining.result(20)
         gate.steps.release(1)
         assert thread.result() == 200
