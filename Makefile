@@ -64,10 +64,9 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
+bench: $(INSTALLED) ## time decoding and training (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
-	@set -e; for script in decode drafters gumbel lossless; do echo "== benchmarks/$$script.py"; \
-		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml decode.head=assets/demo_head; done
+	$(BIN)/python benchmarks/decode.py recipes/tiny_full.yaml decode.head=assets/demo_head report.threads=1
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
