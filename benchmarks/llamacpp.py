@@ -180,15 +180,11 @@ def wait_for(http: httpx.Client, server: "subprocess.Popen[bytes]", log: Path) -
 
 
 def completion(http: httpx.Client, prompt: list[int], most: int) -> dict[str, Any]:
-    greedy = {
-        "samplers": ["top_k"],
-        "top_k": 1,
-        "temperature": 0,
-    }  # no other sampler reads the logits
+    greedy = {"samplers": ["top_k"], "top_k": 1, "temperature": 0}  # no other sampler reads the logits
     body = {"prompt": prompt, "n_predict": most, "cache_prompt": False, "return_tokens": True, **greedy}
     answer = http.post("/completion", json=body).raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
+    content: dict[str, Any] = answer.json()
+    return content
 
 
 def decoded(answer: dict[str, Any]) -> Decoded:

@@ -7,8 +7,8 @@ from headstart.heads.base import DraftHead
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import build_drafter, fitting, growth_from_recipe, load_draft_model
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.build import build_drafter, growth_for, growth_from_recipe, load_draft_model
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.generate.loading import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
@@ -42,8 +42,10 @@ def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, Draft
     baselines = recipe.report.baselines
     if "plain" not in baselines:
         baselines = ("plain", *baselines)
-    if {"chain", "tree"} <= {*baselines} and fitting(recipe.decode, target).growth == "chain":
-        baselines = tuple(each for each in baselines if each != "tree")
+    if {"chain", "tree"} <= {*baselines}:
+        growth = growth_for(recipe.decode, target)
+        if growth.is_chain and not growth.weighs_costs:
+            baselines = tuple(each for each in baselines if each != "tree")
     return [method for baseline in baselines for method in methods_of(baseline, recipe, target, heads)]
 
 
@@ -75,7 +77,7 @@ def methods_of(
         yield Method(baseline, build_drafter(section, target, recipe.target))
 
 
-def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> Growth:
+def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> GrowthPolicy:
     """How a head's tree grows, by its row's name or the recipe; a new object each time, since some growths learn."""
     section = recipe.decode
     if name != OWN_HEAD and head.max_levels is not None:

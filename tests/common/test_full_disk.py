@@ -111,7 +111,7 @@ def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk
         said = typed(1, "train")
         assert disk.full
     assert "No space left on device" in said
-    assert "make room there" in said
+    assert "run the same command again" in said
     assert not [name for name in contents(run_dir) if ".partial" in name or "/.tmp" in name]
     typed(0, "train")
     assert files(run_dir) == expected
@@ -223,7 +223,6 @@ def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_p
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "Traceback" not in failed.stderr
     assert "ile too large" in failed.stderr
-    assert "raise the limit of file sizes" in failed.stderr
     assert not list((tmp_path / "run").rglob("*.partial"))
     again = train(resource.RLIM_INFINITY)
     assert again.returncode == 0, again.stderr

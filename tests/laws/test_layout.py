@@ -29,6 +29,7 @@ ROOMS = [
     "inference/show.py",
     "inference/calibrate.py",
     "inference/report/",
+    "inference/serve/api/",
     "inference/serve/",
     "inference/doctor/",
     "data_pipelines/stages/",
