@@ -199,18 +199,20 @@ def find_better_variants(
     now, reported = measure(head), set[str]()
     chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy near one half
     while True:
-        scored = []
+        scored = list[tuple[list[float], Trial]]()
         for trial in variants_of(head, frozen):
             if trial.finding.category not in reported:
                 with suppress(ValueError):  # a norm without weights cannot be computed
                     scored.append((measure(trial.head), trial))
-        best, trial = max(scored, key=lambda pair: mean(pair[0]), default=(now, None))
-        if trial is None or mean(best) < mean(now) + max(MIN_GAIN, MIN_RELATIVE_GAIN * mean(now), chance):
+        if not scored:
             return
+        best, chosen = max(scored, key=lambda pair: mean(pair[0]))
         for score, other in scored:
-            is_alike = other.finding.category == trial.finding.category and mean(score) >= mean(best) - chance
+            is_alike = other.finding.category == chosen.finding.category and mean(score) >= mean(best) - chance
             if is_alike and other.preferred:
-                best, trial = score, other
-        yield replace(trial.finding, cost=largest_loss(best, now))
-        reported.add(trial.finding.category)
-        head, now = trial.head, best
+                best, chosen = score, other
+        if mean(best) < mean(now) + max(MIN_GAIN, MIN_RELATIVE_GAIN * mean(now), chance):
+            return
+        yield replace(chosen.finding, cost=largest_loss(best, now))
+        reported.add(chosen.finding.category)
+        head, now = chosen.head, best

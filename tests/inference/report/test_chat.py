@@ -188,7 +188,8 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any
         prompt, (chat, printed) = [first, 30, 40], make_chat(KnowsTheText(talker))
         generation = chat.stream(Request(prompt, 40, end_tokens=tuple(ENDS)), Event())
         tokens = generation.tokens[: -1 if generation.finish == "end" else None]
-        before, full = (visible_text_of(chat.template.tokenizer, prompt + each) for each in ([], tokens))
+        before = visible_text_of(chat.template.tokenizer, prompt)
+        full = visible_text_of(chat.template.tokenizer, prompt + tokens)
         assert printed.getvalue().split() == printable(full[len(before) :]).split()  # rich expands tabs
         ended += generation.finish == "end"
     assert ended
