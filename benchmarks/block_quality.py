@@ -38,9 +38,10 @@ from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import BlockDrafter, head_drafter
+from headstart.inference.drafters.block import BlockDrafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import Bench
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.compare import speedup
 from headstart.inference.report.methods import Method

@@ -25,8 +25,8 @@ from headstart.common.progress import Progress
 from headstart.heads.base import DraftHead
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import report_prompts

@@ -31,8 +31,8 @@ from train_quality import ROOT, call, overrides_of
 from headstart.common.progress import Progress
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.command import machine
 from headstart.inference.report.compare import speedup

@@ -22,8 +22,8 @@ from rich.table import Table
 
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel

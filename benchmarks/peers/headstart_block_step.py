@@ -9,9 +9,9 @@ from torch import Tensor
 
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection
+from headstart.recipes.schema_heads import BlockSection
 from headstart.trainers.objectives.block import TrainedBlocks
-from headstart.trainers.objectives.objective import Objective, decay_of
+from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher
 
 
@@ -28,7 +28,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     objective = Objective(
         weight=0.0 if case.to_text else 1.0,
         text_weight=1.0 if case.to_text else 0.0,
-        unroll_weights=tuple(decay_of(section) ** k for k in range(section.levels)),
+        unroll_weights=tuple(section.unroll_decay**k for k in range(section.levels)),
     )
     trained = TrainedBlocks(head, Teacher(frozen, vocab), objective, case.anchors)
     batch, numbers = batch_of(case, inputs), count()

@@ -9,7 +9,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
 

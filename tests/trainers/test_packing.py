@@ -50,7 +50,9 @@ def loss_and_gradients(
     """The training loss, the sums that it consists of, and its gradient with respect to each weight."""
     is_eagle1 = head.kind == "eagle1"
     weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
-    objective = Objective("soft_cross_entropy", weight, regression_weight, 0.0, tuple(0.8**k for k in range(UNROLL)))
+    objective = Objective(
+        "soft_cross_entropy", weight, regression_weight, unroll_weights=tuple(0.8**k for k in range(UNROLL))
+    )
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective)
     supervision = unrolled.teacher.supervise(batch)
     scores = unrolled(batch, supervision, supervision.counts(UNROLL), noise)
