@@ -7,6 +7,7 @@ from peers.contender import Case, Inputs, Step, serve
 from peers.headstart_step import batch_of, frozen_of
 from torch import Tensor
 
+from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
@@ -25,6 +26,7 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     )
     frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
     head = new_head(section, frozen, vocab, seed=0).to(case.device, case.torch_dtype)
+    assert isinstance(head, BlockHead)
     objective = Objective(
         weight=0.0 if case.to_text else 1.0,
         text_weight=1.0 if case.to_text else 0.0,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, write_manifest
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Layer
@@ -69,7 +69,7 @@ def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3
 
 
 def unrolled_loss(
-    head: DraftHead,
+    head: LevelHead,
     batch: Batch,
     frozen: FrozenTarget,
     counts: Tensor | None = None,
@@ -241,7 +241,7 @@ def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
     return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
 
 
-def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[DraftHead, Objective]]:
+def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Objective]]:
     """Heads and objectives that chunks and activation checkpoints could each get wrong."""
     limited = random_head(harvested, frozen, **EAGLE_31)
     others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
