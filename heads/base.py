@@ -240,8 +240,8 @@ class LevelHead(DraftHead):
         return self.logits(hidden)
 
     @abstractmethod
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
-        """The features of the next level, from this level's output `hidden` and its inputs."""
+    def feedback(self, hidden: Hidden, features: Features) -> Features:
+        """The features of the next level, from this level's output `hidden` and its features."""
 
     def text_logits(
         self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
@@ -252,7 +252,7 @@ class LevelHead(DraftHead):
             tokens = text[:, 1:].roll(-level - shift, dims=1)
             hidden = self(features, tokens, positions + level, cache=cache, level=level)
             yield self.logits(hidden[:, : before - 1 - level], level)[0]
-            features = self.feedback(hidden, features, tokens)
+            features = self.feedback(hidden, features)
 
     def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
         tokens = samples * longest
@@ -303,7 +303,7 @@ class LastHiddenHead(LevelHead):
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.frozen.unembed(hidden)
 
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features) -> Features:
         return hidden
 
 

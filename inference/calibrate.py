@@ -26,9 +26,8 @@ from headstart.heads.calibration import Calibration, search_tree
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.drafters.build import depth_for
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
@@ -188,8 +187,8 @@ def calibrate(recipe: Recipe) -> None:
         taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
         target = TargetModel.load_to_answer(recipe.target, taps)
         head = load_head_for(recipe.head_in_use, target.frozen)
-        depth, longest = depth_for(recipe.decode, head), recipe.decode.max_new_tokens
-        head.calibration = fit_calibration(target, head, prompts, depth, longest)
+        growth = Growth.from_section(recipe.decode, head.max_levels)
+        head.calibration = fit_calibration(target, head, prompts, growth.depth, recipe.decode.max_new_tokens)
         save_head(head, recipe.head_in_use)
     print(f"calibration written to {recipe.head_in_use}/config.json; by depth:")
     for name, values in head.calibration.to_config().items():

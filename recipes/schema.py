@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
+from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.schema_heads import AnyHeadSection
 from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.values import (
@@ -27,7 +28,7 @@ from headstart.recipes.values import (
     with_day_as_text,
 )
 
-PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
+RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
@@ -70,8 +71,8 @@ class DataSection(Section):
 
     prompts: HomeText = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
-        f"datasets library, {HUB_PREFIX}org/name:split, {PYTHON_STDLIB} (built in), or {SELF}: the target, a chat "
-        "model, writes them itself (Magpie)."
+        f"datasets library, {HUB_PREFIX}org/name:split, or {SELF}: the target, a chat model, writes them itself "
+        "(Magpie)."
     )
     heldout_prompts: HomePath = Field(
         description=f"File of prompts kept for measurements, never trained on; same formats. {SELF}: with data.prompts "
@@ -99,7 +100,10 @@ class DataSection(Section):
         default=256, gt=0, description=f"Longest user turn that the target writes with data.prompts {SELF}, in tokens."
     )
     self_temperature: float = Field(
-        default=1.0, ge=0.01, description=f"Sampling temperature of the user turns that data.prompts {SELF} writes."
+        default=1.0,
+        ge=0.01,
+        le=TEMPERATURE_MAX,
+        description=f"Sampling temperature of the user turns that data.prompts {SELF} writes.",
     )
     self_system_prompts: SystemPrompts | None = Field(
         default=None,
@@ -150,8 +154,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
-        if self.responses == "given" and self.prompts in (PYTHON_STDLIB, SELF):
-            raise ValueError(f"responses given needs conversations in prompts; {self.prompts} has none, so name a file")
+        if self.responses == "given" and self.prompts == SELF:
+            raise ValueError(f"responses given needs conversations in prompts; {SELF} has none, so name a file")
         if self.holds_out_own_prompts and self.prompts != SELF:
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
         if self.self_system_prompts is not None and self.prompts != SELF:
@@ -198,7 +202,7 @@ class DecodeSection(Section):
     drafter: DrafterKind = Field(
         default="head",
         description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
-        "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
+        "prompt_lookup: repeats of earlier text.",
     )
     head: HomePath | None = Field(
         default=None,
@@ -206,9 +210,6 @@ class DecodeSection(Section):
     )
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
-    )
-    corpus: HomePath | None = Field(
-        default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
@@ -243,9 +244,8 @@ class DecodeSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
-        for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
-            if self.drafter == kind and self.model_dump()[field] is None:
-                raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
+        if self.drafter == "draft_model" and self.draft_model is None:
+            raise ValueError("drafter draft_model needs draft_model; give decode.draft_model")
         if self.drafter != "head" and self.growth not in ("chain", "dynamic"):
             raise ValueError(f"growth {self.growth} needs a trained head; {self.drafter} allows chain or dynamic")
         if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
@@ -298,11 +298,10 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa", "gguf"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "speculators", "gguf"] = Field(
         default="vllm",
-        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code, speculators that of the library; gguf is llama.cpp's; native loads in headstart "
-        "only.",
+        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; speculators is the "
+        "library's layout, gguf llama.cpp's; native loads in headstart only.",
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."

@@ -119,7 +119,7 @@ class Eagle3Section(LayerSection):
 
 
 class MedusaSection(HeadSection):
-    """Medusa heads (arXiv 2401.10774), or Hydra heads (2402.05109) with sequential."""
+    """Medusa heads (arXiv 2401.10774)."""
 
     kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
     script: ClassVar[str] = "trainers/medusa.py"
@@ -127,9 +127,6 @@ class MedusaSection(HeadSection):
     levels_field: ClassVar[str] = "medusa_heads"
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
-    )
-    sequential: bool = Field(
-        default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
     lm_head_rank: int | None = Field(
         default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."

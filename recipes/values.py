@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from headstart.common.remote import is_url, mirror_of, shown
+from headstart.recipes.sampling import TEMPERATURE_MAX
 
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
@@ -62,7 +63,7 @@ PathOrUrl = Annotated[
 HomeText = Annotated[
     str, BeforeValidator(refuse_unusable_path), BeforeValidator(refuse_url), AfterValidator(os.path.expanduser)
 ]
-Temperature = Annotated[float, Field(ge=0)]
+Temperature = Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)]
 Temperatures = Annotated[tuple[Temperature, ...], Field(strict=False, min_length=1)]
 Dtype = Literal["float32", "bfloat16", "float16"]
 DEVICE_NAME = re.compile(r"auto|cpu|(cuda|mps|xpu|hpu)(:\d+)?")
@@ -116,8 +117,8 @@ SystemPrompt = Annotated[str, Field(min_length=1)]
 SystemPrompts = Annotated[tuple[SystemPrompt | None, ...], Field(strict=False, min_length=1)]
 Folders = Annotated[dict[Annotated[str, Field(min_length=1)], HomePath], Field(strict=False)]
 Objective = Literal["soft_cross_entropy", "reverse_kl", "total_variation", "log_acceptance", "blended_acceptance"]
-DrafterKind = Literal["head", "draft_model", "prompt_lookup", "suffix"]
-DrafterRow = Literal["draft_model", "prompt_lookup", "suffix"]
+DrafterKind = Literal["head", "draft_model", "prompt_lookup"]
+DrafterRow = Literal["draft_model", "prompt_lookup"]
 HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
 Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)]

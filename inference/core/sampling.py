@@ -14,7 +14,6 @@ Three methods of BatchSampling build on each other; rows are sequences of a batc
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -27,43 +26,13 @@ from torch import Tensor
 
 from headstart.inference.core.gumbel import GumbelTable, gumbel_noise, uniform_numbers
 from headstart.inference.core.history import History, apply_penalties
+from headstart.recipes.sampling import SamplingFields
 from headstart.recipes.schema import Recipe
 
 AcceptanceRule = Literal["seeded", "rejection"]
-LARGEST = sys.float_info.max
+TEMPERATURE_MIN = 1e-8  # below, logits / temperature would overflow: the likeliest token is chosen, as for 0
 SCORED = 2**25  # scores computed at once: 128 MiB in float32, and a few times that in intermediate results
 NO_LIMIT = 2.0**24  # in place of top-k, where nothing is cut off; float32 holds whole numbers up to this
-
-
-@dataclass(frozen=True)
-class SamplingField:
-    """The values that a sampling field of a request may have."""
-
-    kind: type[int] | type[float]
-    off: int | float | None  # the default, which is always allowed
-    least: int | float
-    most: int | float
-    allowed: str  # in words
-    above_least: bool = False  # `least` itself is not allowed
-
-    def allows(self, value: int | float | None) -> bool:
-        if value is None or value == self.off:
-            return value == self.off
-        return self.least <= value <= self.most and not (self.above_least and value == self.least)
-
-
-# The bounds of every numeric sampling field, for all that read requests.
-SAMPLING_FIELDS = {
-    # Below 1e-8, logits / temperature would overflow.
-    "temperature": SamplingField(float, 0.0, 1e-8, LARGEST, "0 (greedy) or at least 1e-8"),
-    "top_k": SamplingField(int, None, 1, LARGEST, "None or at least 1"),
-    "top_p": SamplingField(float, 1.0, 0, 1, "more than 0 and at most 1", above_least=True),
-    "min_p": SamplingField(float, 0.0, 0, 1, "0 to 1"),
-    "repetition_penalty": SamplingField(float, 1.0, 0, LARGEST, "more than 0", above_least=True),
-    "presence_penalty": SamplingField(float, 0.0, -2, 2, "-2 to 2"),
-    "frequency_penalty": SamplingField(float, 0.0, -2, 2, "-2 to 2"),
-    "seed": SamplingField(int, 0, -(2**63), 2**63 - 1, "-2^63 to 2^63 - 1"),
-}
 
 
 @dataclass(frozen=True)
@@ -71,11 +40,11 @@ class Sampling:
     """The sampling parameters of one request.
 
     They apply in float32 and in Hugging Face's order: bias, penalties, temperature, top-k, top-p, min-p.
-    Raises ValueError for a value that is out of range.
+    Raises ValueError for a value outside the bounds of `SamplingFields`.
     """
 
     temperature: float = 0.0  # 0 is greedy: the argmax after bias and penalties
-    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the k-th
+    top_k: int | None = None  # keep the k likeliest tokens, and any that tie with the k-th; None, 0 and -1: all tokens
     top_p: float = 1.0  # keep the smallest set of likeliest tokens whose total probability reaches this
     min_p: float = 0.0  # drop tokens less likely than this fraction of the likeliest one
     repetition_penalty: float = 1.0  # for prompt and output tokens: divides positive logits, multiplies negative ones
@@ -86,9 +55,11 @@ class Sampling:
     rule: AcceptanceRule = "seeded"  # how draft tokens are accepted
 
     def __post_init__(self) -> None:
-        for name, field in SAMPLING_FIELDS.items():
-            if not field.allows(value := getattr(self, name)):
-                raise ValueError(f"{name}: {value} given, {field.allowed} is allowed; leave it out for {field.off!r}")
+        SamplingFields.checked({name: getattr(self, name) for name in SamplingFields.model_fields})
+        if 0 < self.temperature < TEMPERATURE_MIN:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_k is not None and self.top_k < 1:
+            object.__setattr__(self, "top_k", None)
         if any(token < 0 or not bias < math.inf for token, bias in self.logit_bias):  # NaN fails every comparison
             raise ValueError(
                 f"logit_bias: {self.logit_bias} given, a token id of at least 0 with a bias below infinity is allowed; "

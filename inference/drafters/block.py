@@ -13,7 +13,7 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import Frontier, LevelMasks, TreeDrafter, for_all_nodes
 from headstart.inference.drafters.repeats import Repeats
 
@@ -24,7 +24,7 @@ class BlockDrafter(TreeDrafter):
     The head's cache holds verified positions only: no node of a tree has a slot there.
     """
 
-    def __init__(self, head: BlockHead, growth: Growth, repeats: Repeats | None = None) -> None:
+    def __init__(self, head: BlockHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         super().__init__(head, growth, repeats)
         self.markov_head = head.markov_head
         device, size = self.ids.device, head.shape.block_size

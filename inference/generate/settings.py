@@ -12,8 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.sampling import SAMPLING_FIELDS, AcceptanceRule, Sampling
+from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.generate.text_rules import TextRules
+from headstart.recipes.sampling import SamplingFields
 
 Settings = Mapping[str, Any]
 Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)
@@ -140,6 +141,8 @@ ONLY_WHEN_SAMPLING = frozenset({"typical_p", "top_h", "epsilon_cutoff", "eta_cut
 OF_TARGET = "the target's generation_config.json"
 DEFAULT_NEW_TOKENS = 20
 
+SAMPLING_NAMES = SamplingFields.model_fields.keys() - {"seed"}  # which may be a list
+
 # How each field is read, unless it is None; the other fields are read where they are used.
 READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(FLAGS, read_flag),
@@ -148,11 +151,8 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), read_integers),
     "bad_words_ids": read_words,
     "forced_eos_token_id": read_one,
-    **{
-        name: read_integer if field.kind is int else read_number
-        for name, field in SAMPLING_FIELDS.items()
-        if name != "seed"  # which may be a list
-    },
+    **dict.fromkeys(SAMPLING_NAMES, read_number),
+    "top_k": read_integer,
 }
 # Unimplemented fields are accepted with these values, which switch them off; None and False are accepted for any field.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
@@ -275,12 +275,11 @@ def has_no_effect(name: str, value: Any) -> bool:
 
 def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
     """The sampling fields of a call's settings, without its seed; raises ValueError for a value out of range."""
-    given = {name: settings.get(name) for name in SAMPLING_FIELDS.keys() - {"seed"}}
+    given = {name: settings.get(name) for name in SAMPLING_NAMES}
     if not settings["do_sample"]:
         given |= dict.fromkeys(ALLOWED_WHEN_GREEDY)
     elif given["temperature"] is None:
         given["temperature"] = 1.0
-    given["top_k"] = given["top_k"] or None  # 0 also means off
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return Sampling(**values, logit_bias=read_bias(settings), rule=rule)
 

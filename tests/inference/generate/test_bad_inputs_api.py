@@ -183,11 +183,11 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
         {"stop_strings": "x"},
         Says("stop_strings", "without a tokenizer", "", "pass a tokenizer"),
     ),
-    "temperature NaN": ({**SAMPLE, "temperature": NAN}, Says("temperature", "nan", "at least 1e-8", "leave it out")),
-    "negative temperature": ({**SAMPLE, "temperature": -1}, Says("temperature", "-1", "at least 1e-8", "leave it out")),
+    "temperature NaN": ({**SAMPLE, "temperature": NAN}, Says("temperature", "nan", "0 to 100", "leave it out")),
+    "negative temperature": ({**SAMPLE, "temperature": -1}, Says("temperature", "-1", "0 to 100", "leave it out")),
     "infinite temperature": (
         {**SAMPLE, "temperature": INF},
-        Says("temperature", "inf", "at least 1e-8", "leave it out"),
+        Says("temperature", "inf", "0 to 100", "leave it out"),
     ),
     "temperature 0 with sampling": (
         {**SAMPLE, "temperature": 0},
@@ -210,13 +210,13 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "top_k as a float": ({**SAMPLE, "top_k": 5.5}, Says("top_k", "5.5", "a whole number", "without a point")),
     "top_k as text": ({**SAMPLE, "top_k": "5"}, Says("top_k", "'5'", "a whole number", "without a point or quotes")),
     "top_k as a bool": ({**SAMPLE, "top_k": True}, Says("top_k", "True", "a whole number", "write it as a number")),
-    "negative top_k": ({**SAMPLE, "top_k": -1}, Says("top_k", "-1", "None or at least 1", "leave it out")),
+    "negative top_k": ({**SAMPLE, "top_k": -2}, Says("top_k", "-2", "at least -1", "leave it out")),
     "top_p above 1": ({**SAMPLE, "top_p": 2}, Says("top_p", "2", "at most 1", "leave it out")),
-    "top_p NaN": ({**SAMPLE, "top_p": NAN}, Says("top_p", "nan", "more than 0", "leave it out")),
+    "top_p NaN": ({**SAMPLE, "top_p": NAN}, Says("top_p", "nan", "above 0", "leave it out")),
     "negative min_p": ({**SAMPLE, "min_p": -0.1}, Says("min_p", "-0.1", "0 to 1", "leave it out")),
     "min_p as text": ({**SAMPLE, "min_p": "low"}, Says("min_p", "'low'", "one number", "without quotes")),
-    "repetition penalty 0": ({"repetition_penalty": 0}, Says("repetition_penalty", "0", "more than 0", "leave it out")),
-    "repetition penalty NaN": ({"repetition_penalty": NAN}, Says("repetition_penalty", "nan", "more than 0", "leave")),
+    "repetition penalty 0": ({"repetition_penalty": 0}, Says("repetition_penalty", "0", "above 0", "leave it out")),
+    "repetition penalty NaN": ({"repetition_penalty": NAN}, Says("repetition_penalty", "nan", "above 0", "leave")),
     "presence penalty of 3": ({"presence_penalty": 3}, Says("presence_penalty", "3", "-2 to 2", "leave it out")),
     "frequency penalty as text": (
         {"frequency_penalty": "x"},
@@ -264,7 +264,10 @@ GENERATE: dict[str, tuple[dict[str, Any], Says]] = {
     "seed as a dict": ({"seed": {0: 1}}, Says("seed", "{0: 1}", "a whole number", "write it")),
     "seed as a generator": ({"seed": torch.Generator()}, Says("seed", "Gen", "a whole number", "write it")),
     "seeds for other prompts": ({"seed": [1, 2, 3]}, Says("seed", "3 given for 1 prompts", "1 for all", "one number")),
-    "a seed of 70 bits": ({"seed": 2**70}, Says("seed", str(2**70), "-2^63 to 2^63 - 1", "leave it out")),
+    "a seed of 70 bits": (
+        {"seed": 2**70},
+        Says("seed", str(2**70), "-9223372036854775808 to 9223372036854775807", "leave it out"),
+    ),
     "an end token as text": ({"eos_token_id": "</s>"}, Says("eos_token_id", "'</s>'", "a whole number", "write it")),
     "an end token beyond the vocabulary": (
         {"eos_token_id": 97},
@@ -471,10 +474,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         {"head": None, "decode": "target as the draft model"},
         Says("target", "its tokenizer cannot be loaded", "tokenizer.json", "copy or download them again"),
     ),
-    "a corpus that does not exist": (
-        {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
-        Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
-    ),
 }
 
 
@@ -548,7 +547,7 @@ def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
     says = Says("hidden_size: head 64, target 32", "vocab_size: head 5, target 97", "of these sizes", "train one for")
     assert_raises(lambda: headstart.load_head(tmp_path / "head", folders["target"]), says)
     other = replace(frozen, config=replace(frozen.config, num_layers=9))
-    says = Says("num_hidden_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
+    says = Says("target_num_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
     assert_raises(lambda: load_head_for(folders["head"], other), says)
 
 
