@@ -22,7 +22,7 @@ from headstart.inference.report.methods import build_methods
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
+from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers import run
 
 
