@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.inference.core.cache import PAGE, KVCache, SlotContents
+from headstart.inference.core.cache import PAGE, KVCache
 from headstart.inference.core.cache_memory import free_memory, takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
-from headstart.inference.core.states import WINDOW, Snapshot
+from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
-from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
+from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
@@ -150,37 +150,20 @@ class Batch:
         held, states = self.cache.target.lengths[place], self.cache.states
         self.remember(row, place, held, 0 if states is None else held - len(states.window(place)))
 
-    def remember(self, row: Sequence, place: int, held: int, at: int = 0) -> None:
+    def remember(self, row: Sequence, place: int, held: int, states_at: int = 0) -> None:
         """Keep the first `held` cached tokens of a row's text for prompts that share them as a prefix.
 
-        The target's states, if it has any and they are to be kept, are those after `at` tokens.
+        `states_at`: the target's states, if they are to be kept, are those after this many tokens.
         """
         if self.prefixes is None:
             return
+        held, states_at = min(held, len(row.text)) // BLOCK * BLOCK, states_at if states_at <= len(row.text) else 0
         # The drafter of a row without drafts reads nothing.
         read = row.unread.start if row.request.speculative else 0
-        taps = torch.cat(row.kept)
-
-        def head(first: int, end: int) -> SlotContents | None:
-            slots = self.cache.head
-            return slots.copied(place, max(first - 1, 0), end - 1) if slots is not None and end - 1 <= read else None
-
-        def states(first: int, end: int) -> Cached | None:
-            of_head = head(first, end)
-            is_read = of_head is not None or self.cache.head is None
-            if (end - 1 if is_read else first) < row.kept_from:
-                return None
-            own = taps[(end - 1 if is_read else first) - row.kept_from : end - row.kept_from].clone()
-            return Cached(self.cache.target.copied(place, first, end), of_head, own)
-
-        held, at = min(held, len(row.text)) // BLOCK * BLOCK, at if at <= len(row.text) else 0
-        self.prefixes.add(row.text[: max(held, at)], states, head, at, lambda: self._copied_states(place))
+        tokens, taps = row.text[: max(held, states_at)], torch.cat(row.kept)
+        self.prefixes.add(CachedRow(self.cache, place, tokens, taps, row.kept_from, read, states_at))
         if held > row.kept_from:  # these taps are in the index now
             row.kept, row.kept_from = [taps[held - row.kept_from :].clone()], held
-
-    def _copied_states(self, place: int) -> Snapshot:
-        assert self.cache.states is not None
-        return self.cache.states.copied(place)
 
     def fits(self, requests: list[Request]) -> bool:
         """Whether the cache has memory for these requests in addition to those that it holds."""

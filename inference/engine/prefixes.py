@@ -10,7 +10,7 @@ in two parts (Marconi, arXiv 2411.19379).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.inference.core.cache import SlotContents
+from headstart.inference.core.cache import KVCache, SlotContents
 from headstart.inference.core.states import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends at a whole block, unless states were kept within one
@@ -57,6 +57,39 @@ class Prefix:
 
 def known_tokens(prefix: Prefix | None) -> int:
     return 0 if prefix is None else prefix.tokens
+
+
+@dataclass(frozen=True)
+class CachedRow:
+    """What the cache holds of one row's text, to be copied block by block."""
+
+    cache: KVCache
+    place: int  # the row's, in the cache
+    tokens: list[int]  # as far as they are cached
+    taps: Float[Tensor, "count tapped"]  # the hidden states from position `taps_from` on
+    taps_from: int
+    drafter_read: int  # positions that the drafter has read
+    states_at: int = 0  # tokens after which the target's states stand; 0: they are not to be kept
+
+    def drafter_slots(self, first: int, end: int) -> SlotContents | None:
+        """The drafter's slots of the block between two positions; None if it has not read the block."""
+        slots = self.cache.head
+        if slots is None or end - 1 > self.drafter_read:
+            return None
+        return slots.copied(self.place, max(first - 1, 0), end - 1)
+
+    def block(self, first: int, end: int) -> Cached | None:
+        """The block between two positions; None without the hidden states that it needs."""
+        head = self.drafter_slots(first, end)
+        taps_first = first if head is None and self.cache.head is not None else end - 1
+        if taps_first < self.taps_from:
+            return None
+        taps = self.taps[taps_first - self.taps_from : end - self.taps_from].clone()
+        return Cached(self.cache.target.copied(self.place, first, end), head, taps)
+
+    def states(self) -> Snapshot:
+        assert self.cache.states is not None
+        return self.cache.states.copied(self.place)
 
 
 class PrefixIndex:
@@ -119,52 +152,44 @@ class PrefixIndex:
         self._touch(keys)
         return found
 
-    def add(
-        self,
-        tokens: list[int],
-        states: Callable[[int, int], Cached | None],
-        head: Callable[[int, int], SlotContents | None],
-        at: int = 0,
-        copied: Callable[[], Snapshot] = lambda: None,
-    ) -> None:
-        """Keep the whole blocks of a text.
-
-        `states` gives those of the block between two positions, or None if they are not at hand; `head` gives the
-        drafter's alone, or None if it has not read the block. `copied` gives a copy of the target's states after `at`
-        tokens, where it has any.
-        """
-        keys, parent, above = [], 0, 0
-        for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            key = parent, tuple(tokens[first : first + BLOCK])
-            known = self.blocks.get(key)
-            span = first, first + BLOCK
-            made = states(*span) if known is None else self._read_meanwhile(known[1], head(*span))
-            if made is not None:
-                known = self._put(key, made)
-            if known is None:
-                break
-            keys.append(key)
-            parent = known[0]
-            if span[1] <= at:
-                above = parent
-        rest = at % BLOCK
-        if self.has_states and at and len(keys) >= at // BLOCK:
-            key = (above, tuple(tokens[at - rest : at])) if rest else keys[at // BLOCK - 1]
-            known = self.blocks.get(key)
-            made = states(at - rest, at) if known is None else known[1]
-            if made is not None and made.states is None:
-                self._put(key, replace(made, states=copied()))
-            if rest and key in self.blocks:
-                keys.insert(at // BLOCK, key)
+    def add(self, row: CachedRow) -> None:
+        """Keep the full blocks of a row's text, and the target's states after `row.states_at` tokens."""
+        keys = self._add_blocks(row)
+        if self.has_states and row.states_at and len(keys) >= row.states_at // BLOCK:
+            self._add_states(row, keys)
         self._touch(keys)
         while self.num_bytes > self.memory:
             self.num_bytes -= self.blocks.popitem(last=False)[1][1].num_bytes
 
-    def _read_meanwhile(self, known: Cached, head: SlotContents | None) -> Cached | None:
-        """A block that was kept before the drafter had read it, with what the drafter has of it now."""
-        if head is None or known.head is not None:
-            return None
-        return replace(known, head=head, taps=known.taps[-1:].clone())
+    def _add_blocks(self, row: CachedRow) -> list[Key]:
+        """Returns the keys of the blocks that the index holds now, up to the first that is missing."""
+        keys: list[Key] = []
+        parent = 0
+        for first in range(0, len(row.tokens) - BLOCK + 1, BLOCK):
+            key = parent, tuple(row.tokens[first : first + BLOCK])
+            known = self.blocks.get(key)
+            if known is None:
+                block = row.block(first, first + BLOCK)
+                if block is None:
+                    break
+                known = self._put(key, block)
+            elif known[1].head is None and (head := row.drafter_slots(first, first + BLOCK)) is not None:
+                self._put(key, replace(known[1], head=head, taps=known[1].taps[-1:].clone()))
+            keys.append(key)
+            parent = known[0]
+        return keys
+
+    def _add_states(self, row: CachedRow, keys: list[Key]) -> None:
+        """Add the target's states to the block that ends there, or to a shorter one, whose key joins the others."""
+        count, rest = row.states_at // BLOCK, row.states_at % BLOCK
+        parent = self.blocks[keys[count - 1]][0] if count else 0
+        key = (parent, tuple(row.tokens[row.states_at - rest : row.states_at])) if rest else keys[count - 1]
+        known = self.blocks.get(key)
+        block = row.block(row.states_at - rest, row.states_at) if known is None else known[1]
+        if block is not None and block.states is None:
+            self._put(key, replace(block, states=row.states()))
+        if rest and key in self.blocks:
+            keys.insert(count, key)
 
     def _put(self, key: Key, made: Cached) -> tuple[int, Cached]:
         if key in self.blocks:
