@@ -1,12 +1,12 @@
 """Does the decode loop stay right, and the same size, under mixed traffic? In this process, without a server.
 
-    PYTHONPATH=tests python benchmarks/soak_loop.py --minutes 20
+    PYTHONPATH=tests/support python benchmarks/soak_loop.py --minutes 20
 
 Requests of all kinds come in bursts and leave at random: with drafts and without, greedy and sampled, with shared
 beginnings, long prompts that are read in pieces, stop strings, grammars, lengths up to the end of the context, and
 some whose own work fails. After each step `tests/support/sound_loop.py` checks the loop's state. Each text that ends
 must be the one that its request writes alone and without drafts, each that is cut or fails must begin that text, and
-memory must stay flat. Exit code 1 if a bar is missed.
+memory must stay flat. Exit code 1 otherwise.
 """
 
 import argparse
