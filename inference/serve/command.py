@@ -26,7 +26,7 @@ import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.build import build_drafter, fitting, load_costs, load_drafting_head
+from headstart.inference.drafters.build import build_drafter, growth_for, load_costs, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
@@ -63,7 +63,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
     adapts = options.adapt_memory is not None
     model, template, section = load_model(options.model, last_hidden=adapts)
     assert model.drafter is not None
-    decode, target = fitting(options.model.decode, model.target), model.target
+    decode, target = options.model.decode, model.target
     traffic = None if options.adapt_memory is None else Traffic(options.adapt_memory, options.adapt_keep, target.taps)
 
     def loop_with(drafter: Drafter) -> Callable[[], DecodeLoop]:
@@ -94,7 +94,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
             "target": Path(section.path).name,
             "head": None if head is None else str(head),
             "drafter": decode.drafter,
-            "growth": decode.growth,
+            "growth": str(growth_for(decode, target)),
             "dtype": section.dtype,
             "device": str(target.device),
         },
