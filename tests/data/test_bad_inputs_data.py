@@ -575,7 +575,12 @@ USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     "data.store lacks a tap": (
         store,
         ("head.taps=[0]",),
-        Says("data.store", "holds taps [1, 2, 3]", "the head reads [0]", "remove data.store to harvest one"),
+        Says(
+            "data.store",
+            "holds taps [1, 2, 3]",
+            "it lacks [0]; a new harvest of this text takes about",
+            "remove data.store",
+        ),
     ),
     "data.store is of another target": (
         lambda place: other_store(place, target={"path": "elsewhere", "sha256": "0" * 64}),

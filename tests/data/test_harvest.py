@@ -52,39 +52,27 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
 # Cost
 
 
-def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
-    needed = sum(
-        len(row["prompt"] + row["response"]) for split in ("train", "heldout") for row in responses(recipe, split)
-    )
-    needed *= bytes_per_token(32, 3, "float32")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
-        harvest(recipe)
-    assert not list(recipe.features_dir.glob("*.safetensors"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
-    harvest(recipe)
-
-
-def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_are_written(
+def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_run(tmp_path)
-    recipe, usage = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path)
+    recipe, usage, per_token = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path), bytes_per_token(32, 3, "float32")
+
+    def refuse_with(tokens: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
+        with pytest.raises(ValueError, match=r"data\.folder: the features need .* left; choose another data\.folder"):
+            harvest(recipe)
+
     make_prompts(recipe)
-    rows = [row for name in ("train", "heldout") for row in list(read_jsonl(recipe.prompts_dir / f"{name}.jsonl"))]
+    rows = [row for name in ("train", "heldout") for row in read_jsonl(recipe.prompts_dir / f"{name}.jsonl")]
     tokens = sum(len(row["tokens"]) for row in rows[:16])
-    per_token = bytes_per_token(32, 3, "float32")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
-        harvest(recipe)
+    refuse_with(tokens)
     assert not recipe.responses_dir.exists()
+    monkeypatch.undo()
     harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
+    written = [row for split in ("train", "heldout") for row in responses(recipe, split)]
+    refuse_with(sum(len(row["prompt"] + row["response"]) for row in written))
+    assert not list(recipe.features_dir.glob("*.safetensors"))
     monkeypatch.undo()
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)

@@ -165,11 +165,6 @@ def test_two_drivers_and_a_driver_beside_a_part_are_refused(folder: Path) -> Non
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
 
 
-def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
-    said = Says("target.split", "tensor given with --on ray", "null or layers is allowed", "leave --on ray out")
-    assert_raises(lambda: run(tiny_recipe(folder, "target.split=tensor"), None, "ray"), said)
-
-
 def test_a_draft_head_is_refused(folder: Path) -> None:
     recipe = tiny_recipe(folder, f"data.draft_head={folder / 'head'}")
     assert_raises(
