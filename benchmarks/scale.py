@@ -24,7 +24,7 @@ from rich.table import Table
 from transformers import LlamaConfig, Qwen3Config
 
 from headstart.data_pipelines.features.shard_files import bytes_per_token
-from headstart.data_pipelines.on_ray import LOSSES, shards_in_task
+from headstart.data_pipelines.on_ray import TASK_LOSSES_MAX, shards_in_task
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.new_head import head_without_weights
@@ -252,7 +252,7 @@ def failures(seeds: int) -> Table:
             f"{mean:.2%}",
             f"{most:.2%}",
         ]
-        table.add_row(*row, f"{max(losses)} of {LOSSES}")
+        table.add_row(*row, f"{max(losses)} of {TASK_LOSSES_MAX}")
     return table
 
 
