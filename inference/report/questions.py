@@ -23,7 +23,7 @@ SPEED_BENCH_CATEGORIES = (
     *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are those of its throughput splits
 )
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # in the published files, in place of a question
-SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench"
+SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
 
 
 @dataclass(frozen=True)
