@@ -274,7 +274,7 @@ async def idle(http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(120):
         while True:
             page = (await http.get("/metrics")).text
-            counts = re.findall(r"^headstart:num_requests_(?:running|waiting)\{.*\} (\S+)$", page, re.MULTILINE)
+            counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", page, re.MULTILINE)
             assert len(counts) == 2, page
             if not any(map(float, counts)):
                 return

@@ -164,7 +164,7 @@ def soak(loop: DecodeLoop, traffic: Traffic, minutes: float) -> tuple[Counter[st
         if kinds and draw.random() < CANCELS:
             loop.cancel(draw.choice([*kinds]))
         if draw.random() < 0.1:
-            loop.pace.chunk = draw.randint(1, 64)
+            loop.schedule.chunk_with_rows = draw.randint(1, 64)
         if draw.random() < SWITCH:  # rows draft always for a while, or only where that pays
             loop.decode_step.speculation = draw.choice([None, by_load])
         loop.step()

@@ -1,5 +1,6 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -178,16 +179,26 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     return KINDS[kind]
 
 
+def target_misfits(config: dict[str, Any], target: TargetConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Each key of a head's config.json that describes another target: the key, its value, and this target's value."""
+    own, rope = config.get("headstart", {}), asdict(target.rope)
+    hidden = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    facts = {
+        hidden: (config.get(hidden), target.hidden_size),
+        "vocab_size": (config.get("vocab_size"), target.vocab_size),
+        "num_target_layers": (config.get("num_target_layers", target.num_layers), target.num_layers),
+        "headstart.target_num_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
+        "headstart.target_rope": (own.get("target_rope", rope), rope),
+    }
+    yield from ((key, value, its) for key, (value, its) in facts.items() if value != its)
+
+
 def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
     """Raise one ValueError that names every mismatch between a head's config.json and its target, with both values."""
-    own, rope, taps = config.get("headstart", {}), Rope.from_config(config), kind.config_taps(config, target)
-    facts = {
-        "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
-        "vocab_size": (config.get("vocab_size"), target.vocab_size),
-        "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
-        "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
-    }
-    wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
+    rope, taps = Rope.from_config(config), kind.config_taps(config, target)
+    wrong = [f"{key}: head {value}, target {its}" for key, value, its in target_misfits(config, target)]
+    if kind.has_rope and rope != target.rope and "target_rope" not in config.get("headstart", {}):
+        wrong.append(f"rope: head {asdict(rope)}, target {asdict(target.rope)}")
     layers = config.get("num_hidden_layers") or 1
     if kind.has_rope and layers > 1 and kind is not BlockHead:
         wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")

@@ -91,7 +91,7 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
     if isinstance(drafter.growth, Costly):
-        return drafter.growth.watch.costs
+        return drafter.growth.costs
     return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 

@@ -288,7 +288,6 @@ class Repeats:
         for trie, added in zip(tries, chances, strict=True):
             trie.cut(len(trie) - max(len(added) - count, 0))
         found = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
-        growth.joined_by(found.shape[1] - tree.shape[1])
         deepest = max(max(trie.depths) for trie in tries)
         return replace(found, deepest=deepest, levels=tree.deepest)
 

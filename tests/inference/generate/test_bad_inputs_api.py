@@ -547,7 +547,7 @@ def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
     says = Says("hidden_size: head 64, target 32", "vocab_size: head 5, target 97", "of these sizes", "train one for")
     assert_raises(lambda: headstart.load_head(tmp_path / "head", folders["target"]), says)
     other = replace(frozen, config=replace(frozen.config, num_layers=9))
-    says = Says("num_hidden_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
+    says = Says("target_num_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
     assert_raises(lambda: load_head_for(folders["head"], other), says)
 
 
