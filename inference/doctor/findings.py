@@ -16,7 +16,7 @@ from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
-CATEGORIES = {  # finding -> words in the place or text of a violation that lint finds; the first match counts
+CATEGORIES = {  # finding -> words in the location or text of a violation that lint finds; the first match counts
     "context length": ("max_position_embeddings",),
     "dtype": ("finite numbers", "floating-point format"),
     "files": ("target_rope", "config.json vocab_size"),  # made for another target

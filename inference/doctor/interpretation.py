@@ -17,13 +17,12 @@ from headstart.heads.formats.published import translate
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_config import block_key
-from headstart.heads.kinds.checkpoint import head_from_files
+from headstart.heads.kinds.checkpoint import KINDS, head_from_files
 from headstart.heads.target_config import Rope
 from headstart.inference.calibrate import score_taps
 from headstart.inference.core.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
-NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -60,8 +59,7 @@ class Interpretation:
         if (bias := tensors.get("fc.bias")) is not None and not bool(bias.any()):
             del tensors["fc.bias"]  # a zero bias changes nothing
         weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-        taps = subject.taps if subject.kind in ("eagle3", "block") else (frozen.config.num_layers,)
-        return cls(files.folder, subject.kind, translation.config, weights, taps, ids.long())
+        return cls(files.folder, subject.kind, translation.config, weights, subject.taps, ids.long())
 
     @classmethod
     def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Interpretation":
@@ -74,17 +72,20 @@ class Interpretation:
         return replace(served, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
-        """Build the head, without the weights of disabled norms, as engines do; ValueError for tensors that misfit."""
-        config, tensors = dict(self.config), dict(self.tensors)
+        """Build the head; raises ValueError for tensors that do not fit.
+
+        As in the engines, norms without weights get ones, and weights of disabled norms are ignored.
+        """
+        config, tensors = dict(self.config), {**self.unit_norms(frozen), **self.tensors}
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
             if not config.get(flag):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
         if len(self.ids) != frozen.config.vocab_size:
             # The map only has to be valid: `ids` is applied to the logits columns later.
+            stand_in = KINDS[self.kind].vocab_map
             columns = torch.arange(len(self.ids) + 1)
             columns = columns[columns != block_key(self.config, "mask_token_id", len(self.ids))][: len(self.ids)]
-            by_kind = ("token_map", columns) if self.kind == "medusa" else ("d2t", columns - torch.arange(len(columns)))
-            tensors |= [by_kind]
+            tensors[stand_in] = columns - torch.arange(len(columns)) if stand_in == "d2t" else columns
         config["headstart"] = {
             "kind": self.kind,
             "taps": list(self.taps),
@@ -92,6 +93,12 @@ class Interpretation:
             "target_rope": asdict(frozen.config.rope),
         }
         return head_from_files(self.folder, config, tensors, frozen)
+
+    def unit_norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
+        """A weight of ones for each norm that a head of this kind may have."""
+        hidden = self.config.get("hidden_size", frozen.config.hidden_size)
+        sizes = KINDS[self.kind].norm_sizes(hidden, frozen.config, len(self.taps))
+        return {name: torch.ones(size) for name, size in sizes.items()}
 
     def with_config(self, **keys: Any) -> "Interpretation":
         return replace(self, config={**self.config, **keys})

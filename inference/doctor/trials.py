@@ -6,7 +6,6 @@ with variants of how its files are interpreted: a clearly better one is most lik
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from statistics import fmean as mean
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import KINDS
+from headstart.heads.kinds.eagle3 import NORM_FLAGS
 from headstart.heads.target_config import Rope
 from headstart.inference.doctor.findings import Finding
-from headstart.inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
+from headstart.inference.doctor.interpretation import Interpretation, Measure
 
 COMMON_ROPE_BASES = (1e4, 5e5, 1e6)
 MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported
@@ -130,17 +131,16 @@ def largest_loss(right: list[float], wrong: list[float]) -> str:
 
 def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Trial]:
     """Every variant of a head alone worth trying; each differs from `head` in one thing."""
-    if head.kind != "medusa":  # Medusa heads read no tokens and have no positions
+    kind = KINDS[head.kind]
+    if kind.reads_tokens:
         yield from shift_variants(head)
-    if head.kind not in ("medusa", "mtp"):  # an MTP layer's RoPE is its target's
+    if kind.has_rope:
         yield from rope_variants(head, frozen)
-    if head.kind in ("eagle3", "block"):
+    if kind.chooses_taps:
         yield from tap_variants(head, frozen)
         yield from map_variants(head)
-    if head.kind == "eagle3":
-        yield from (flag_variant(head, "norm", flag) for flag in NORM_FLAGS)
-    if head.kind == "block":  # off by one slot, a block head guesses nothing right
-        yield flag_variant(head, "slots", "sample_from_anchor")
+    for category, flags in kind.flags.items():
+        yield from (flag_variant(head, category, flag) for flag in flags)
 
 
 def shift_variants(head: Interpretation) -> Iterator[Trial]:
@@ -199,11 +199,8 @@ def find_better_variants(
     now, reported = measure(head), set[str]()
     chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy near one half
     while True:
-        scored = list[tuple[list[float], Trial]]()
-        for trial in variants_of(head, frozen):
-            if trial.finding.category not in reported:
-                with suppress(ValueError):  # a norm without weights cannot be computed
-                    scored.append((measure(trial.head), trial))
+        trials = [trial for trial in variants_of(head, frozen) if trial.finding.category not in reported]
+        scored = [(measure(trial.head), trial) for trial in trials]
         if not scored:
             return
         best, chosen = max(scored, key=lambda pair: mean(pair[0]))
