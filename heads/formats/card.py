@@ -11,12 +11,11 @@ from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
-from headstart.heads.formats.commands import headstart_section, serving_sections
-from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, is_whole_target, native_files
-from headstart.heads.formats.subject import Violation
+from headstart.heads.formats.commands import headstart_section
+from headstart.heads.formats.layouts import FORMATS, engine_files, is_whole_target, native_files, serving_sections
+from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.recipes.schema import SELF, Recipe
 
-KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block", "mtp": "MTP"}
 WHOLE = (
     "This folder is the whole target with the tuned layer in place of its own. Files of weights without that layer are "
     "links to the target's; upload or copy what they point to."
@@ -42,7 +41,7 @@ def card(
     unknown = f"Unknown: the head comes from `{source}`, not from this run."
     parts = [
         front_matter(head, target),
-        f"# {KIND_NAMES[head.kind]} draft head for {target.name}",
+        f"# {head.title} draft head for {target.name}",
         f"A draft head for speculative decoding with `{target.name}`. In every decoding step the head proposes draft "
         f"tokens, and the target verifies all of them in a single forward pass. The text remains the target's own; "
         f"only the number of forward passes goes down.",
@@ -89,7 +88,7 @@ def front_matter(head: DraftHead, target: ServedTarget) -> str:
 
 def facts(head: DraftHead, target: ServedTarget) -> Iterator[str]:
     parameters = sum(parameter.numel() for parameter in head.parameters())
-    yield f"- kind: {KIND_NAMES[head.kind]}, {parameters:,} parameters, hidden size {head.feature_size}"
+    yield f"- kind: {head.title}, {parameters:,} parameters, hidden size {head.feature_size}"
     yield (
         f"- input from the target: hidden_states {list(head.taps)} of its {head.target.num_layers} layers, where "
         f"hidden_states[i] is the input of layer i"

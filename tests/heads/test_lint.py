@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
-from headstart.heads.formats.lint import RULES, lint, main, violations
+from headstart.heads.formats.kinds.eagle import EAGLE3
+from headstart.heads.formats.lint import lint, main, violations
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
 
@@ -298,7 +299,7 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
     [violation] = lint(folder, str(target_folder), ["speculators"])
     assert str(violation) == (
         f"speculators: error: layout: 'eagle3' found; speculators cannot read eagle3, "
-        f"only {', '.join(RULES['eagle3'])} can"
+        f"only {', '.join(EAGLE3.rules)} can"
     )
 
 
