@@ -15,8 +15,8 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Move
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.targets.model import TargetModel
