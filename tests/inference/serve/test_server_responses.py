@@ -210,7 +210,10 @@ def test_an_error_after_the_first_event_is_an_event_that_clients_raise(served: S
         ({"input": None}, ("input: missing",)),
         ({"input": []}, ("input: []", "at least one message")),
         ({"input": [{"content": "x"}]}, ("input[0].role",)),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, ("input[0].type", "item_reference", "a complete message")),
+        (
+            {"input": [{"type": "item_reference", "id": "msg_1"}]},
+            ("input[0].type", "item_reference", "a complete message"),
+        ),
         ({"input": [{**CALL_ITEM, "arguments": "{"}]}, ("input", "arguments", "a JSON object in a string")),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
