@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import uvicorn
 from drafting import noisy_copy
 from tiny_run import ENDS, build_target
@@ -61,6 +62,7 @@ class Running:
 
     url: str
     service: Service
+    http: httpx.Client
     lines: list[str] = field(default_factory=list)  # of its log
 
 
@@ -80,9 +82,12 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     made = threading.Event()  # a loop that is being made runs the target, and so may the test
     service.worker.orders.put(made.set)
     assert made.wait(20)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield Running(f"http://127.0.0.1:{port}", service, lines)
+        # Loading certificates takes 60 ms; the server closes idle connections after 5 seconds.
+        limits = httpx.Limits(keepalive_expiry=2)
+        with httpx.Client(base_url=url, timeout=60, verify=False, limits=limits) as http:
+            yield Running(url, service, http, lines)
     finally:
         server.should_exit = True
         thread.join(20)

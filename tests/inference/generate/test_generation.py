@@ -4,6 +4,7 @@ import warnings
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -142,9 +143,9 @@ SOME_CASES = (
 
 
 @pytest.fixture(scope="module")
-def of_batch(theirs: Any, ends: list[int]) -> dict[str, torch.Tensor]:
-    """What transformers writes after BATCH in each case."""
-    return {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
+def of_batch(theirs: Any, ends: list[int]) -> Callable[[str], torch.Tensor]:
+    """What transformers writes after BATCH in a case."""
+    return cache(lambda case: theirs.generate(**BATCH, **same_fields(ends)[case]))
 
 
 @pytest.mark.each_value
@@ -156,11 +157,11 @@ def test_greedy_output_equals_that_of_transformers(
     target: TargetModel,
     model: SpeculativeModel,
     theirs: Any,
-    of_batch: dict[str, torch.Tensor],
+    of_batch: Callable[[str], torch.Tensor],
     ends: list[int],
 ) -> None:
     fields = same_fields(ends)[case]
-    wanted = of_batch[case] if prompts is BATCH else theirs.generate(**prompts, **fields)
+    wanted = of_batch(case) if prompts is BATCH else theirs.generate(**prompts, **fields)
     width = prompts["input_ids"].shape[1]
     texts = [PROMPTS[row] + written[width:].tolist() for row, written in enumerate(wanted)]
     for drafter in (None, Moody(*texts)):
@@ -168,9 +169,10 @@ def test_greedy_output_equals_that_of_transformers(
     assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
 
 
-def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: dict[str, torch.Tensor]) -> None:
-    assert (of_batch["two end tokens"][0] == PAD).any()
-    same = [case for case, found in of_batch.items() if torch.equal(found, of_batch["no end"])]
+@pytest.mark.slow
+def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: Callable[[str], torch.Tensor]) -> None:
+    assert (of_batch("two end tokens")[0] == PAD).any()
+    same = [case for case in same_fields([0, 0]) if torch.equal(of_batch(case), of_batch("no end"))]
     assert same == ["no end", "beams of one"]
 
 

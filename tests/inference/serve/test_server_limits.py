@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,11 @@ from matrix import slow_unless
 from server_run import NAME, Running, load_served, running
 
 from headstart.inference.core.drafter import PLAIN
-from headstart.inference.core.request import EmittedTokens
+from headstart.inference.core.request import EmittedTokens, StopStrings
+from headstart.inference.engine import loop
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.serve.api.constraints import GrammarState
+from headstart.inference.serve.api.text import WrittenText
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
 
@@ -68,9 +70,8 @@ def server(served: Served) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as found:
-        yield found
+def client(server: Running) -> httpx.Client:
+    return server.http
 
 
 @contextmanager
@@ -79,9 +80,9 @@ def gated(served: Served, prefill_chunk: int = 512, **settings: Any) -> Iterator
     gate = Gate()
 
     def make_loop() -> DecodeLoop:
-        loop = GatedLoop(served.target, PLAIN, 2, prefill_chunk=prefill_chunk)
-        loop.gate = gate
-        return loop
+        made = GatedLoop(served.target, PLAIN, 2, prefill_chunk=prefill_chunk)
+        made.gate = gate
+        return made
 
     values: dict[str, Any] = {"names": (NAME,), "max_batch": 2, "max_queue": 1, **settings}
     with running(replace(served, make_loop=make_loop), ServerSettings(**values)) as found:
@@ -178,6 +179,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (outputs(choice=["ab" * 70_000]), "structured_outputs.choice: ", "at most 120000"),
         (outputs(choice=[]), "structured_outputs.choice: [] given", "a list of texts"),
         ({"stream": "yes"}, "stream: 'yes' given", "true or false"),
+        ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
+        ({"best_of": 4}, "best_of: 4 given", "only 1"),
         ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
         ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation: True given", "only false"),
         ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
@@ -304,36 +307,29 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(server: Running) -> None:
 def test_without_a_key_there_is_no_answer(served: Served) -> None:
     with running(served, ServerSettings((NAME,), api_keys=("one", "two"))) as found:
         for key in ("", "on", "one two", "three"):
-            refused = httpx.get(f"{found.url}/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
+            refused = found.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"} if key else {})
             assert_refused(refused, 401, "Bearer")
         for key in ("one", "two"):
-            allowed = httpx.get(f"{found.url}/v1/models", headers={"Authorization": f"Bearer {key}"})
+            allowed = found.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})
             assert allowed.status_code == 200
         for path in ("/health", "/ready", "/metrics", "/version"):
-            assert httpx.get(found.url + path).status_code == 200
+            assert found.http.get(path).status_code == 200
         assert "two" not in "".join(found.lines)
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back(served: Served) -> None:
     with gated(served) as (server, gate):
-        threads = [post_in_thread(server) for _ in range(3)]
+        threads = [PostThread(server) for _ in range(3)]
         until(lambda: server.service.waiting == 3)
-        refused = httpx.post(server.url + COMPLETION, json={"prompt": "a"})
+        refused = server.http.post(COMPLETION, json={"prompt": "a"})
         assert_refused(refused, 503, "3 wait", "at most 3", "--max-queue")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = server.http.get("/metrics").text
         assert 'vllm:admission_rejections_total{engine="0",model_name="tiny",reason="queue_full"} 1.0' in metrics
         assert 'vllm:num_requests_waiting{engine="0",model_name="tiny"} 3.0' in metrics
         gate.is_open.set()
-        assert [thread.result() for thread in threads] == [200] * 3
-        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
-
-
-def resolve(owner: str, attribute: str) -> Any:
-    """The attribute of a module, or of a class in one."""
-    module, _, name = owner.rpartition(".")
-    found: Any = getattr(import_module(module), name) if name[0].isupper() else import_module(owner)
-    return getattr(found, attribute)
+        assert [thread.status for thread in threads] == [200] * 3
+        assert server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
 class PostThread(threading.Thread):
@@ -345,16 +341,16 @@ class PostThread(threading.Thread):
 
     def run(self) -> None:
         body = {"prompt": "a draft", "max_tokens": 8, **self.fields}
-        self.found = httpx.post(self.server.url + COMPLETION, json=body, timeout=60)
+        self.found = self.server.http.post(COMPLETION, json=body)
 
-    def result(self) -> int:
+    def answer(self) -> httpx.Response:
         self.join(60)
         assert self.found is not None
-        return int(self.found.status_code)
+        return self.found
 
-
-def post_in_thread(server: Running, **fields: Any) -> PostThread:
-    return PostThread(server, **fields)
+    @property
+    def status(self) -> int:
+        return self.answer().status_code
 
 
 @pytest.mark.each_value
@@ -365,7 +361,7 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
 ) -> None:
     with gated(served, prefill_chunk=4) as (server, gate):
         service = server.service
-        others = [post_in_thread(server, max_tokens=100, ignore_eos=True) for _ in range(2 * (place == "queue"))]
+        others = [PostThread(server, max_tokens=100, ignore_eos=True) for _ in range(2 * (place == "queue"))]
         until(lambda: service.running == len(others), gate=gate if others else None)
         with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
             fields = {"prompt": [20] * 20, "max_tokens": 100, "ignore_eos": True, "stream": stream, "logprobs": 0}
@@ -388,8 +384,8 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
         assert (line["completion_tokens"] > 0) == (place == "decoding")
         assert line["status"] == (200 if stream and place == "decoding" else 499)
         gate.is_open.set()
-        assert [other.result() for other in others] == [200] * len(others)
-        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+        assert [other.status for other in others] == [200] * len(others)
+        assert server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
 
 
 def test_a_client_that_reads_a_byte_at_a_time_holds_no_row_and_delays_nobody(served: Served) -> None:
@@ -399,7 +395,7 @@ def test_a_client_that_reads_a_byte_at_a_time_holds_no_row_and_delays_nobody(ser
         fields = {"prompt": "a", "max_tokens": 100, "ignore_eos": True, "stream": True, "n": 2, "logprobs": 5}
         slow.sendall(raw_post(fields))
         came = slow.recv(1)
-        other = httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=20)
+        other = server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2})
         assert other.status_code == 200
         until(lambda: server.service.running == 0)  # though it has read one byte
         slow.settimeout(20)
@@ -411,16 +407,15 @@ def test_a_client_that_reads_a_byte_at_a_time_holds_no_row_and_delays_nobody(ser
 def test_time_limits_refuse_what_waits_and_cut_what_runs(served: Served) -> None:
     with gated(served, queue_timeout=0.2) as (server, gate):
         threading.Timer(0.6, gate.is_open.set).start()  # a request is let go when the step that is running has ended
-        found = httpx.post(server.url + COMPLETION, json={"prompt": "a"})
+        found = server.http.post(COMPLETION, json={"prompt": "a"})
         assert_refused(found, 503, "no token within 0.2 seconds", "--queue-timeout")
     with gated(served, request_timeout=0.3) as (server, gate):
         gate.steps.release(2)
-        thread = post_in_thread(server, ignore_eos=True, max_tokens=50)
+        thread = PostThread(server, ignore_eos=True, max_tokens=50)
         time.sleep(0.5)
         gate.is_open.set()
-        assert thread.result() == 200
-        assert thread.found is not None
-        assert thread.found.json()["choices"][0]["finish_reason"] in ("abort", "length")
+        assert thread.status == 200
+        assert thread.answer().json()["choices"][0]["finish_reason"] in ("abort", "length")
 
 
 @pytest.mark.parametrize(("stream", "steps", "status"), [(False, 0, 500), (True, 0, 500), (True, 1, 200)])
@@ -429,65 +424,67 @@ def test_a_step_that_fails_ends_its_requests_alone(
 ) -> None:
     """After the first token the error of a stream is an event, as its status is told already."""
     with gated(served) as (server, gate):
-        thread = post_in_thread(server, stream=stream, ignore_eos=True, logprobs=0)  # these come without a text, too
+        thread = PostThread(server, stream=stream, ignore_eos=True, logprobs=0)  # these come without a text, too
         until(lambda: server.service.waiting == 1)
         if steps:
             gate.steps.release(steps)
         until(lambda: server.service.running == steps)
         gate.fails = True
         gate.steps.release()
-        assert thread.result() == status
-        assert thread.found is not None
-        assert '"code": 500' in thread.found.text.replace('":5', '": 5')
-        assert thread.found.text.endswith("data: [DONE]\n\n") == (status == 200)
+        assert thread.status == status
+        assert '"code": 500' in thread.answer().text.replace('":5', '": 5')
+        assert thread.answer().text.endswith("data: [DONE]\n\n") == (status == 200)
         gate.is_open.set()
-        assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert "headstart:engine_failures{" in httpx.get(f"{server.url}/metrics").text
+        assert server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert server.http.get("/health").status_code == 200
+        assert "headstart:engine_failures{" in server.http.get("/metrics").text
     assert "a step failed" in capfd.readouterr().err
 
 
 def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> None:
     """The loop after the failure numbers requests from 0 again, and the failed request cancels its other choice."""
     with gated(served, max_queue=6) as (server, gate):
-        failing = post_in_thread(server, n=2, max_tokens=60, ignore_eos=True)
+        failing = PostThread(server, n=2, max_tokens=60, ignore_eos=True)
         gate.steps.release(1)
         until(lambda: server.service.running > 0)
-        other = post_in_thread(server, n=4, max_tokens=20, ignore_eos=True)
+        other = PostThread(server, n=4, max_tokens=20, ignore_eos=True)
         until(lambda: server.service.waiting == 4)
         gate.fails = True
         gate.is_open.set()
-        assert failing.result() == 500
-        assert other.result() == 200
-        assert other.found is not None
-        assert [choice["finish_reason"] for choice in other.found.json()["choices"]] == ["length"] * 4
+        assert failing.status == 500
+        assert other.status == 200
+        assert [choice["finish_reason"] for choice in other.answer().json()["choices"]] == ["length"] * 4
 
 
 def fail(*_: Any) -> Any:
     raise RuntimeError("this choice failed")
 
 
-# What fails for a request with the stop string "fail", or with a grammar: a function, what is in its place, the status.
-FAILURES: dict[str, tuple[str, Callable[[Any], Callable[..., Any]], int]] = {
+# What fails for a request with the stop string "fail", or with a grammar: a function, its replacement, the status.
+FAILURES: dict[str, tuple[Any, str, Callable[[Any], Callable[..., Any]], int]] = {
     "when it is submitted": (
-        "engine.loop.check_request",
+        loop,
+        "check_request",
         lambda own: lambda *given: fail() if given[1].stop else own(*given),
         500,
     ),
-    "in its stop strings": ("core.request.StopStrings.kept", lambda own: fail, 500),
+    "in its stop strings": (StopStrings, "kept", lambda own: fail, 500),
     "in the text that is shown": (
-        "serve.api.text.WrittenText.add",
+        WrittenText,
+        "add",
         lambda own: lambda *given: fail() if given[0].stop else own(*given),
         500,
     ),
-    "in its grammar": ("serve.api.constraints.GrammarState.advance", lambda own: fail, 500),
+    "in its grammar": (GrammarState, "advance", lambda own: fail, 500),
     "in its grammar, later": (
-        "serve.api.constraints.GrammarState.allowed",
+        GrammarState,
+        "allowed",
         lambda own: lambda state, path: fail() if len(state.taken) > 2 else own(state, path),
         500,
     ),
     "as its grammar gives up": (
-        "serve.api.constraints.GrammarState.allowed",
+        GrammarState,
+        "allowed",
         lambda own: lambda state, path: own(state, path) & (len(state.taken) < 3),
         400,
     ),
@@ -504,26 +501,24 @@ def test_what_fails_in_one_choice_is_told_to_its_client_alone(
     server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], place: str, stream: bool
 ) -> None:
     """No text is told as a proper end, and neither the others' texts nor what comes next change."""
-    name, replacement, status = FAILURES[place]
+    owner, name, replacement, status = FAILURES[place]
     fields = {"prompt": "a draft", "max_tokens": 30, "ignore_eos": True, "temperature": 0}
-    alone = httpx.post(server.url + COMPLETION, json=fields).json()["choices"][0]["text"]
+    alone = server.http.post(COMPLETION, json=fields).json()["choices"][0]["text"]
     failures = server.service.worker.failures
     own: Any = {"structured_outputs": {"regex": "[a-z ]{12}"}, "ignore_eos": False, "logprobs": 0}
-    httpx.post(server.url + COMPLETION, json={**fields, **own})  # reads the tokens' texts, which takes a while
-    owner, _, attribute = f"headstart.inference.{name}".rpartition(".")
-    monkeypatch.setattr(f"{owner}.{attribute}", replacement(resolve(owner, attribute)))
-    other = post_in_thread(server, **{key: value for key, value in fields.items() if key != "prompt"})
+    server.http.post(COMPLETION, json={**fields, **own})  # reads the tokens' texts, which takes a while
+    monkeypatch.setattr(owner, name, replacement(getattr(owner, name)))
+    other = PostThread(server, **{key: value for key, value in fields.items() if key != "prompt"})
     if "grammar" not in place:
         own = {"stop": "fail"}
-    found = httpx.post(server.url + COMPLETION, json={**fields, **own, "stream": stream}, timeout=60)
+    found = server.http.post(COMPLETION, json={**fields, **own, "stream": stream})
     is_begun = stream and place in ("in its grammar, later", "as its grammar gives up")
     assert found.status_code == (200 if is_begun else status)
     assert f'"code": {status}' in found.text.replace('":', '": ').replace(":  ", ": ")
     assert '"stop"' not in found.text.replace("stop_reason", "")
     assert found.text.endswith("data: [DONE]\n\n") == is_begun
-    assert other.result() == 200
-    assert other.found is not None
-    assert other.found.json()["choices"][0]["text"] == alone
+    assert other.status == 200
+    assert other.answer().json()["choices"][0]["text"] == alone
     assert ("this choice failed" in capfd.readouterr().err) == (status == 500)
     assert server.service.worker.failures == failures
     until(lambda: server.service.running + server.service.waiting == 0 and not server.service.open)
@@ -534,42 +529,39 @@ def test_what_never_fits_in_the_memory_is_refused_with_status_400(served: Served
     make_loop = partial(DecodeLoop, served.target, PLAIN, 2, memory=128 * 384)  # one page
     with running(replace(served, make_loop=make_loop), ServerSettings((NAME,), max_batch=2)) as server:
         body = {"prompt": "a", "max_tokens": 100, "stream": stream}
-        assert_refused(httpx.post(server.url + COMPLETION, json=body), 400, "memory:", "max_new_tokens 100 needs")
+        assert_refused(server.http.post(COMPLETION, json=body), 400, "memory:", "max_new_tokens 100 needs")
 
 
 def test_draining_lets_requests_end_and_takes_no_more(served: Served) -> None:
     with gated(served) as (server, gate):
-        threads = [post_in_thread(server), post_in_thread(server)]
+        threads = [PostThread(server), PostThread(server)]
         until(lambda: server.service.waiting == 2)
-        loop = server.service.worker.asyncio
-        draining = asyncio.run_coroutine_threadsafe(server.service.drain(30), loop)
+        draining = asyncio.run_coroutine_threadsafe(server.service.drain(30), server.service.worker.asyncio)
         until(lambda: server.service.draining)
-        assert httpx.get(f"{server.url}/ready").status_code == 503
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert_refused(httpx.post(server.url + COMPLETION, json={"prompt": "a"}), 503, "stopping")
+        assert server.http.get("/ready").status_code == 503
+        assert server.http.get("/health").status_code == 200
+        assert_refused(server.http.post(COMPLETION, json={"prompt": "a"}), 503, "stopping")
         gate.is_open.set()
-        assert [thread.result() for thread in threads] == [200, 200]
+        assert [thread.status for thread in threads] == [200, 200]
         draining.result(20)
 
 
 def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -> None:
     with gated(served, max_queue=4) as (server, gate):
-        thread = post_in_thread(server, max_tokens=100, ignore_eos=True, n=2)
+        thread = PostThread(server, max_tokens=100, ignore_eos=True, n=2)
         until(lambda: server.service.waiting == 2)
         gate.steps.release(4)
         until(lambda: server.service.running == 2)
-        waiting = [post_in_thread(server, n=2, stream=stream) for stream in (False, True)]
+        waiting = [PostThread(server, n=2, stream=stream) for stream in (False, True)]
         until(lambda: server.service.waiting == 4)
         draining = asyncio.run_coroutine_threadsafe(server.service.drain(0.1), server.service.worker.asyncio)
         draining.result(20)
         gate.steps.release(1)
-        assert thread.result() == 200
-        assert thread.found is not None
-        assert thread.found.json()["choices"][0]["finish_reason"] == "abort"
+        assert thread.status == 200
+        assert thread.answer().json()["choices"][0]["finish_reason"] == "abort"
         for each in waiting:  # they got an empty answer with status 200, which no client sends elsewhere
-            assert each.result() == 503
-            assert each.found is not None
-            assert each.found.headers["retry-after"]
+            assert each.status == 503
+            assert each.answer().headers["retry-after"]
 
 
 def test_connections_that_open_and_drop_leave_nothing_behind(
@@ -588,4 +580,4 @@ def test_connections_that_open_and_drop_leave_nothing_behind(
     until(lambda: server.service.running + server.service.waiting == 0 and not server.service.open)
     until(lambda: len(list(files.iterdir())) <= before)
     assert "Traceback" not in capfd.readouterr().err
-    assert httpx.post(server.url + COMPLETION, json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+    assert server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).status_code == 200
