@@ -36,7 +36,7 @@ def load_served(
 ) -> Served:
     """A tiny target, drafting with a copy of it whose weights are a little off: often right, and often wrong."""
     if not folder.exists():
-        build_target(folder, num_layers=3)
+        build_target(folder, num_layers=2)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
     own = drafter or ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
     about: dict[str, str | bool | None] = {

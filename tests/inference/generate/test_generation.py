@@ -325,7 +325,7 @@ def test_fields_that_transformers_lacks_are_read() -> None:
 
 
 def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
-    fields = {"max_new_tokens": NEW, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
+    fields = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
     sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
     width = len(PROMPTS[2])
 
@@ -333,7 +333,7 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
         return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
 
     def alone(prompt: list[int], seed: int) -> list[int]:
-        return generate(target, prompt, NEW, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
+        return generate(target, prompt, 6, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
 
     assert read_sampling(read_settings(None, fields)) == sampling
     wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}

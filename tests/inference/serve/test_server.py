@@ -168,16 +168,16 @@ def test_logprobs_are_those_of_the_target(server: Running, client: OpenAI) -> No
 
 def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> None:
     prompt = tokens_of(server, "a draft is")
-    free = generate(server.service.served.target, prompt, 40, Sampling(temperature=1.0, seed=5)).tokens
-    fields: dict[str, Any] = {"seed": 5, "temperature": 1.0, "max_tokens": 40}
+    free = generate(server.service.served.target, prompt, 20, Sampling(temperature=1.0, seed=5)).tokens
+    fields: dict[str, Any] = {"seed": 5, "temperature": 1.0, "max_tokens": 20}
     plain = complete(client, **fields)
     assert plain.usage.completion_tokens == len(free)
     assert plain.choices[0].finish_reason == ("stop" if free[-1] in ENDS else "length")
-    assert complete(client, **fields, extra_body={"ignore_eos": True}).usage.completion_tokens == 40
+    assert complete(client, **fields, extra_body={"ignore_eos": True}).usage.completion_tokens == 20
     stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
     assert stopped.choices[0].stop_reason == free[1]
     assert stopped.usage.completion_tokens == free.index(free[1]) + 1
-    for least in (5, 40):
+    for least in (5, 20):
         found = complete(client, **fields, extra_body={"min_tokens": least})
         assert found.usage.completion_tokens >= least
         plain = complete(client, **fields, extra_body={"min_tokens": least, "speculative": False})
