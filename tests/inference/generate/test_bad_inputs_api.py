@@ -218,20 +218,24 @@ def test_stream_checks_its_arguments_as_generate_does(model: SpeculativeModel) -
 
 def test_right_values_of_other_types_are_accepted(model: SpeculativeModel) -> None:
     generate: Any = model.generate
-    cases: tuple[dict[str, Any], ...] = (
-        {"input_ids": IDS.int()},
-        {"input_ids": IDS.to(torch.uint8)},
-        {"attention_mask": torch.ones(1, 4, dtype=torch.bool)},
-        {"attention_mask": torch.ones(1, 4)},
-        {"max_new_tokens": numpy.int64(3)},
-        {"temperature": numpy.float32(1)},
-        {"top_p": torch.tensor(1.0)},
-        {"do_sample": 0},
-        {"logit_bias": {numpy.int64(5): 0}},
+    cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+        ({"input_ids": IDS.int()}, {}),
+        ({"input_ids": IDS.to(torch.uint8)}, {}),
+        ({"attention_mask": torch.ones(1, 4, dtype=torch.bool)}, {}),
+        ({"attention_mask": torch.ones(1, 4)}, {}),
+        ({"max_new_tokens": numpy.int64(3)}, {}),
+        ({"temperature": numpy.float32(1)}, {}),
+        ({"top_p": torch.tensor(1.0)}, {}),
+        ({"do_sample": 0}, {}),
+        ({"logit_bias": {numpy.int64(5): 0}}, {}),
+        ({**SAMPLE, "seed": torch.tensor(3)}, {**SAMPLE, "seed": 3}),
+        ({**SAMPLE, "seed": [numpy.int64(3)]}, {**SAMPLE, "seed": 3}),
+        ({"eos_token_id": torch.tensor([5, 6])}, {"eos_token_id": [5, 6]}),
+        ({"eos_token_id": numpy.array([5])}, {"eos_token_id": 5}),
     )
-    for fields in cases:
-        written = generate(**{"input_ids": IDS, "max_new_tokens": 3, **fields})
-        assert torch.equal(written, generate(IDS, max_new_tokens=3))
+    shared = {"input_ids": IDS, "max_new_tokens": 3}
+    for fields, plain in cases:
+        assert torch.equal(generate(**{**shared, **fields}), generate(**{**shared, **plain}))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow
 from openai import BadRequestError, NotFoundError, OpenAI
 from server_run import NAME, Running, load_served, running, without
 from tiny_run import CHAT_TEMPLATE, ENDS
@@ -53,29 +55,34 @@ def complete(client: OpenAI, **fields: Any) -> Any:
     return client.completions.create(**{"model": NAME, "prompt": "a draft is", "max_tokens": 24, **fields})
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(
-    "extra", [{}, {"top_k": 20, "repetition_penalty": 1.2}, {"min_p": 0.02}, {"speculative": False}]
-)
-def test_a_chat_is_what_the_target_writes_alone(
-    server: Running, client: OpenAI, seed: int, extra: dict[str, Any]
-) -> None:
-    found = chat(client, seed=seed, temperature=0.9, top_p=0.95, max_tokens=40, extra_body=extra)
+EXTRA: list[dict[str, Any]] = [
+    {},
+    {"top_k": 20, "repetition_penalty": 1.2},
+    {"min_p": 0.02, "presence_penalty": 1.5},
+    {"speculative": False, "frequency_penalty": 0.8},
+    {"presence_penalty": -1.0, "frequency_penalty": -0.5},
+    {"logit_bias": ((40, 6.5), (41, -100.0))},
+]
+
+
+@pytest.mark.parametrize("seed", range(len(EXTRA)))
+def test_a_chat_is_what_the_target_writes_alone(server: Running, client: OpenAI, seed: int) -> None:
+    extra, temperature = EXTRA[seed], 0.0 if seed == 4 else 0.9
+    fields = {**extra, "logit_bias": {str(token): bias for token, bias in extra.get("logit_bias", ())}}
+    found = chat(client, seed=seed, temperature=temperature, top_p=0.95, max_tokens=30, extra_body=fields)
     own = {name: value for name, value in extra.items() if name != "speculative"}
-    expected = alone(server, chat_prompt(server), 40, Sampling(temperature=0.9, top_p=0.95, seed=seed, **own))
+    expected = alone(server, chat_prompt(server), 30, Sampling(temperature, top_p=0.95, seed=seed, **own))
     assert found.choices[0].message.content == expected
     assert found.choices[0].finish_reason in ("stop", "length")
     assert found.usage.total_tokens == found.usage.prompt_tokens + found.usage.completion_tokens
     assert found.usage.prompt_tokens == len(chat_prompt(server))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", [0, 1, slow(2), slow(3)])
 @pytest.mark.parametrize("fields", [{}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
 def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields: dict[str, Any]) -> None:
     """Most tokens of this target are single bytes, so characters are spelled by several of them."""
-    wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 60, **fields}
+    wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 40, **fields}
     whole = chat(client, **wanted)
     chunks = list(chat(client, **wanted, stream=True, stream_options={"include_usage": True}))
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
@@ -88,7 +95,7 @@ def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields:
     assert not any(chunk.usage for chunk in chunks[:-1])
 
 
-@pytest.mark.parametrize("stop", ["e", "he", "target", "\n"])
+@pytest.mark.parametrize("stop", ["he", "target"])
 def test_a_text_ends_before_its_stop_string(server: Running, client: OpenAI, stop: str) -> None:
     sampling = Sampling(temperature=0.8, seed=3)
     bias = {str(token): 8 for token in tokens_of(server, "the target he")}
@@ -188,7 +195,7 @@ FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
 def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed: int) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
     fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
@@ -317,8 +324,9 @@ def test_models_versions_and_tokens(server: Running, client: OpenAI) -> None:
     with pytest.raises(NotFoundError):
         client.models.retrieve("other")
     http = server.http
-    assert http.get("/health").status_code == http.get("/ready").status_code == 200
-    assert "version" in http.get("/version").json()
+    for path in ("/health", "/ping", "/ready"):
+        assert (http.get(path).status_code, http.get(path).content) == (200, b"")
+    assert re.fullmatch(r"[\d.]+\w*", http.get("/version").json()["version"])
     for path, kind in (("/", "text/html"), ("/style.css", "text/css"), ("/page.js", "javascript")):
         page = http.get(path)
         assert page.status_code == 200

@@ -10,7 +10,8 @@ from matrix import slow_unless
 from openai import APIError, OpenAI
 from server_run import NAME, Running, load_served, running
 from test_server_client import LOOK, SCHEMA, TEMPLATE
-from test_server_limits import JSON, assert_refused, gated, until
+from test_server_limits import gated, until
+from test_server_refused import JSON, assert_refused
 
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
