@@ -425,7 +425,7 @@ def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
     path.unlink() if content is None else path.write_text(content)
     stage = path.with_name("stage.json")
     outcome = headstart("inspect", place / "recipe.yaml")
-    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must say what became of the rows", f"rm {stage}"))
+    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must hold the report on the rows", f"rm {stage}"))
     stage.unlink()  # the remedy
     assert_told(
         headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
@@ -602,7 +602,7 @@ USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     "data.store lost its stage.json": (
         without_stage,
         (),
-        Says("data.store", "has no stage.json", "a whole folder of features is needed", "copy it with all its files"),
+        Says("data.store", "has no stage.json", "a complete folder of features is needed", "copy all of its files"),
     ),
 }
 

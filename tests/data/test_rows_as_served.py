@@ -278,7 +278,7 @@ def test_a_rendered_prompt_gets_no_second_start_token() -> None:
     row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
     assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
     assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
-    with pytest.raises(BadRow, match=r"the answer goes on after <\|im_end\|>"):
+    with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
         trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
     assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
 
@@ -302,7 +302,7 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     backend.post_processor = ends
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    with pytest.raises(BadRow, match="the tokens of prompt and answer make another text"):
+    with pytest.raises(BadRow, match="the tokens of prompt and answer decode to another text"):
         samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
 
 
