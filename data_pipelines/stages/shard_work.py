@@ -25,7 +25,7 @@ from headstart.common.remote import pull, url_of
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.engine.budget import SMALL, StepMemory
+from headstart.inference.engine.budget import CHECKED_STEP_BYTES_MIN, StepMemory
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -121,7 +121,8 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
     """
     wanted, limits = recipe.data.generate_batch, []
     for device in dict.fromkeys(target.layout.devices):
-        free, needed = max(free_memory(device), SMALL), StepMemory.on(device, target).needed(1, nodes, length)
+        free = max(free_memory(device), CHECKED_STEP_BYTES_MIN)
+        needed = StepMemory.on(device, target).needed(1, nodes, length)
         limits.append((int(DECODE_MEMORY_SHARE * free) // needed, free, needed, device))
     most, free, needed, device = min(limits, key=lambda limit: limit[0])
     batch = target.ranks.least(max(min(wanted, most), 1))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
+from headstart.heads.kinds.checkpoint import target_misfits
 from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
@@ -74,33 +75,21 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, key, config.get(key), "give the head's own size")
 
 
+def positions(subject: Subject, engine: str) -> Iterator[Violation]:
+    given, needed = subject.config.get("max_position_embeddings"), subject.frozen.config.max_positions
+    if given is None or given < needed:
+        allowed = f"the target's {needed} or more is allowed; drafts beyond this position are garbage"
+        yield config_error(engine, "max_position_embeddings", given, allowed)
+
+
 def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    config, target = subject.config, subject.frozen.config
-    if "vocab_size" not in subject.missing_sizes and config["vocab_size"] != target.vocab_size:
-        allowed = f"the target's {target.vocab_size} is allowed; put a reduced vocabulary in draft_vocab_size"
-        yield config_error(engine, "vocab_size", config["vocab_size"], allowed)
-    if subject.target_hidden_size not in (None, target.hidden_size):
-        key = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
-        yield config_error(engine, key, subject.target_hidden_size, f"the target's {target.hidden_size} is allowed")
-    positions = config.get("max_position_embeddings")
-    if positions is None or positions < target.max_positions:
-        allowed = f"the target's {target.max_positions} or more is allowed; drafts beyond this position are garbage"
-        yield config_error(engine, "max_position_embeddings", positions, allowed)
-
-
-def trained_for_this_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    """Our own note about the target that the head was trained for must fit the given one."""
-    target, own = subject.frozen.config, subject.own
-    layers, ropes = own.get("target_num_layers", target.num_layers), own.get("target_rope") or asdict(target.rope)
-    if layers != target.num_layers:
-        allowed = f"the target's {target.num_layers} is allowed: the head was trained for another target, name that one"
-        yield config_error(engine, "headstart.target_num_layers", layers, allowed)
-    if ropes != asdict(target.rope):
-        allowed = f"the target's {asdict(target.rope)} is allowed: the head was trained for another target"
-        yield config_error(engine, "headstart.target_rope", ropes, allowed)
-    if (kind := own.get("kind", subject.kind)) != subject.kind:
-        allowed = f"the tensors are those of {subject.kind!r}, so that is allowed"
-        yield config_error(engine, "headstart.kind", kind, allowed)
+    """The target's sizes in config.json, and our own note about the target that the head was trained for."""
+    for key, value, its in target_misfits(subject.config, subject.frozen.config):
+        if value is not None:
+            allowed = f"the target's {its} is allowed: the head was trained for another target, name that one"
+            yield config_error(engine, key, value, allowed)
+    if (kind := subject.own.get("kind", subject.kind)) != subject.kind:
+        yield config_error(engine, "headstart.kind", kind, f"{subject.kind!r} is allowed, the kind of the tensors")
 
 
 def rope(subject: Subject, engine: str) -> Iterator[Violation]:

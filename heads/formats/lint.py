@@ -61,7 +61,7 @@ SHARED: tuple[Rule, ...] = (
     config_rules.layer_options,
     config_rules.one_llama_layer,
     config_rules.fits_the_target,
-    config_rules.trained_for_this_target,
+    config_rules.positions,
     config_rules.rope,
     tensor_rules.names_and_shapes,
     *tensor_rules.WEIGHTS,
@@ -79,11 +79,11 @@ EAGLE3: tuple[Rule, ...] = (
 MEDUSA: tuple[Rule, ...] = (
     medusa_rules.architecture,
     medusa_rules.counts,
-    medusa_rules.sizes,
+    medusa_rules.hidden_size,
     medusa_rules.full_vocabulary,
     medusa_rules.bias,
     tensor_rules.names_and_shapes,
-    config_rules.trained_for_this_target,
+    config_rules.fits_the_target,
     *tensor_rules.WEIGHTS,
 )
 BLOCK: tuple[Rule, ...] = (
@@ -94,10 +94,9 @@ BLOCK: tuple[Rule, ...] = (
     block_rules.causality,
     block_rules.mask_token,
     block_rules.taps,
-    block_rules.target_layers,
     block_rules.own_lm_head,
     tensor_rules.names_and_shapes,
-    config_rules.trained_for_this_target,
+    config_rules.fits_the_target,
     config_rules.rope,
     config_rules.draft_vocabulary,
     *tensor_rules.WEIGHTS,
@@ -114,7 +113,7 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
         ("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections, config_rules.speculators_verifier)
     ),
     "medusa": {"vllm": MEDUSA},
-    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.trained_for_this_target, *tensor_rules.WEIGHTS)),
+    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.fits_the_target, *tensor_rules.WEIGHTS)),
     "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
     "speculators_block": dict.fromkeys(
         ("vllm", "speculators"), (*BLOCK, block_rules.draft_length, config_rules.speculators_verifier)

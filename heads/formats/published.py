@@ -51,7 +51,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     Raises one ValueError that names everything our heads cannot represent and every wrong tensor.
     """
     subject, translation = translate(files, frozen)
-    rules = (*tensor_rules.WEIGHTS, config_rules.trained_for_this_target)
+    rules = (*tensor_rules.WEIGHTS, config_rules.fits_the_target)
     translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
@@ -115,14 +115,6 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
-    target = subject.frozen.config
-    for name, found, its in (
-        ("vocab_size", config.get("vocab_size"), target.vocab_size),
-        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
-    ):
-        if found not in (None, its):
-            allowed = f"only the target's {its} is allowed; name the target that the head was trained for"
-            translation.refused.append(f"{name} {found}: {allowed}")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
@@ -278,8 +270,8 @@ def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
         translation.refused.append("selector_rank, conv_kernel_size: heads of DFlash2 are not supported; remove them")
     if subject.layout == SPECULATORS_BLOCK and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
         translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
-    broken = block_rules.target_layers, block_rules.mask_token, block_rules.block_size
-    translation.refused += [each.text for rule in broken for each in rule(subject, "headstart")]
+    rules = block_rules.mask_token, block_rules.block_size
+    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
 
 

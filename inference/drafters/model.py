@@ -15,7 +15,7 @@ from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.core.verify import Verified
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from headstart.inference.targets.model import TargetModel
 
@@ -56,7 +56,7 @@ class ModelDrafter(HeadDrafter):
 
     head: ModelAsHead
 
-    def __init__(self, model: TargetModel, growth: Growth, target: TargetModel) -> None:
+    def __init__(self, model: TargetModel, growth: GrowthPolicy, target: TargetModel) -> None:
         """Raise ValueError for a model whose dtype, device, positions or vocabulary do not fit target and growth."""
         if model.dtype != target.dtype or model.device != target.device:
             raise ValueError(

@@ -220,7 +220,7 @@ def workers_of(cluster: Any) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_killed_workers_nodes_and_drivers_change_nothing(folder: Path, cluster: Any) -> None:
-    """benchmarks/ray_kills.py kills 20 times."""
+    """The benchmark ray_kills.py of commit a062b7c killed 20 times."""
     recipe = (folder / "recipe.yaml").read_text().replace("num_prompts: 12", "num_prompts: 80")
     recipe = recipe.replace("response_tokens: 12", "response_tokens: 90").replace(
         "shard_samples: 5", "shard_samples: 2"

@@ -34,7 +34,7 @@ from headstart.data_pipelines.prompts.conversations import parse_row
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.inference.serve.api.encode import PromptReader
+from headstart.inference.serve.api.encode import PromptEncoder
 from headstart.inference.serve.api.fields import ChatRequest
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DataSection
@@ -322,8 +322,8 @@ def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 
 def served_tokens(found: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
-    reader = PromptReader(found, len(found.tokenizer), 100_000)
-    return reader.from_chat(ChatRequest.model_validate({"messages": messages}))
+    encoder = PromptEncoder(found, len(found.tokenizer), 100_000)
+    return encoder.from_chat(ChatRequest.model_validate({"messages": messages}))
 
 
 PIECES = [*"ab .,:é\n\t<>{}\"'\\", "🌳", "the ", "</think>", "<think>", "<|im_end|>"]

@@ -22,7 +22,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.targets.loading import pick_device
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 
 MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
@@ -357,7 +357,7 @@ a head of another width | target_hidden_size = 64
 a head of another vocabulary | vocab_size = 32000
     vocab_size | head 32000, target 97 | of these sizes | train one for this target
 a head of a deeper target | headstart.target_num_layers = 32
-    num_hidden_layers | head 32, target 7 | of these sizes | train one for this target
+    headstart.target_num_layers | head 32, target 7 | of these sizes | train one for this target
 a head of a target with another rope | headstart.target_rope = {"theta": 500000.0, "kind": "default", "scaling": {}}
     rope | 500000.0 | 'theta': 10000.0 | train one for this target
 a whole model | num_hidden_layers = 7
@@ -562,12 +562,12 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: a head of another vocabulary": (
         config(lambda found: found.update(vocab_size=32000)),
         CONVERT,
-        Says("vocab_size", "32000", "only the target's 97 is allowed", "name the target that"),
+        Says("vocab_size", "32000", "the target's 97 is allowed", "name that one"),
     ),
     "convert: a head for another target": (
         replaced_by("foreign"),
         CONVERT,
-        Says("vocab_size", "300", "only the target's 97 is allowed", "name the target that the head was trained for"),
+        Says("vocab_size", "300", "the target's 97 is allowed", "for another target, name that one"),
     ),
     "lint: a head for another target": (
         replaced_by("foreign"),
@@ -594,7 +594,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: the kind of another head": (
         own(kind="eagle1"),
         CONVERT,
-        Says("headstart.kind", "'eagle1'", "those of 'eagle3'", "correct the files"),
+        Says("headstart.kind", "'eagle1'", "'eagle3' is allowed", "correct the files"),
     ),
     "convert: a whole model": (
         replaced_by("target"),
@@ -885,11 +885,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         nothing,
         f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model={{place}}/head",
         Says("head", "embed_tokens.weight is missing", "all tensors of a whole model", "give a model's folder"),
-    ),
-    "report: a corpus that does not exist": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[suffix]' decode.corpus=none.jsonl",
-        Says("decode.corpus", "none.jsonl", "", ""),
     ),
     "report: no prompts": (
         nothing,

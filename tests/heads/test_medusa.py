@@ -28,10 +28,10 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import depth_for, growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.costs import CostAwareShape
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.for_heads import head_drafter
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.generate.model import SpeculativeModel
@@ -39,7 +39,8 @@ from headstart.inference.generate.options import DRAFTS
 from headstart.inference.report.command import report
 from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection, MedusaSection
+from headstart.recipes.schema import DecodeSection
+from headstart.recipes.schema_heads import MedusaSection
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
@@ -119,7 +120,7 @@ def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
 class Recording(HeadDrafter):
     """Records each tree with the text before it."""
 
-    def __init__(self, head: LevelHead, growth: Growth) -> None:
+    def __init__(self, head: LevelHead, growth: GrowthPolicy) -> None:
         super().__init__(head, growth)
         self.seen: list[tuple[list[int], Tree]] = []
 
@@ -154,7 +155,7 @@ def test_a_drafted_tree_follows_the_papers_definition(reader: TargetModel, make_
         assert sorted(found.values()) == sorted(tokens.values())
 
 
-GROWTHS: list[Growth] = [
+GROWTHS: list[GrowthPolicy] = [
     Dynamic.chain(3),
     Dynamic(3, 3, 7),
     Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
@@ -165,7 +166,7 @@ GROWTHS: list[Growth] = [
 @pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
 @pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
-def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: Growth, static: bool) -> None:
+def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: GrowthPolicy, static: bool) -> None:
     requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
     drafter = HeadDrafter(make_head("medusa"), growth)
     for batch in (requests, requests[:2]):  # with penalties and without; only the latter may be captured in a graph
@@ -193,7 +194,9 @@ def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
         drafter = load(section).drafter
         assert drafter is not None
         assert drafter.depth == 3
-    assert depth_for(DRAFTS.model_copy(update={"max_batch": 2}), head) == 3  # of chat and serve
+    assert (
+        Growth.from_section(DRAFTS.model_copy(update={"max_batch": 2}), head.max_levels).depth == 3
+    )  # of chat and serve
     with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
         load(DecodeSection(depth=5))
 

@@ -186,8 +186,6 @@ texts longer than the target | decode.max_new_tokens=128
     decode.max_new_tokens | 128 given | 1 to 127 | lower it
 a draft model that is not named | decode.drafter=draft_model
     decode | draft_model | needs draft_model | give decode.draft_model
-a corpus that is not named | decode.drafter=suffix
-    decode | suffix | needs corpus | give decode.corpus
 costs without a head | decode.drafter=prompt_lookup | decode.growth=cost_aware
     decode | cost_aware | allows chain or dynamic | chain or dynamic
 rejection with a dynamic tree | decode.acceptance=rejection
@@ -225,7 +223,7 @@ a mask token beyond the vocabulary | head={kind: block, block_size: 3, mask_toke
 input noise for a block head | head={kind: block, block_size: 3} | train.input_noise=0.1
     train.input_noise | 0.1 given | only 0 or null | remove it
 blocks for EAGLE-3 | train.anchors=5
-    train.anchors | 5 given | only block heads | choose head.kind block
+    train.anchors | 5 given | no value is allowed | choose head.kind block
 a fitted start of a trained head | train.start_from=runs/other/head | train.fitted_start=true
     train.fitted_start | true given | only false | remove one of them
 a fitted start of a head whose start is not fitted | head={kind: eagle1} | train.fitted_start=true
@@ -244,8 +242,6 @@ a row of repeats without repeats | report.baselines=[repeats] | decode.repeats=0
     decode.repeats | 0 given | 1 to 64 is allowed, because report.baselines has repeats | add it, or remove
 an assistant that is not named | report.baselines=[generate_assisted]
     decode.draft_model | nothing given | a path is allowed | add it, or remove
-a suffix row without a corpus | report.baselines=[suffix]
-    decode.corpus | nothing given | a path is allowed | add it, or remove
 a row that is unknown | report.baselines=[plane]
     report.baselines | ['plane'] given | one of plain, generate | change it
 a device called gpu | target.device=gpu

@@ -154,7 +154,7 @@ def test_a_mistake_names_its_line_or_its_override(tmp_path: Path, good: dict[str
         ("train.steps=", "train.steps: null given"),
         ("head.taps=[2", "head.taps: '[2' given"),
         ("train.steps=2024-99-99", "train.steps: '2024-99-99' given"),
-        ("decode.drafter=suffix", "drafter suffix needs corpus; give decode.corpus"),
+        ("decode.drafter=draft_model", "drafter draft_model needs draft_model; give decode.draft_model"),
     ],
 )
 def test_a_bad_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:
