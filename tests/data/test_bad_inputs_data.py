@@ -118,6 +118,10 @@ an attention mask | {"input_ids": [1, 2], "loss_mask": [0, 1], "attention_mask":
     the row has attention_mask | remove it, and every token for which it is 0
 functions | {"messages": [{user}], "functions": [{"name": "add"}]}
     the row has functions | write tools: [{type: function
+images of a row | {"messages": [{user}], "images": ["a.png"]}
+    the row has images | not supported | remove the field if the text is right without it
+documents of a turn | {"messages": [{user}, {"role": "assistant", "content": "x", "documents": [{"text": "x"}]}]}
+    turn 2 has documents | not supported | remove the field if the text is right without it
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function
 a turn by function_call | {"conversations": [{user}, {"from": "function_call", "value": "{}"}]}

@@ -30,7 +30,6 @@ from headstart.data_pipelines.prompts.chat_masks import (
     given_samples,
     parse_known,
 )
-from headstart.data_pipelines.prompts.conversations import parse_row
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
@@ -230,18 +229,6 @@ def test_turns_of_weight_zero_are_context_only() -> None:
     [(before, words)] = trained_on(template(CHATML), {"messages": turns})
     assert "BAD" in before
     assert words == "GOOD<|im_end|>"
-    with pytest.raises(BadRow, match=r"turn 2 has weight 0\.5"):
-        parse_row({"messages": [user("Hi"), says("half", weight=0.5)]})
-
-
-@pytest.mark.parametrize("more", [{"images": ["a.png"]}, {"documents": [{"text": "x"}]}])
-def test_a_field_that_changes_what_is_trained_on_is_refused_by_name(more: dict[str, Any]) -> None:
-    row = {"messages": [user("Hi"), says("Hello.")]}
-    [name] = more
-    with pytest.raises(BadRow, match=f"the row has {name}, which is not supported"):
-        parse_row(row | more)
-    with pytest.raises(BadRow, match=f"turn 2 has {name}, which is not supported"):
-        parse_row({"messages": [user("Hi"), says("Hello.", **more)]})
 
 
 def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
