@@ -269,6 +269,7 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
         pytest.param("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", id="a mark at the start of a text"),
         pytest.param("rows.json", b'[\n  {"text": "one"},\n  {\n"text": "two"}\n]\n', id="an indented array"),
         pytest.param("rows.json", b'\xef\xbb\xbf[{"text": "one"}, {"text": "two"}]', id="a marked array"),
+        pytest.param("rows.jsonl", b'[{"text": "one"},\n{"text": "two"}]', id="an array with the wrong suffix"),
         pytest.param("rows.JSONL", b'{"text": "one"}\n\n{"text": "two"}', id="a suffix in capitals"),
         pytest.param(
             "rows.jsonl", b'\xef\xbb\xbf{"text": "one", "tokens": null}\r\n{"text": "two"}', id="a marked file"
@@ -277,7 +278,7 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
 )
 def test_a_file_in_an_unusual_dress_gives_its_rows(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    assert [row.fields["text"] for row in read_rows(str(tmp_path / name))] == ["one", "two"]
+    assert [row.read()["text"] for row in read_rows(str(tmp_path / name))] == ["one", "two"]
 
 
 # What the prompts' stage drops, cuts or refuses
