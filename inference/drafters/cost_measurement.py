@@ -29,8 +29,8 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, accept
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.kernels.fast_layers import forms_of
 from headstart.inference.kernels.products import kernel_name
