@@ -15,7 +15,6 @@ from torch import Tensor
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import KINDS
-from headstart.heads.kinds.eagle3 import NORM_FLAGS
 from headstart.heads.target_config import Rope
 from headstart.inference.doctor.findings import Finding
 from headstart.inference.doctor.interpretation import Interpretation, Measure
@@ -23,7 +22,6 @@ from headstart.inference.doctor.interpretation import Interpretation, Measure
 COMMON_ROPE_BASES = (1e4, 5e5, 1e6)
 MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
-NORM_KEYS = (*NORM_FLAGS, "rms_norm_eps")
 TINY = 1e-30  # the size of weights that are all zero
 MAX_ROUNDING = 0.3  # relative difference of weights that a coarse number format can explain
 MIN_DTYPE_LOSS = 0.02  # loss of mean accuracy that is reported; less is the normal price of a narrower format
@@ -49,6 +47,7 @@ def compare_parts(head: Interpretation, export: Interpretation, measure: Measure
 
 def parts_of(head: Interpretation, export: Interpretation) -> Iterator[Trial]:
     """The head with each part of the export in which the two differ, one at a time; not the weights."""
+    norm_keys = (*KINDS[head.kind].flags.get("norm", ()), "rms_norm_eps")
     without_rope = {key: value for key, value in head.config.items() if key not in ROPE_KEYS}
     parts: tuple[tuple[str, Callable[[Interpretation], object], Interpretation, str], ...] = (
         (
@@ -59,8 +58,8 @@ def parts_of(head: Interpretation, export: Interpretation) -> Iterator[Trial]:
         ),
         (
             "norm",
-            lambda one: {key: one.config.get(key) or False for key in NORM_KEYS},
-            head.with_config(**{key: export.config.get(key) for key in NORM_KEYS}),
+            lambda one: {key: one.config.get(key) or False for key in norm_keys},
+            head.with_config(**{key: export.config.get(key) for key in norm_keys}),
             "export again with all flags of the norms",
         ),
         (
