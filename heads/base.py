@@ -89,7 +89,7 @@ class DraftHead(nn.Module, ABC):
     @classmethod
     def section_vocab(cls, section: Any, counts: Int[Tensor, " vocab"]) -> DraftVocab:
         """The tokens that the recipe's head may draft, given how often the target wrote each token."""
-        return DraftVocab.full(len(counts))
+        return DraftVocab.most_frequent(counts, section.model_dump().get("draft_vocab_size"))
 
     @classmethod
     def scales_taps(cls, section: Any) -> bool:

@@ -118,7 +118,7 @@ def fit_first_weights(
     if not isinstance(head, LinearStart) or not head.starts_linear:
         return
     if accelerator.is_main_process:
-        fit = LeastSquares(head.num_linear_inputs, head.target.hidden_size)
+        fit = LeastSquares()
         for number in range(len(store)):
             if fit.count >= FIT_TOKENS:
                 break

@@ -23,7 +23,10 @@ from headstart.trainers.parallel.head_on_ranks import HeadOnRanks
 from headstart.trainers.parallel.launch import distribute_head
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
-TRAINED: dict[str, type[HeadInTraining]] = {"unroll": UnrolledHead, "blocks": TrainedBlocks}  # by DraftHead.trained_by
+TRAINED: dict[str, type[HeadInTraining]] = {
+    "unroll": UnrolledHead,
+    "blocks": TrainedBlocks,
+}  # by DraftHead.trained_by
 
 
 @dataclass(frozen=True)
@@ -60,8 +63,7 @@ class Training:
         if inputs.target is None:
             head_on_ranks = distribute_head(accelerator, head_in_training(recipe, head, teacher), recipe.train)
         else:
-            checkpointing, objective = recipe.train.activation_checkpointing, Objective.from_recipe(recipe)
-            joint = JointHead(head, teacher, objective, inputs.target, checkpointing)
+            joint = JointHead(head, teacher, Objective.from_recipe(recipe), recipe.train, inputs.target)
             head_on_ranks = JointHeadOnRanks(accelerator, joint, recipe.train)
         if found is not None:
             head_on_ranks.restore_optimizers(found.optimizers)
@@ -105,7 +107,7 @@ def tf32_allowed(device: torch.device) -> Iterator[None]:
 
 def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> HeadInTraining:
     """The module that computes the loss of a head of any kind but one that trains with its target."""
-    return TRAINED[head.trained_by].from_section(head, teacher, Objective.from_recipe(recipe), recipe.train)
+    return TRAINED[head.trained_by](head, teacher, Objective.from_recipe(recipe), recipe.train)
 
 
 def refuse_nothing_to_learn(training: Training) -> None:

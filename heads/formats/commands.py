@@ -1,13 +1,11 @@
 """The commands by which engines serve an export, for its README.md."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 from headstart.heads.base import DraftHead
-from headstart.heads.formats.subject import Command, ServedTarget
+from headstart.heads.formats.subject import ServedTarget
 
 GGUF = "head.gguf"  # the file that llama.cpp reads
 
@@ -40,18 +38,14 @@ def in_yaml(path: Path) -> str:
     return str(path) if quote(str(path)) == str(path) else in_python(path)
 
 
-def vllm_command(method: str) -> Command:
+def vllm_command(method: str, head: DraftHead, target: ServedTarget, folder: Path) -> str:
     """vLLM's command for its `method` of drafting."""
-
-    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-        served, options = f"{quote(target.name)}{revision_option(target)}", {"method": method, "model": str(folder)}
-        if head.is_target_layer:
-            served, options = quote(str(folder)), {"method": method}
-        tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
-        config = json.dumps({**options, "num_speculative_tokens": tokens})
-        return f"```\nvllm serve {served} --speculative-config {quote(config)}\n```"
-
-    return command
+    served, options = f"{quote(target.name)}{revision_option(target)}", {"method": method, "model": str(folder)}
+    if head.is_target_layer:
+        served, options = quote(str(folder)), {"method": method}
+    tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
+    config = json.dumps({**options, "num_speculative_tokens": tokens})
+    return f"```\nvllm serve {served} --speculative-config {quote(config)}\n```"
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -63,32 +57,23 @@ def sglang_launch(target: ServedTarget) -> str:
     return f"python -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)}"
 
 
-def sglang_command(algorithm: str) -> Command:
+def sglang_command(algorithm: str, head: DraftHead, target: ServedTarget, folder: Path) -> str:
     """SGLang's command for a head that drafts a level in each call."""
-
-    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-        launch, option = sglang_launch(target), f"--speculative-draft-model-path {quote(str(folder))} "
-        if head.is_target_layer:
-            launch, option = f"python -m sglang.launch_server --model-path {quote(str(folder))}", ""
-        return (
-            f"```\n{launch} \\\n"
-            f"    --speculative-algorithm {algorithm} {option}\\\n"
-            f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
-            f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
-        )
-
-    return command
+    launch, option = sglang_launch(target), f"--speculative-draft-model-path {quote(str(folder))} "
+    if head.is_target_layer:
+        launch, option = f"python -m sglang.launch_server --model-path {quote(str(folder))}", ""
+    return (
+        f"```\n{launch} \\\n"
+        f"    --speculative-algorithm {algorithm} {option}\\\n"
+        f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
+    )
 
 
-def speculators_command(names: Callable[[Any], tuple[str, str]]) -> Command:
-    """How speculators loads a head, given its module and class of one."""
-
-    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-        module, name = names(head)
-        load = f"model = {name}.from_pretrained({in_python(folder)})"
-        return f"```python\nfrom speculators.models.{module} import {name}\n\n{load}\n```"
-
-    return command
+def speculators_command(module: str, name: str, folder: Path) -> str:
+    """How speculators loads a head of this class."""
+    load = f"model = {name}.from_pretrained({in_python(folder)})"
+    return f"```python\nfrom speculators.models.{module} import {name}\n\n{load}\n```"
 
 
 def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:

@@ -148,7 +148,7 @@ class BlockHead(DraftHead):
         """Never the mask token, if it is reduced."""
         counts = counts.clone()
         counts[mask_token(section, len(counts))] = -1
-        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+        return super().section_vocab(section, counts)
 
     @classmethod
     def scales_taps(cls, section: BlockSection) -> bool:

@@ -93,10 +93,6 @@ class Eagle3Head(LinearStart, LevelHead):
         return "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
 
     @classmethod
-    def section_vocab(cls, section: Eagle3Section, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
-
-    @classmethod
     def scales_taps(cls, section: Eagle3Section) -> bool:
         return not section.norms  # which do that
 
@@ -179,10 +175,6 @@ class Eagle3Head(LinearStart, LevelHead):
     ) -> Float[Tensor, "count inputs"]:
         """The inputs of a fitted first map: those of `fc`, and the normed embedding of the next token."""
         return torch.cat([self.scaled(taps), self.midlayer.input_layernorm(self.embedding[tokens])], dim=-1)
-
-    @property
-    def num_linear_inputs(self) -> int:
-        return self.fc.in_features + self.shape.hidden_size
 
     @torch.no_grad()
     def start_with_fit(self, fit: LeastSquares, generator: torch.Generator) -> None:

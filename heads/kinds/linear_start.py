@@ -14,16 +14,16 @@ RIDGE = 0.01  # added to the mean square of every input, which is about 1
 class LeastSquares:
     """Ridge regression from sums over batches, so that only one batch is in memory."""
 
-    def __init__(self, num_inputs: int, num_outputs: int) -> None:
+    def __init__(self) -> None:
         self.count = 0
-        self.products = torch.zeros(num_inputs, num_inputs, dtype=torch.float64)  # sum of input x input
-        self.targets = torch.zeros(num_inputs, num_outputs, dtype=torch.float64)  # sum of input x output
+        self.products = torch.zeros(1, 1, dtype=torch.float64)  # sum of input x input
+        self.targets = torch.zeros(1, 1, dtype=torch.float64)  # sum of input x output
 
     def add(self, inputs: Float[Tensor, "count inputs"], outputs: Float[Tensor, "count outputs"]) -> None:
         inputs, outputs = inputs.float(), outputs.float()
         self.count += len(inputs)
-        self.products += (inputs.T @ inputs).cpu()
-        self.targets += (inputs.T @ outputs).cpu()
+        self.products = self.products + (inputs.T @ inputs).cpu()
+        self.targets = self.targets + (inputs.T @ outputs).cpu()
 
     def solve(self) -> Float[Tensor, "inputs outputs"]:
         """The weight of the map, float64."""
@@ -48,11 +48,6 @@ class LinearStart(DraftHead):
     @abstractmethod
     def starts_linear(self) -> bool:
         """Whether a head of these sizes can."""
-
-    @property
-    @abstractmethod
-    def num_linear_inputs(self) -> int:
-        """The width of `linear_inputs`."""
 
     @abstractmethod
     def linear_inputs(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -108,10 +108,6 @@ class MedusaHead(LastHiddenHead):
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
         return "medusa_num_heads" in config or config.get("model_type") == "medusa"
-
-    @classmethod
-    def section_vocab(cls, section: MedusaSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
     @classmethod
     def from_section(cls, section: MedusaSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":

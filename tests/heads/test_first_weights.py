@@ -24,7 +24,7 @@ def test_sums_over_batches_give_the_ridge_regression_of_all_pairs() -> None:
     """At the optimum the gradient vanishes: X^T (X W - Y) + n ridge W = 0."""
     generator = torch.Generator().manual_seed(0)
     inputs, outputs = (torch.randn(50, size, generator=generator) for size in (6, 4))
-    fit = LeastSquares(6, 4)
+    fit = LeastSquares()
     for part in (slice(0, 20), slice(20, 50)):
         fit.add(inputs[part], outputs[part])
     weight = fit.solve().float()
@@ -45,7 +45,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
     tokens = torch.randint(config.vocab_size, (500,), generator=generator)
     with torch.no_grad():
         inputs = head.linear_inputs(taps, tokens)
-        fit = LeastSquares(inputs.shape[1], config.hidden_size)
+        fit = LeastSquares()
         fit.add(inputs, inputs @ torch.randn(inputs.shape[1], config.hidden_size, generator=generator))
         head.start_with_fit(fit, generator)
         hidden = head(head.project(taps).unsqueeze(1), tokens.unsqueeze(1), torch.zeros(500, 1, dtype=torch.long))

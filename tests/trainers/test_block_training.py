@@ -20,6 +20,7 @@ from headstart.heads.kinds.block_attention import Blocks, Reach
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers import loop, run
 from headstart.trainers.evaluation import metrics_by_depth
 from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
@@ -63,7 +64,7 @@ SAMPLES = [
 def in_training(make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None) -> TrainedBlocks:
     vocab = vocab or DraftVocab.full(97)
     head = make_head("block", markov_rank=6, vocab=vocab).requires_grad_(True)
-    return TrainedBlocks(head, Teacher(frozen, vocab), DSPARK, anchors=4)
+    return TrainedBlocks(head, Teacher(frozen, vocab), DSPARK, TrainSection(steps=1, anchors=4))
 
 
 def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> None:
@@ -205,7 +206,7 @@ def test_the_shared_lm_head_is_not_converted_for_each_chunk_of_blocks(
     vocab, batch = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size), Batch.collate(SAMPLES, torch.float32)
     head = make_head("block", vocab=vocab).requires_grad_(True)
     wide = head.output_layer
-    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), DSPARK, 4)
+    trained = TrainedBlocks(head, Teacher(frozen, vocab, torch.bfloat16), DSPARK, TrainSection(steps=1, anchors=4))
     assert head.output_layer is trained.teacher.within_vocab.lm_head
     losses, counts = [], []
     for lm_head in (head.output_layer, wide):

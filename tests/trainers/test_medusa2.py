@@ -76,7 +76,7 @@ def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
     vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
     head = new_head(recipe.head, frozen, vocab, seed=0)
     target, store = TrainableTarget.load(recipe, torch.device("cpu")), FeatureStore(recipe.features_dir, "train", ())
-    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), target, False)
+    unrolled = JointHead(head, Teacher(frozen, vocab), Objective.from_recipe(recipe), recipe.train, target)
     return unrolled, Batch.collate([store[number] for number in range(4)], torch.float32)
 
 

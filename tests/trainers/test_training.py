@@ -27,6 +27,7 @@ from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe, load_recipe
 from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
@@ -77,7 +78,8 @@ def unrolled_loss(
     checkpointing: bool = False,
 ) -> Tensor:
     """The loss as the training loop computes it; `counts` are those of a larger batch that contains this one."""
-    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, checkpointing)
+    section = TrainSection(steps=1, activation_checkpointing=checkpointing)
+    unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective, section)
     supervision = unrolled.teacher.supervise(batch)
     return unrolled(batch, supervision, supervision.counts(UNROLL) if counts is None else counts).loss
 

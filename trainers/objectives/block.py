@@ -45,27 +45,14 @@ class TrainedBlocks(HeadInTraining):
     head: BlockHead
     learns_from = "the second of two in a row"
 
-    def __init__(
-        self,
-        head: BlockHead,
-        teacher: Teacher,
-        objective: Objective,
-        anchors: int,
-        activation_checkpointing: bool = False,
-    ) -> None:
-        super().__init__(head, teacher, objective)
+    def __init__(self, head: BlockHead, teacher: Teacher, objective: Objective, section: TrainSection) -> None:
+        super().__init__(head, teacher, objective, section)
         assert objective.unroll == head.shape.levels
-        self.anchors, self.checkpointing = anchors, activation_checkpointing
+        self.anchors = section.anchors
         if head.shared_lm_head is not None:
             # The teacher's is already in the number format of the matrix products. Autocast keeps only what it converts
             # of trained weights, so it would convert this one again for every chunk of blocks.
             head.shared_lm_head = teacher.within_vocab.lm_head
-
-    @classmethod
-    def from_section(
-        cls, head: BlockHead, teacher: Teacher, objective: Objective, section: TrainSection
-    ) -> "TrainedBlocks":
-        return cls(head, teacher, objective, section.anchors, section.activation_checkpointing)
 
     @torch.no_grad()
     def supervise(self, batch: Batch, key: str) -> BlockSupervision:

@@ -152,14 +152,9 @@ class JointHead(UnrolledHead):
     """
 
     def __init__(
-        self,
-        head: Any,  # Medusa heads
-        teacher: Teacher,
-        objective: Objective,
-        target: TrainableTarget,
-        activation_checkpointing: bool,
+        self, head: Any, teacher: Teacher, objective: Objective, section: TrainSection, target: TrainableTarget
     ) -> None:
-        super().__init__(head, teacher, objective, activation_checkpointing)
+        super().__init__(head, teacher, objective, section)
         self.target, self.tunes_target = target, True
 
     def forward(

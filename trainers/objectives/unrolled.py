@@ -118,14 +118,11 @@ class HeadInTraining(nn.Module, ABC):
     head: DraftHead
     learns_from: str = "one"  # the tokens of a text that a token to learn has to be among
 
-    def __init__(self, head: DraftHead, teacher: Teacher, objective: Objective) -> None:
+    def __init__(self, head: Any, teacher: Teacher, objective: Objective, section: TrainSection | None = None) -> None:
+        """`section` is the recipe's; without it nothing is computed again."""
         super().__init__()
         self.head, self.teacher, self.objective = head, teacher, objective
-
-    @classmethod
-    def from_section(cls, head: Any, teacher: Teacher, objective: Objective, section: TrainSection) -> "HeadInTraining":
-        """The head as the recipe trains it."""
-        return cls(head, teacher, objective)
+        self.checkpointing = section is not None and section.activation_checkpointing
 
     def supervise(self, batch: Batch, key: str) -> Any:
         """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""
@@ -158,29 +155,18 @@ class UnrolledHead(HeadInTraining):
 
     head: LevelHead
 
-    def __init__(
-        self, head: LevelHead, teacher: Teacher, objective: Objective, activation_checkpointing: bool = False
-    ) -> None:
-        super().__init__(head, teacher, objective)
-        checkpointed = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
-        self.step = checkpointed if activation_checkpointing else self.run_step
-
-    @classmethod
-    def from_section(
-        cls, head: LevelHead, teacher: Teacher, objective: Objective, section: TrainSection
-    ) -> "UnrolledHead":
-        return cls(head, teacher, objective, section.activation_checkpointing)
-
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
-        scored = []
+        step, scored = self.run_step, []
+        if self.checkpointing:
+            step = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
         for k in range(self.objective.unroll):
             # Index t takes the ground-truth token t + 1 + k. At a sample's end `roll` brings in tokens from the row's
             # start or the next sample; only the sample's later indices see them, and none of those is scored.
             tokens = batch.tokens.roll(-1 - k, dims=1)
-            hidden, cache = self.step(k, features, tokens, cache)
+            hidden, cache = step(k, features, tokens, cache)
             # A position that step k cannot predict takes index 0 of its sample here, and `score` masks it out.
             scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
             features = head.feedback(hidden, features)

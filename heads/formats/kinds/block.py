@@ -6,13 +6,7 @@ from pathlib import Path
 from shlex import quote
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import config_rules, tensor_rules
-from headstart.heads.formats.commands import (
-    sglang_launch,
-    speculators_command,
-    speculators_vllm_command,
-    vllm_command,
-)
+from headstart.heads.formats import commands, config_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
 from headstart.heads.formats.speculators import speculators_config
 from headstart.heads.formats.subject import (
@@ -29,13 +23,7 @@ from headstart.heads.formats.subject import (
     config_error,
     tensor_error,
 )
-from headstart.heads.formats.translation import (
-    VERIFIER,
-    infer_attention,
-    infer_rope,
-    infer_vocabulary,
-    leaving_out,
-)
+from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
 from headstart.heads.frozen import is_copy
 from headstart.heads.kinds.block import CONFIDENCE, BlockHead
 from headstart.heads.kinds.block_attention import Reach
@@ -292,19 +280,20 @@ def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
 
 def vllm(head: BlockHead, target: ServedTarget, folder: Path) -> str:
     """Any other number of tokens than the block was trained with collapses acceptance."""
-    return vllm_command(head.shape.method)(head, replace(target, draft_tokens=head.shape.levels), folder)
+    return commands.vllm_command(head.shape.method, head, replace(target, draft_tokens=head.shape.levels), folder)
 
 
 def sglang(head: BlockHead, target: ServedTarget, folder: Path) -> str:
     name, size = head.shape.method.upper(), head.shape.block_size
     count = f"dspark-block-size {size}" if name == "DSPARK" else f"num-draft-tokens {size}"
     option = f"--speculative-draft-model-path {quote(str(folder))}"
-    return f"```\n{sglang_launch(target)} \\\n    --speculative-algorithm {name} {option} --speculative-{count}\n```"
+    launch = commands.sglang_launch(target)
+    return f"```\n{launch} \\\n    --speculative-algorithm {name} {option} --speculative-{count}\n```"
 
 
-def speculators_names(head: BlockHead) -> tuple[str, str]:
-    """speculators' module and class of such a head."""
-    return head.shape.method, "DSparkDraftModel" if head.shape.method == "dspark" else "DFlashDraftModel"
+def speculators_command(head: BlockHead, target: ServedTarget, folder: Path) -> str:
+    name = "DSparkDraftModel" if head.shape.method == "dspark" else "DFlashDraftModel"
+    return commands.speculators_command(head.shape.method, name, folder)
 
 
 RULES: tuple[Rule, ...] = (
@@ -355,7 +344,7 @@ SPECULATORS_BLOCK = replace(
     name="speculators_block",
     recognises=is_speculators_block,
     rules=dict.fromkeys(("vllm", "speculators"), (*RULES, draft_length, config_rules.speculators_verifier)),
-    commands={"vllm": speculators_vllm_command, "speculators": speculators_command(speculators_names)},
+    commands={"vllm": commands.speculators_vllm_command, "speculators": speculators_command},
     write=speculators_block_files,
     is_speculators=True,
 )

@@ -2,19 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import config_rules, tensor_rules
-from headstart.heads.formats.commands import (
-    llama_cpp_command,
-    sglang_command,
-    speculators_command,
-    speculators_vllm_command,
-    tensorrt_llm_command,
-    vllm_command,
-)
+from headstart.heads.formats import commands, config_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default, num_captured_taps
 from headstart.heads.formats.speculators import not_in_speculators, speculators_config
 from headstart.heads.formats.subject import (
@@ -29,13 +22,7 @@ from headstart.heads.formats.subject import (
     Violation,
     tensor_error,
 )
-from headstart.heads.formats.translation import (
-    VERIFIER,
-    infer_attention,
-    infer_rope,
-    infer_vocabulary,
-    leaving_out,
-)
+from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
 
@@ -234,7 +221,7 @@ EAGLE1 = Layout(
     kind=Eagle1Head,
     recognises=is_eagle1,
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
-    commands={"vllm": vllm_command("eagle"), "sglang": sglang_command("EAGLE")},
+    commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
     head_rules=HEAD_RULES,
     steps=(*STEPS, share_embedding),
     shapes=eagle1_shapes,
@@ -252,10 +239,10 @@ EAGLE3 = Layout(
         "llama_cpp": RULES,
     },
     commands={
-        "vllm": vllm_command("eagle3"),
-        "sglang": sglang_command("EAGLE3"),
-        "tensorrt_llm": tensorrt_llm_command,
-        "llama_cpp": llama_cpp_command,
+        "vllm": partial(commands.vllm_command, "eagle3"),
+        "sglang": partial(commands.sglang_command, "EAGLE3"),
+        "tensorrt_llm": commands.tensorrt_llm_command,
+        "llama_cpp": commands.llama_cpp_command,
     },
     head_rules=(*HEAD_RULES, tensor_rules.vocabulary_map),
     steps=(*EAGLE3_STEPS, share_embedding),
@@ -276,8 +263,8 @@ EAGLE3_SPECULATORS = replace(
     recognises=is_speculators,
     rules={"vllm": SPECULATORS, "speculators": (*SPECULATORS, copied_embedding, spelling)},
     commands={
-        "vllm": speculators_vllm_command,
-        "speculators": speculators_command(lambda head: ("eagle3", "Eagle3DraftModel")),
+        "vllm": commands.speculators_vllm_command,
+        "speculators": lambda head, target, folder: commands.speculators_command("eagle3", "Eagle3DraftModel", folder),
     },
     steps=(*EAGLE3_STEPS, leaving_out(*VERIFIER), share_embedding),
     architectures={},

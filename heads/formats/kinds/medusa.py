@@ -120,7 +120,7 @@ def sort_token_map(subject: Subject, translation: Translation) -> None:
 
 def command(head: MedusaHead, target: ServedTarget, folder: Path) -> str:
     note = "Requires vLLM 0.32 or older; later versions cannot serve Medusa heads."
-    return f"{vllm_command('medusa')(head, target, folder)}\n\n{note}"
+    return f"{vllm_command('medusa', head, target, folder)}\n\n{note}"
 
 
 RULES: tuple[Rule, ...] = (
