@@ -43,7 +43,7 @@ def benchmark(recipe: Recipe) -> None:
     for context, rows in product(CONTEXTS, ROWS):
         if context > targets[0].max_positions - NODES or rows * context > MOST_KEYS:
             continue
-        cache = targets[0].new_cache(context + NODES, batch=rows)
+        cache = targets[0].passes.new_cache(context + NODES, batch=rows)
         cache.target.storages[0].normal_()
         whole, attention, ours = alternate([partial(step, target, cache, context) for target in targets])
         times = (f"{taken:.1f}" for taken in (whole, attention, ours))
@@ -57,7 +57,7 @@ def step(target: TargetModel, cache: KVCache, context: int) -> None:
     cache.set_lengths([context] * rows)
     parents = torch.tensor([[-1, *(max(node - 2, 0) // 2 * 2 for node in range(1, NODES))]])
     tree = Tree(torch.arange(NODES).repeat(rows, 1).to(target.device), parents.repeat(rows, 1).to(target.device))
-    target.forward_tree(tree, cache)
+    target.passes.tree(tree, cache)
     if target.device.type == "cuda":
         torch.cuda.synchronize(target.device)
 

@@ -99,7 +99,7 @@ class Writer:
         total, count = 0.0, 0
         for prompt, text in zip(cycle(self.prompts), texts, strict=False):
             tokens = torch.tensor([prompt + text.tokens], device=self.target.device)
-            logits = self.target.forward(tokens).logits[0, len(prompt) - 1 : -1]
+            logits = self.target.passes.forward(tokens).logits[0, len(prompt) - 1 : -1]
             total += Categorical(logits=logits.float() / temperature).entropy().sum().item()
             count += len(text.tokens)
         return total / count

@@ -169,7 +169,9 @@ def measure(name: str, folder: Path, head_folder: Path, table: Table) -> bool:
     wanted, replays = own_texts(folder, prompts), replay(target, prompts, NEW_TOKENS)
     head, doctor = load_drafting_head(head_folder, target), promised(trained, replays, target)
     good = True
-    growths = {"chain": Dynamic.chain(DEPTH)} | ({"tree": Dynamic(DEPTH, WIDTH, NODES)} if target.grows_trees else {})
+    growths = {"chain": Dynamic.chain(DEPTH)} | (
+        {"tree": Dynamic(DEPTH, WIDTH, NODES)} if target.passes.verifies_trees else {}
+    )
     for growth, rows in [("plain", 1), *((growth, rows) for growth in growths for rows in (1, ROWS))]:
         drafter = head_drafter(head, growths[growth]) if growth in growths else None
         found = generate_batch(target, [Request(prompt, NEW_TOKENS) for prompt in prompts], drafter, rows)

@@ -104,8 +104,7 @@ def our_rows(recipe: Recipe, path: str | Path, dtype: str, name: str) -> Iterato
     def decoding(method: Method) -> Callable[[list[int]], Decoded]:
         def decode(prompt: list[int]) -> Decoded:
             run = run_batch(method, target, [prompt], recipe.decode.max_new_tokens, Sampling())
-            if target.compiler is not None:
-                target.compiler.finish()
+            target.fast_form.finish()
             return Decoded(run.texts[0], run.seconds - run.first_token[0], run.stats[0].steps)
 
         return decode

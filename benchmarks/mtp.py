@@ -37,9 +37,9 @@ from headstart.data_pipelines.prompts.python_stdlib import source_files
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.states import WINDOW
 from headstart.inference.doctor.command import held_out, load_target
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -223,7 +223,7 @@ def measure(name: str, run: Path, table: Table) -> bool:
     heads["untuned"], heads["tuned"] = untuned_head(run, folder), run / "head"
     files = {"untuned": folder, "tuned": run / "export" / "vllm"}
     growths = {"chain of 1": Dynamic.chain(1), "chain": Dynamic.chain(DEPTH)}
-    if target.grows_trees:
+    if target.passes.verifies_trees:
         growths["tree"] = Dynamic(DEPTH, WIDTH, NODES)
     lengths: dict[tuple[str, str, float], float] = {}
     for temperature in (0.0, 1.0):

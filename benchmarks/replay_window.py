@@ -28,7 +28,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import CostSurface, CostTable
 from headstart.inference.engine.loop import DecodeLoop, generate
-from headstart.inference.targets import forward
+from headstart.inference.targets import passes
 from headstart.inference.targets.model import TargetModel
 
 DEPTH = 4
@@ -78,7 +78,6 @@ class RightAtTimes:
     cache_shape = None
     max_nodes, depth = DEPTH + 1, DEPTH
     static_shapes = False
-    compilable_layers = ()
 
     def __init__(self, text: list[int], chance: float) -> None:
         self.text, self.chance = text, chance
@@ -110,24 +109,24 @@ def chance_for(acceptance: float) -> float:
 def window_of(size: int | None) -> Iterator[None]:
     """Replay with a window of this size; None: at once."""
 
-    def at_once(self: TargetModel, cache: KVCache, drafts: bool) -> bool:
-        assert cache.states is not None
-        if longest := cache.states.longest(1):
-            self._move_states(cache, longest)
+    def at_once(self: passes.Passes, cache: KVCache, drafts: bool) -> bool:
+        assert cache.recurrent is not None
+        if longest := cache.recurrent.longest(1):
+            self._advance_states(cache, longest)
         return drafts
 
     if size is None:
-        with patch.object(forward.Passes, "make_ready", at_once):
+        with patch.object(passes.Passes, "prepare_step", at_once):
             yield
     else:
-        with patch.object(forward, "WINDOW", size):
+        with patch.object(passes, "WINDOW", size):
             yield
 
 
 def costs_of(target: TargetModel) -> CostTable:
     """The seconds of passes over chains, by their size; drafting costs nothing here."""
-    cache, sizes = target.new_cache(64), (1, 2, 3, 5, 8, 12, 16, 21)
-    target.read_on(torch.arange(32).unsqueeze(0), cache.row(0), 0, [31])
+    cache, sizes = target.passes.new_cache(64), (1, 2, 3, 5, 8, 12, 16, 21)
+    target.passes.prefill(torch.arange(32).unsqueeze(0), cache.row(0), 0, [31])
     cache.set_lengths([32])
     best = [1e9] * len(sizes)
     for _ in range(5):
@@ -135,7 +134,7 @@ def costs_of(target: TargetModel) -> CostTable:
             tokens = torch.arange(size).unsqueeze(0)
             started = time.perf_counter()
             with torch.inference_mode():
-                target.forward_tree(Tree(tokens, tokens - 1), cache)
+                target.passes.tree(Tree(tokens, tokens - 1), cache)
             best[place] = min(best[place], time.perf_counter() - started)
     rising = tuple(accumulate(best, max))
     return CostTable(CostSurface(sizes, rising, sizes[-1], (0.0, 0.0), (0.0, 0.0), (1e-9, 0.0), (1e-9, 0.0)), width=1)

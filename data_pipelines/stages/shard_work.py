@@ -120,7 +120,7 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
     It is one at the least, which decoding refuses if not even that fits. All ranks must call this.
     """
     wanted, rooms = recipe.data.generate_batch, []
-    for device in dict.fromkeys(target.layout.devices):
+    for device in dict.fromkeys(target.passes.layout.devices):
         free, needed = max(free_memory(device), SMALL), StepMemory.on(device, target).needed(1, nodes, length)
         rooms.append((int(ROOM * free) // needed, free, needed, device))
     most, free, needed, device = min(rooms, key=lambda room: room[0])

@@ -1,10 +1,9 @@
 """The interface of every drafter: it proposes trees of draft tokens, which `inference.engine.loop` verifies."""
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
@@ -36,10 +35,6 @@ class Drafter(Protocol):
     def static_shapes(self) -> bool:
         """Whether `draft` works on tensors alone, with the same shapes every time, so that a CUDA graph may hold it."""
 
-    @property
-    def compilable_layers(self) -> Sequence[nn.Module]:
-        """Layers of its own that torch.compile may speed up; empty for none."""
-
     def prefill(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
         """Read what the target has just read of a row, all but the last position, into the row's slots.
 
@@ -63,7 +58,6 @@ class NoDrafter:
     max_nodes = 1
     depth = 0
     static_shapes = True
-    compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Do nothing."""

@@ -50,7 +50,7 @@ class Tree:
     @classmethod
     def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> "Tree":
         """The trees of rows with unlike numbers of nodes."""
-        both = torch.stack([filled_up(tokens), filled_up(parents, -1)]).to(device, non_blocking=True)
+        both = torch.stack([padded_rows(tokens), padded_rows(parents, -1)]).to(device, non_blocking=True)
         return cls(both[0], both[1])
 
     @cached_property
@@ -109,7 +109,7 @@ def first_path(tree: Tree) -> Tree:
     return replace(found, deepest=max(found.shape[1] - 1, 1), levels=levels)
 
 
-def filled_up(rows: Sequence[Sequence[int | float]], filler: int = 0) -> Shaped[Tensor, "rows longest"]:
+def padded_rows(rows: Sequence[Sequence[int | float]], filler: int = 0) -> Shaped[Tensor, "rows longest"]:
     """Rows of numbers as one tensor, the shorter ones with a filler on the right."""
     longest = max(map(len, rows))
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])

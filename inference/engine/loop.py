@@ -20,10 +20,10 @@ from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.prefill import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
-from headstart.inference.kernels.threads import Threads
+from headstart.inference.kernels import Threads
 from headstart.inference.targets.cuda_graph import LEAST_REACH
-from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 # Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.
 PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 512, 2048
@@ -140,14 +140,14 @@ class DecodeLoop:
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        if not target.drafts:  # after its states it reads token by token, so a prompt is read in one pass
+        if not target.passes.verifies_drafts:  # it continues its states one token at a time, so prefill is one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
         self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         alone = target.ranks.count == 1
         prompts_first = prompts_first or not alone
-        beside = not prompts_first and not self.batch.is_static and target.packs
+        beside = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
         suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
         self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
         self.threads = Threads() if alone and target.device.type == "cpu" else None

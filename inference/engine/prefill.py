@@ -17,8 +17,8 @@ from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
-from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class PromptReader:
             and any(other[:end] == last[:end] for other in others)
         ):
             return False
-        if (not self.target.grows_trees or any(known) or any(scores)) and not self.target.packs:
+        passes = self.target.passes
+        if (not passes.verifies_trees or any(known) or any(scores)) and not passes.allows_side_by_side:
             return False
         return batch.fits(requests)
 
@@ -132,7 +133,7 @@ class PromptReader:
         if len(chunks) == 1:
             return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
         if any(chunk.before or chunk.is_scored for chunk in chunks):
-            return self.target.forward_parts(self.parts(chunks))
+            return self.target.passes.side_by_side(self.parts(chunks))
         return read_prompts(self.target, tokens, rows)
 
     def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
@@ -203,13 +204,13 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     visible = (owner[:, None] == owner) & (positions <= positions[:, None])
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-    together = target.new_cache(tokens.shape[1])
+    together = target.passes.new_cache(tokens.shape[1])
     together.set_lengths([0])
     positions = positions.unsqueeze(0).to(device)
-    mask = target.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
-    output = target.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
+    mask = target.passes.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
+    output = target.passes.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
     for row, end, length in zip(rows, ends, lengths, strict=True):
-        row.target.write(0, 0, together.target.states(0, end - length, end))
+        row.target.write(0, 0, together.target.kv(0, end - length, end))
     taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
     return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
@@ -219,14 +220,14 @@ def read_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
     """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
-    if row.states is not None:
+    if row.recurrent is not None:
         inputs = torch.tensor([tokens], device=target.device)
-        return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
+        return target.passes.prefill(inputs, row, before, [len(tokens) - 1] if last_only else None)
     part = chunk_part(target, tokens, row, before, last_only)
     if before:
-        masks = target.masks(part.slots, part.block)
-        return target.forward(part.tokens, part.positions, masks, row, last_only)
-    return target.forward(part.tokens, cache=row, last_only=last_only)
+        masks = target.passes.masks(part.slots, part.block)
+        return target.passes.forward(part.tokens, part.positions, masks, row, last_only)
+    return target.passes.forward(part.tokens, cache=row, last_only=last_only)
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:

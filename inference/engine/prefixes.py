@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.inference.core.cache import SlotContents
-from headstart.inference.core.states import Snapshot, snapshot_bytes
+from headstart.inference.core.recurrent import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends at a whole block, unless states were kept within one
 MESSAGE, LONG = 64, 192  # tokens of a last message whose start is not known, and of what comes before it, at least

@@ -15,14 +15,14 @@ from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
-from headstart.inference.core.tree import Tree, filled_up, first_path, take
+from headstart.inference.core.tree import Tree, first_path, padded_rows, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
 from headstart.inference.drafters.costs import CostTable, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
 from headstart.inference.targets.cuda_graph import StepOutput
-from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
 MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
@@ -57,7 +57,7 @@ class DecodeStep:
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
         if batch.static is not None:
             batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
-        self.drafts = self.target.make_ready(batch.cache, self._prepare_drafts(may_draft))
+        self.drafts = self.target.passes.prepare_step(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # requests that share its prefix need not wait until this text ends
                 batch.remember_row(row, place)
@@ -127,13 +127,13 @@ class DecodeStep:
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
             tree = self.drafter.draft(verified, batch.cache)
-            if not self.target.grows_trees:
+            if not self.target.passes.verifies_trees:
                 tree = first_path(tree)
-            output = self.target.forward_tree(tree, batch.cache)
+            output = self.target.passes.tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)
         if self.speculation is not None:
             levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-            states = batch.cache.states
+            states = batch.cache.recurrent
             self.speculation.observe(accepted, tree.shape[1] if states is None else max(states.counts), levels)
         return output, accepted
 
@@ -144,9 +144,9 @@ class DecodeStep:
             captured = batch.static.verify(tree, self.sampling, self.with_logits, batch.held_after_rows)
             return captured, accept(captured.tree, captured.choices), []
         if parts:
-            output, *others = self.target.forward_parts([self.target.tree_part(tree, batch.cache), *parts])
+            output, *others = self.target.passes.side_by_side([Part.of_tree(batch.cache.target, tree), *parts])
         else:
-            output, others = self.target.forward_tree(tree, batch.cache), []
+            output, others = self.target.passes.tree(tree, batch.cache), []
         return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
@@ -169,7 +169,7 @@ class DecodeStep:
         # The token after the last newly verified position is the root.
         spans = zip(rows, starts, counts, strict=True)
         tokens = [row.text[start + 1 : start + 1 + count] for row, start, count in spans]
-        next_tokens = filled_up(tokens).to(device, non_blocking=True)
+        next_tokens = padded_rows(tokens).to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
             taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
@@ -194,7 +194,7 @@ class DecodeStep:
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row."""
         device, batch = self.target.device, self.batch
-        paths = filled_up([found.path for found in accepted]).to(device, non_blocking=True)  # [batch, longest]
+        paths = padded_rows([found.path for found in accepted]).to(device, non_blocking=True)  # [batch, longest]
         given = take(output.taps, paths)  # [batch, longest, all taps of the target]
         path_taps = drafter_taps(given, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []

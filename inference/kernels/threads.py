@@ -1,7 +1,7 @@
 """How many threads decode on a CPU: no more than the cores that other processes leave.
 
-The threads of a product wait for each other. One whose core works for another process holds up all, in every one of a
-pass's products, so that fewer threads are faster.
+The threads of a product wait for each other. One thread on a busy core delays every product, so fewer threads can be
+faster.
 """
 
 import os
@@ -10,27 +10,27 @@ import time
 import psutil
 import torch
 
-SECONDS = 0.5  # between looks; the system counts in hundredths of a second
+CHECK_SECONDS = 0.5  # the system counts in hundredths of a second
 
 
 class Threads:
-    """The number of the calling thread's torch threads, by what other processes do."""
+    """Adapts the number of torch threads to the load of other processes."""
 
     def __init__(self) -> None:
         self.most = self.count = torch.get_num_threads()
-        self.before = look() if self.most > 1 else (0.0, 0.0, 0.0)
+        self.before = core_seconds() if self.most > 1 else (0.0, 0.0, 0.0)
 
     def follow(self) -> None:
-        """Set the number, if it is time to look again."""
-        if torch.get_num_threads() != self.count:  # as somebody wishes
+        """Set the number, if it is time to check the load again."""
+        if torch.get_num_threads() != self.count:  # set by the user
             self.most = self.count = torch.get_num_threads()
-        if self.most == 1 or time.monotonic() < self.before[0] + SECONDS:
+        if self.most == 1 or time.monotonic() < self.before[0] + CHECK_SECONDS:
             return
-        now = look()
+        now = core_seconds()
         seconds, busy, own = (after - before for after, before in zip(now, self.before, strict=True))
         self.before = now
-        left = round(len(cores()) - (busy - own) / seconds)
-        self.set(max(1, min(self.most, left)))
+        free = round(len(cores()) - (busy - own) / seconds)
+        self.set(max(1, min(self.most, free)))
 
     def restore(self) -> None:
         self.set(self.most)
@@ -46,10 +46,10 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(psutil.cpu_count() or 1)]
 
 
-def look() -> tuple[float, float, float]:
-    """The time, and the seconds in which these cores have worked, for anyone and for this process.
+def core_seconds() -> tuple[float, float, float]:
+    """The time, and the busy seconds of these cores so far, for all processes and for this one.
 
-    What runs for processes that give way to all others (`nice`) is not counted.
+    Niced processes are not counted.
     """
     each = psutil.cpu_times(percpu=True)
     busy = sum(each[core].user + each[core].system for core in cores() if core < len(each))

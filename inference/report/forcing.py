@@ -83,7 +83,7 @@ def gaps(target: TargetModel, prompt: list[int], text: list[int], sampling: Samp
 def plain_logits(target: TargetModel, prompt: list[int], text: list[int]) -> Float[Tensor, "1 text vocab"]:
     """The logits that choose each token of the text, from one pass over it all."""
     tokens = torch.tensor([prompt + text], device=target.device)
-    return target.forward(tokens, logits_at=[len(prompt) - 1 + place for place in range(len(text))]).logits
+    return target.passes.forward(tokens, logits_at=[len(prompt) - 1 + place for place in range(len(text))]).logits
 
 
 def rounding(target: TargetModel, prompts: Sequence[list[int]], most: int, sampling: Sampling) -> float:

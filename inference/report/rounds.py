@@ -93,8 +93,7 @@ def run_rounds(
     missing.sort(key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
     for method, each in product(methods, missing[:warmup]):  # they allocate everything that depends on size
         run(method, each)
-    if target.compiler is not None:
-        target.compiler.finish()
+    target.fast_form.finish()
     for number, prompts in enumerate(batches):
         turn = 0
         while prompts:

@@ -106,7 +106,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
 
 def ready_loop(target: TargetModel, *options: Any, **more: Any) -> DecodeLoop:
     """A decode loop whose first requests wait for no capture."""
-    target.kept(SpareSteps).clear()  # they drafted with the head before
+    target.singleton(SpareSteps).clear()  # they drafted with the head before
     loop = DecodeLoop(target, *options, **more)
     loop.capture_ahead()
     return loop

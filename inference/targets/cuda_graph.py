@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.inference.core.cache import PAGE, KVCache
+from headstart.inference.core.cache import PAGE_TOKENS, KVCache
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
@@ -30,8 +30,6 @@ from headstart.inference.targets.model import TargetModel
 SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
 CAPTURES = 128  # graphs of one step, by shapes and form of sampling; the least recently used make room
 LEAST_REACH = 512  # slots that a captured step attends to at least
-SHAPES = 16  # trees, batches and capacities that a layer may be compiled for; beyond these it runs uncompiled
-Result = TypeVar("Result")
 
 
 class SpareSteps(list["StaticStep"]):
@@ -91,35 +89,30 @@ class StaticStep:
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
         self.captured: dict[tuple[Any, ...], Capture] = {}
-        layers = [*target.layers, *drafter.compilable_layers]
-        self.compiled = CompiledLayers(layers if target.compiles else [])
 
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
         """A step that fits, with the graphs of earlier runs if there is one. `give_back` it after the run."""
-        wanted = -(-capacity // PAGE) * PAGE
-        spares = target.kept(SpareSteps)
+        wanted = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
+        spares = target.singleton(SpareSteps)
         own = [spare for spare in spares if (spare.drafter, spare.batch) == (drafter, batch)]
         fits = [spare for spare in own if capacity <= spare.cache.target.capacity]
         if fits:
             found = min(fits, key=lambda spare: spare.cache.target.capacity)
             spares.remove(found)
             return found
-        return cls(target, drafter, target.new_cache(wanted, drafter.cache_shape, batch, static=True))
+        return cls(target, drafter, target.passes.new_cache(wanted, drafter.cache_shape, batch, static=True))
 
     def give_back(self) -> None:
         """Keep this step for the next run. It replaces others for the same drafter and batch size."""
-        own, spares = (self.drafter, self.batch), self.target.kept(SpareSteps)
+        own, spares = (self.drafter, self.batch), self.target.singleton(SpareSteps)
         others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
         spares[:] = [self, *others][:SPARE_STEPS]
 
     def attend_to(self, slots: int) -> None:
-        """Let the next steps attend to this many slots of each row, or somewhat more, so that graphs are few.
-
-        Compiled layers attend to all: they would be compiled for every number of slots.
-        """
+        """Let the next steps attend to this many slots of each row, or somewhat more, so that graphs are few."""
         for held in self.cache.slots:
-            held.reach = held.capacity if self.compiled.layers else min(reach_bucket(slots), held.capacity)
+            held.reach = min(reach_bucket(slots), held.capacity)
 
     @torch.inference_mode()
     def capture_ahead(self, slots: int) -> Iterator[int]:
@@ -169,7 +162,7 @@ class StaticStep:
             verified.rewind(self.cache.head)
         device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
         rows, more = len(verified.counts), self.more_rows(len(verified.counts))
-        with self.filled_up(more, held):
+        with self.padded_rows(more, held):
             output = self.draft(
                 rows,
                 verified.sampling,
@@ -201,7 +194,7 @@ class StaticStep:
         more, missing = self.more_rows(rows), size_bucket(nodes) - nodes
         tokens = padded(tree.tokens, 0, missing, 0, more)
         parents = padded(tree.parents, 0, missing, 0, more, value=-1)
-        with self.filled_up(more, held):
+        with self.padded_rows(more, held):
             outputs = self.replay(partial(self.choose, with_logits), ("choose", with_logits), sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
@@ -210,7 +203,7 @@ class StaticStep:
         return min(size_bucket(rows), self.batch) - rows
 
     @contextmanager
-    def filled_up(self, more: int, held: Sequence[int]) -> Iterator[None]:
+    def padded_rows(self, more: int, held: Sequence[int]) -> Iterator[None]:
         """Count further places of the cache as rows within this context; they write after what they hold."""
         if not more:
             yield
@@ -238,13 +231,13 @@ class StaticStep:
             while len(self.captured) >= CAPTURES:
                 del self.captured[next(iter(self.captured))]
             own = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
-            capture = Capture(own, Graphed(self.compiled.within(partial(function, own)), self.memory))
+            capture = Capture(own, Graphed(partial(function, own), self.memory))
         self.captured[key] = capture  # the last one used is last
         return capture(sampling, *inputs)
 
     @property
     def memory(self) -> GraphMemory | None:
-        return self.target.kept(GraphMemory) if self.target.device.type == "cuda" else None
+        return self.target.singleton(GraphMemory) if self.target.device.type == "cuda" else None
 
     # The next two methods are captured: no lists, no host syncs, and no shape depends on what was accepted before.
 
@@ -272,7 +265,7 @@ class StaticStep:
         if sampling.gumbel_table is None:  # nodes of one depth share their noise
             sampling = self.with_gumbel(sampling, min(depth + 1, nodes) if depth else nodes)
         tree = Tree(tokens, parents, deepest=depth or None)
-        output = self.target.forward_tree(tree, self.cache)
+        output = self.target.passes.tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         choices = sampling.choose(output.logits, positions)
         return tokens, parents, choices, output.taps, output.logits if with_logits else output.logits[..., :0].clone()
@@ -302,41 +295,6 @@ def no_garbage_collected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-class CompiledLayers:
-    """Decoder layers, possibly none, that run compiled inside functions from `within` and uncompiled elsewhere.
-
-    Only steps with fixed shapes gain: elsewhere every new shape would recompile. Layers are compiled one at a time, and
-    the layers of a model share the compiler's result, so that it takes seconds and not minutes. The cache is left out,
-    as every layer writes to a different place in it.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = layers
-        self.forwards = [torch.compile(layer.forward, dynamic=False) for layer in self.layers]
-        # The default is 8, and a layer's number, its only difference from the others, counts as a shape.
-        config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, SHAPES * len(self.layers))
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, SHAPES * len(self.layers))
-
-    def within(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        if not self.layers:
-            return function
-
-        def with_compiled_layers(*inputs: Any) -> Result:
-            own = [vars(layer).get("forward") for layer in self.layers]  # accelerate may have replaced it
-            for layer, forward in zip(self.layers, self.forwards, strict=True):
-                layer.forward = forward
-            try:
-                return function(*inputs)
-            finally:
-                for layer, before in zip(self.layers, own, strict=True):
-                    del layer.forward
-                    if before is not None:
-                        layer.forward = before
-
-        return with_compiled_layers
 
 
 class Graphed:

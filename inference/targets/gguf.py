@@ -24,7 +24,7 @@ from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.kernels.products import FEWEST, EightBits, remember_eight_bits
+from headstart.inference.kernels import SCALE_INPUTS, EightBits, remember_eight_bits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
@@ -126,16 +126,16 @@ def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
 
 
 def scales_of(reader: "GGUFReader", config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The factors and offsets of each weight, by its name in the model, for `FEWEST` inputs each. [out, in / FEWEST]
+    """The factors and offsets of each weight by its name in the model, one for `SCALE_INPUTS` inputs. [out, in / 16]
 
-    With 0 for all numbers a file holds its offsets; with 1, and no offsets, its factors. Copies of the file that hold
-    these are read as the file is, so that they get where transformers puts the weight's numbers, row by row.
+    With 0 for all numbers a file yields its offsets; with 1, and no offsets, its factors. transformers reads such
+    copies of the file, so that each scale gets into the row of its weight.
     """
     found = []
     for ones in (True, False):
         write_scales(reader, copy, ones)
         weights = load(copy, config, torch.float32).named_parameters()
-        found.append({name: each.detach()[:, ::FEWEST].clone() for name, each in weights if has_blocks(each)})
+        found.append({name: each.detach()[:, ::SCALE_INPUTS].clone() for name, each in weights if has_blocks(each)})
         copy.unlink()
     factors, offsets = found
     return {name: (factors[name], offsets[name]) for name in factors}
@@ -167,7 +167,7 @@ def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
 
 
 def has_blocks(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.ndim == 2 and weight.shape[1] % FEWEST == 0
+    return weight.dtype == torch.float32 and weight.ndim == 2 and weight.shape[1] % SCALE_INPUTS == 0
 
 
 def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:

@@ -5,7 +5,6 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,14 +17,12 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
-from headstart.inference.kernels.fast_layers import can_pack, seconds_of_products
-from headstart.inference.kernels.products import library
+from headstart.inference.kernels import float32_is_as_fast
 from headstart.inference.targets.architecture import attention_code
 from headstart.recipes.schema import TargetSection
 
 AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
-AS_FAST = 1.02  # seconds of one format over those of the other
 SHOWN = 4  # wrong tensors that a message names
 
 
@@ -81,14 +78,6 @@ def has_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
-
-
-@cache
-def float32_is_as_fast(eight_bits: bool) -> bool:
-    """Whether this CPU's packed products with a few tokens take no longer in float32 than in bfloat16."""
-    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)) or (eight_bits and library() is None):
-        return False
-    return seconds_of_products(torch.float32, eight_bits) <= AS_FAST * seconds_of_products(torch.bfloat16)
 
 
 def slow_format(field: str, given: str, device: torch.device) -> str | None:

@@ -4,40 +4,29 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.heads.target_ends import TargetEnds, final_norm
+from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels.compiled import Compiler, use_compiled
-from headstart.inference.kernels.fast_layers import (
-    fuse_norms,
-    gains_by_packing,
-    join_linears,
-    own_layers_of,
-    pack_weights,
-)
-from headstart.inference.kernels.products import cpp_compiler
+from headstart.inference.kernels import FastForm, fast_form, gains_by_packing, own_layers_of
 from headstart.inference.targets.architecture import (
     attention_code,
-    attention_windows,
     decoder_layers,
     position_limit,
 )
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_way
-from headstart.inference.targets.forward import Passes, keep_input, keep_output
+from headstart.inference.targets.check import choose_method
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
@@ -46,13 +35,14 @@ from headstart.inference.targets.loading import (
     no_bars_of_transformers,
     pick_device,
 )
+from headstart.inference.targets.passes import Passes
 from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_split
 from headstart.recipes.schema import TargetSection
 
-Kept = TypeVar("Kept")
+Singleton = TypeVar("Singleton")
 
 
-class TargetModel(Passes):
+class TargetModel:
     """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(
@@ -71,31 +61,21 @@ class TargetModel(Passes):
             torch.backends.cuda.enable_cudnn_sdp(False)  # except in captured steps: see `cudnn_attention`
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
-        self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
+        self.device, self.dtype = model.device, model.dtype
         self.config = replace(TargetConfig.from_dict(model.config.to_dict()), folder=folder)
         self.taps = taps
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
-        self.windows, self.unmasked = attention_windows(model)
         self.position_limit = position_limit(model)
         self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
         self.layers = [*decoder_layers(model)]
         self._refuse_unknown_taps()
-        self._kept: dict[type, object] = {}
-        self._seen: dict[int, Tensor] = {}
-        self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
-        self.compiler: Compiler | None = None  # of layers on a CPU, where they are compiled
-        self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
-        for tap in {*taps} - {self.config.num_layers}:
-            self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
-        self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
-        if (norm := final_norm(model, self.config)) is not None:  # models with several residual streams join them first
-            norm.register_forward_pre_hook(keep_input(self._seen, self.config.num_layers), with_kwargs=True)
-        accepted = signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-        self.selects_logits = "logits_to_keep" in accepted
+        self._singletons: dict[type, object] = {}
+        self.load_unpacked: Callable[[], TargetModel] | None = None  # if the weights are packed
+        self.fast_form = FastForm()
+        self.passes = Passes(self.model, self.config, taps, self.layers)
         if self.device.type != "meta":
-            choose_way(self)
+            choose_method(self.passes)
 
     @classmethod
     @no_bars_of_transformers()
@@ -125,14 +105,10 @@ class TargetModel(Passes):
             target = cls(model, taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            packed = packed and not section.compile
             model = with_eight_bits(load(), folder, remember=packed and device.type == "cpu").to(device)
             target = cls(model, taps, None, section.attention, folder)
             if packed:
-                target.pack_weights(partial(cls.load, section, (), packed=False))
-                if section.compile is None and target.is_packed and cpp_compiler():
-                    target.compile_layers()
-        target.compiles = bool(section.compile)
+                target.speed_up(partial(cls.load, section, (), packed=False), compiles=section.compile)
         if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:
             packages = " ".join(sorted(MISSING_KERNELS.packages))
             print(
@@ -159,30 +135,15 @@ class TargetModel(Passes):
         names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
-    def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
-        """Decode from packed weights on a CPU, if it gains by them and that changes none; on a GPU, with fused layers.
+    def speed_up(self, load_unpacked: "Callable[[], TargetModel]", compiles: bool = False) -> None:
+        """Decode with the fastest form of the layers; `load_unpacked` loads the same target as transformers does.
 
-        `load_unpacked` loads the same target as transformers does.
+        If it `compiles`, packed layers are compiled in the background.
         """
-        if self.device.type == "cuda":
-            fuse_norms(self.model)
-            join_linears(self.model)
-            torch.cuda.empty_cache()  # of the weights before they were joined
-        elif gains_by_packing(self.model):
-            assert self.frozen is not None  # made before the lm_head's own weights are gone
-            self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
-
-    def compile_layers(self) -> Compiler:
-        """Compile the decoder layers in the background, for decoding on a CPU."""
-        self.compiler = self.compiler or Compiler()
-        for layer in self.layers:
-            use_compiled(layer, self.compiler)
-        return self.compiler
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether linear layers keep their weights packed for this processor."""
-        return self.load_unpacked is not None
+        if gains_by_packing(self.model):
+            assert self.frozen is not None  # made while the lm_head still has its own weights
+        self.fast_form = fast_form(self.model, self.layers, compiles)
+        self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
 
     @cached_property
     def unpacked(self) -> "TargetModel":
@@ -192,7 +153,7 @@ class TargetModel(Passes):
     @property
     def may_capture(self) -> bool:
         """Whether decoding captures its steps as CUDA graphs, by default."""
-        able = self.device.type == "cuda" and self.grows_trees
+        able = self.device.type == "cuda" and self.passes.verifies_trees
         return able and self.ranks.may_capture and not self.is_spread
 
     @property
@@ -201,22 +162,14 @@ class TargetModel(Passes):
         known = self.config.max_positions
         return known if self.position_limit is None else min(known, self.position_limit)
 
-    def kept(self, kind: type[Kept]) -> Kept:
+    def singleton(self, kind: type[Singleton]) -> Singleton:
         """The target's only instance of this class, made on first use. Other modules keep per-target state in it."""
-        return cast(Kept, self._kept.setdefault(kind, kind()))
+        return cast(Singleton, self._singletons.setdefault(kind, kind()))
 
     @cached_property
     def frozen(self) -> FrozenTarget:
         """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
         return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
-
-    def states(
-        self, tokens: Int[Tensor, "batch seq"]
-    ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
-        """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
-        are enabled."""
-        self.model(input_ids=tokens, use_cache=False, **({"logits_to_keep": 1} if self.selects_logits else {}))
-        return self._take_seen(tokens)
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
         """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
@@ -281,7 +234,7 @@ class TargetModel(Passes):
         ):
             torch.manual_seed(sampling.seed)
             written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
-        self._seen.clear()
+        self.passes.hidden.clear()
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 
     def _refuse_unknown_taps(self) -> None:

@@ -101,7 +101,7 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
     sampling = SAMPLINGS[name]
     output: list[int] = []
     for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
-        logits = target.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
+        logits = target.passes.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
         history = History.start([PROMPT], 97, "cpu")
         history.counts[0, 0] = torch.tensor(output, dtype=torch.long).bincount(minlength=97)
         choice = BatchSampling([sampling], "cpu").choose(logits, torch.tensor([[position]]), history)
@@ -229,7 +229,7 @@ def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
     received = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
     assert received[0].tolist() == text[len(PROMPT) : position + 1]
     taps = torch.cat([listener.first_taps[:, :-1], *(verified.taps for verified in listener.told)], dim=1)
-    torch.testing.assert_close(taps, target.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(taps, target.passes.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need_it(
@@ -350,7 +350,7 @@ def test_logprobs_are_the_targets_own(
 ) -> None:
     """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
     text = plain(sampling)
-    all_logits = target.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
+    all_logits = target.passes.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
     wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     for drafter in (None, make_drafter(drafter_name, PROMPT + text)):
         result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]

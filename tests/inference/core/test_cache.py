@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core import cache as cache_module
-from headstart.inference.core.cache import GROUP_ROWS, KVCache, Slots, moves_to_end
+from headstart.inference.core.cache import MAX_GROUP_ROWS, KVCache, Slots, moves_to_end
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -49,10 +49,10 @@ def cache_with_prompts(
     target: TargetModel, *prompts: list[int], capacity: int = 64, static: bool = False, filler: float = 0.0
 ) -> KVCache:
     """A cache with one prompt in each row, each read by itself. Unwritten slots hold `filler`."""
-    cache = target.new_cache(capacity, batch=len(prompts), static=static)
+    cache = target.passes.new_cache(capacity, batch=len(prompts), static=static)
     cache.target.storages[0].fill_(filler)
     for row, prompt in enumerate(prompts):
-        target.forward(torch.tensor([prompt]), cache=cache.row(row))
+        target.passes.forward(torch.tensor([prompt]), cache=cache.row(row))
     cache.target.set_lengths([len(prompt) for prompt in prompts])
     return cache
 
@@ -71,7 +71,7 @@ def test_a_kept_path_equals_a_forward_from_scratch_in_every_layer(target: Target
     tree = Tree(torch.randint(97, (1, 9)), torch.tensor([[-1, 0, 0, 1, 2, 2, 3, 5, 5]]))
     for path in ([0], [0, 1], [0, 2], [0, 1, 3, 6], [0, 2, 4], [0, 2, 5, 8]):
         cache = cache_with_prompts(target, PROMPT)
-        target.forward_tree(tree, cache)
+        target.passes.tree(tree, cache)
         cache.target.keep([path])
         assert cache.target.lengths == [len(PROMPT) + len(path)]
         scratch = cache_with_prompts(target, PROMPT + tree.tokens[0, path].tolist())
@@ -86,7 +86,7 @@ def test_paths_kept_step_after_step_equal_one_forward_in_every_row(target: Targe
     for _ in range(6):
         sizes = torch.randint(1, 9, (3,)).tolist()
         tree = random_tree(*sizes)
-        target.forward_tree(tree, cache)
+        target.passes.tree(tree, cache)
         paths = [path_to(tree, int(torch.randint(size, ())), row) for row, size in enumerate(sizes)]
         cache.target.keep(paths)
         for row, path in enumerate(paths):
@@ -109,11 +109,11 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
     for seed in range(2):
         torch.manual_seed(seed)
         tree = random_tree(*sizes)
-        output = target.forward_tree(tree, cache_with_prompts(target, *prompts, static=static, filler=1e3))
+        output = target.passes.tree(tree, cache_with_prompts(target, *prompts, static=static, filler=1e3))
         for row, (prompt, nodes) in enumerate(zip(prompts, sizes, strict=True)):
             for node in range(nodes):
                 text = prompt + tree.tokens[row, path_to(tree, node, row)].tolist()
-                plain = target.forward(torch.tensor([text]))
+                plain = target.passes.forward(torch.tensor([text]))
                 for in_tree, in_text in (
                     (output.logits, plain.logits),
                     (output.taps, plain.taps),
@@ -124,11 +124,11 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
 
 def test_a_text_read_in_blocks_equals_the_text_read_at_once(target: TargetModel) -> None:
     tokens = torch.randint(97, (2, 12))
-    cache, parts = target.new_cache(12, batch=2), []
+    cache, parts = target.passes.new_cache(12, batch=2), []
     for block in tokens.split([5, 1, 4, 2], dim=1):
-        parts.append(target.forward(block, cache=cache).logits)
+        parts.append(target.passes.forward(block, cache=cache).logits)
         cache.target.advance([block.shape[1]] * 2)
-    torch.testing.assert_close(torch.cat(parts, dim=1), target.forward(tokens).logits, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(torch.cat(parts, dim=1), target.passes.forward(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
@@ -182,12 +182,12 @@ def test_a_path_that_is_already_in_place_is_not_moved(path: list[int]) -> None:
 def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(target: TargetModel) -> None:
     """4 layers x keys and values x 2 heads x 8 entries x 4 bytes = 512 bytes per row for each node that moves."""
     for context in (10, 200):
-        cache = target.new_cache(256)
+        cache = target.passes.new_cache(256)
         cache.target.set_lengths([context])
         assert cache.target.keep([[0, 1, 4, 6]]) == 2 * 512  # 0 and 1 are already in place
         assert cache.target.keep([[0, 1, 2]]) == 0
         assert cache.target.keep([[0, 2, 3, 4, 5]]) == 4 * 512
-    cache = target.new_cache(256, batch=2)
+    cache = target.passes.new_cache(256, batch=2)
     cache.target.set_lengths([10, 200])
     assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
 
@@ -251,12 +251,12 @@ def test_overflow_raises_an_error_that_gives_both_sizes() -> None:
 def test_a_tree_that_does_not_fit_the_cache_raises_the_same_error(target: TargetModel) -> None:
     cache = cache_with_prompts(target, PROMPT, capacity=8)
     with pytest.raises(ValueError, match="9 tokens do not fit the cache's 8 slots"):
-        target.forward_tree(random_tree(4), cache)
+        target.passes.tree(random_tree(4), cache)
 
 
 def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: TargetModel, head: Eagle3Head) -> None:
     """The row need not be in use. The other rows keep their content and lengths."""
-    cache = target.new_cache(16, head.cache_shape, batch=3)
+    cache = target.passes.new_cache(16, head.cache_shape, batch=3)
     assert cache.head is not None
     for slots in cache.slots:
         slots.set_lengths([4, 2])
@@ -264,7 +264,7 @@ def test_a_row_by_itself_starts_empty_and_writes_only_to_that_row(target: Target
     row = cache.row(2)
     assert row.head is not None
     assert [slots.lengths for slots in row.slots] == [[0], [0]]
-    target.forward(torch.tensor([PROMPT]), cache=row)
+    target.passes.forward(torch.tensor([PROMPT]), cache=row)
     block = torch.ones(1, *head.shape.cache_shape[1:], 3).transpose(2, 3)
     row.head.append(0, block, block)
     for slots, old, count in zip(cache.slots, before, (len(PROMPT), 3), strict=True):
@@ -291,7 +291,7 @@ def test_the_last_row_moves_into_the_place_of_a_row_that_ends(number: int) -> No
 
 def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
     """Each row that ends is replaced by a new one; attention over groups of rows then reads few keys in vain."""
-    rng, lengths = random.Random(0), list(range(4 * GROUP_ROWS, 0, -1))
+    rng, lengths = random.Random(0), list(range(4 * MAX_GROUP_ROWS, 0, -1))
     for _ in range(500):
         ends = rng.randrange(len(lengths))
         kept = lengths[:ends] + lengths[ends + 1 :]
@@ -299,14 +299,14 @@ def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
             lengths[goal] = lengths[source]
         assert sorted(lengths[:-1]) == sorted(kept)
         lengths = [length + 1 for length in lengths[:-1]] + [1]
-    groups = [lengths[start : start + GROUP_ROWS] for start in range(0, len(lengths), GROUP_ROWS)]
-    read = sum(GROUP_ROWS * max(group) for group in groups)
+    groups = [lengths[start : start + MAX_GROUP_ROWS] for start in range(0, len(lengths), MAX_GROUP_ROWS)]
+    read = sum(MAX_GROUP_ROWS * max(group) for group in groups)
     assert read < 1.5 * sum(lengths)
     assert max(lengths) * len(lengths) > 2.5 * sum(lengths)  # what would be read without groups
 
 
 def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:
-    cache = target.new_cache(16, head.cache_shape, batch=3)
+    cache = target.passes.new_cache(16, head.cache_shape, batch=3)
     for slots in cache.slots:
         slots.storages[0].normal_()
         slots.set_lengths([7, 3])
@@ -359,7 +359,7 @@ def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
     def set_size(size: int) -> None:
         for module in (cache_module, batch_module):
-            monkeypatch.setattr(module, "PAGE", size)
+            monkeypatch.setattr(module, "PAGE_TOKENS", size)
 
     return set_size
 
@@ -424,7 +424,7 @@ def test_no_step_copies_or_reallocates_the_cache(target: TargetModel) -> None:
 
 def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, head: Eagle3Head) -> None:
     for batch in (1, 3):
-        cache = target.new_cache(16, head.cache_shape, batch)
+        cache = target.passes.new_cache(16, head.cache_shape, batch)
         assert cache.head is not None
         storage = cache.target.storages[0].untyped_storage()
         assert cache.head.storages[0].untyped_storage().data_ptr() == storage.data_ptr()
@@ -439,7 +439,7 @@ def test_target_and_head_share_one_allocation_but_no_slot(target: TargetModel, h
 @pytest.mark.parametrize(("batch", "static"), [(2, False), (1, True), (2, True)])
 def test_unwritten_slots_hold_no_nan(target: TargetModel, batch: int, static: bool) -> None:
     """A fused kernel may multiply a masked slot by weight 0, and 0 x NaN is NaN."""
-    cache = target.new_cache(1000, (1, 2, 8), batch, static)
+    cache = target.passes.new_cache(1000, (1, 2, 8), batch, static)
     cache.make_room(3000, 3000)
     assert all((slots.storages[0] == 0).all() for slots in cache.slots)
 

@@ -149,7 +149,7 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
     # Log-probabilities are the target's own, without the constraint.
     logprobs = plain[1].logprobs
     assert logprobs is not None
-    logits = target.forward(torch.tensor([[9, 8, *plain[1].tokens]])).logits[0, 1:-1].log_softmax(-1)
+    logits = target.passes.forward(torch.tensor([[9, 8, *plain[1].tokens]])).logits[0, 1:-1].log_softmax(-1)
     wanted = logits.gather(1, torch.tensor(plain[1].tokens).unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
 

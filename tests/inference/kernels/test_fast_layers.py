@@ -32,7 +32,7 @@ from headstart.inference.kernels.fast_layers import (
     pack_weights,
     packed_linear,
 )
-from headstart.inference.kernels.products import FEWEST, EightBits, exact_weight, remember_eight_bits
+from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, exact_weight, remember_eight_bits
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection, TargetSection
 
@@ -47,7 +47,7 @@ DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", 
 @pytest.fixture
 def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     make_model().bfloat16().save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 
@@ -112,7 +112,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
     assert type(own) is OwnLinear
-    assert own.own.form == form
+    assert own.kernel.form == form
     alone = torch.cat([own(each) for each in inputs.split(1)])
     assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
     for count in (2, 5, 12, 13, 25, 40):
@@ -124,7 +124,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
 def test_a_weight_is_in_eight_bits_only_if_none_of_its_numbers_changes(form: str) -> None:
     exact = in_eight_bits(6, 96, form)
     exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
-    weight, repeats = exact.weight(), exact.shared // FEWEST
+    weight, repeats = exact.weight(), exact.shared // SCALE_INPUTS
     none = torch.zeros_like(exact.factors)
     factors, offsets = (
         each.float().repeat_interleave(repeats, dim=1)
@@ -157,7 +157,7 @@ def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
     assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
     own = packed(whole)
     assert isinstance(own, OwnLinear)
-    assert own.own.form == [*FORMS][1]
+    assert own.kernel.form == [*FORMS][1]
     assert packed_linear(joined([layer_of(form, bias=False) for form in (first[0], second[0])]), exact=True) is None
 
 
@@ -301,8 +301,8 @@ def test_siblings_keep_nothing_once_each_has_its_output() -> None:
 def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: Dtype) -> None:
     section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
     packed, loaded = (TargetModel.load(section, (0,), packed=packed) for packed in (True, False))
-    assert packed.is_packed
-    assert not loaded.is_packed
+    assert packed.fast_form.is_packed
+    assert not loaded.fast_form.is_packed
     assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]
     assert torch.equal(packed.frozen.lm_head, loaded.frozen.lm_head)  # heads share it
     requests = [Request([5, 6, 7], 24), Request([9, 4], 24)]
@@ -318,7 +318,7 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
     packed.generate([[5, 6, 7]], 3)
     hook.remove()
     assert seen
-    assert not packed.unpacked.is_packed
+    assert not packed.unpacked.fast_form.is_packed
     assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
 
 

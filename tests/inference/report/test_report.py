@@ -70,7 +70,7 @@ def test_without_matplotlib_the_report_writes_all_but_pictures_and_says_how_to_g
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
     """Its figures were those of the chain once more. A chain of another length keeps its row."""
     target = TargetModel.load(trained.target, (1, 2, 3))
-    heads, target.way = {"": load_drafting_head(trained.head_dir, target)}, "chains"
+    heads, target.passes.method = {"": load_drafting_head(trained.head_dir, target)}, "chains"
 
     def rows(growth: str) -> list[str]:
         section = trained.report.model_copy(update={"baselines": ("plain", "chain", "tree")})

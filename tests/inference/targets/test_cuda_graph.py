@@ -110,7 +110,7 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
     assert [each.tokens for each in found] == [
         each.tokens for each in generate_batch(target, requests, drafter, 8, False)
     ]
-    (step,) = target.kept(SpareSteps)
+    (step,) = target.singleton(SpareSteps)
     keys = {(shapes[0][0], form.sampled) for _, shapes, form, _ in step.captured}
     assert keys <= {(rows, sampled) for rows in (1, 2, 4, 8) for sampled in (False, True)}
     assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
@@ -155,23 +155,23 @@ def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeMo
     prompt = [*range(20)]
     for _ in range(3):
         generate(target, prompt, 10, static=True)
-    assert len(target.kept(SpareSteps)) == 1
-    (first,) = target.kept(SpareSteps)
+    assert len(target.singleton(SpareSteps)) == 1
+    (first,) = target.singleton(SpareSteps)
     stream = loop_of(target, [Request(prompt, 10)], static=True).run()
     next(stream)
-    assert target.kept(SpareSteps) == []  # in use
+    assert target.singleton(SpareSteps) == []  # in use
     generate(target, prompt, 5, static=True)  # meanwhile, in a cache of its own
     stream.close()
-    assert target.kept(SpareSteps) == [first]
+    assert target.singleton(SpareSteps) == [first]
     loop_of(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
-    assert target.kept(SpareSteps) == [first]
+    assert target.singleton(SpareSteps) == [first]
 
 
 def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
     target = TargetModel(make_model(max_position_embeddings=4096), ())
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)
-    assert [spare.cache.target.capacity for spare in target.kept(SpareSteps)] == [1024]
+    assert [spare.cache.target.capacity for spare in target.singleton(SpareSteps)] == [1024]
 
 
 def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel, make_head: MakeHead) -> None:

@@ -24,7 +24,6 @@ from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
-from headstart.inference.kernels.fast_layers import forms_of
 from headstart.inference.kernels.products import eight_bits_of, library
 from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, OLDEST, unpack
 from headstart.inference.targets.model import TargetModel
@@ -157,7 +156,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 the target has their exact numbers, and on a CPU its layers keep them in 8 bits."""
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     file = write_gguf(wide, tmp_path / "tiny.gguf", kind=kind)
     dense = transformers.GgufConfig(dequantize=True)
     wanted: Any = AutoModelForCausalLM.from_pretrained(
@@ -172,7 +171,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     for each in (target, packed):  # a form is no longer held than it is needed
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
     if library() is not None:
-        assert {form.partition(",")[0] for form in forms_of(packed.model)} == {"torch.int8"}
+        assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
     monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
     found = {}
     for path in (file, unpacked_folder(file, "target.path"), tmp_path):

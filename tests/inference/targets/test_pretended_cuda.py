@@ -156,7 +156,7 @@ def assert_captured(
     head = None if head is None else copy.deepcopy(head).to(CUDA)
     drafter: Drafter = PLAIN if head is None else head_drafter(head, growth)
     target, rows = TargetModel(make_model().to(CUDA), drafter.taps), len(samplings)
-    step = StaticStep(target, drafter, target.new_cache(100, drafter.cache_shape, rows, static=True))
+    step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
     sampling = BatchSampling(samplings, CUDA)
     assert step.serves(sampling)
     for turn in range(2):
@@ -211,7 +211,7 @@ def test_no_captured_step_waits_for_anything(
 
 def test_a_captured_step_serves_these_batches_and_no_others(target: TargetModel) -> None:
     """Whatever is served must be in CAPTURED, and so in the tests of captured steps."""
-    step = StaticStep(target, PLAIN, target.new_cache(10, None, 3, static=True))
+    step = StaticStep(target, PLAIN, target.passes.new_cache(10, None, 3, static=True))
     assert [mix for mix in MIXES if step.serves(BatchSampling(rows_of(mix, 3), "cpu"))] == CAPTURED
 
 
@@ -247,7 +247,7 @@ TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
-MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.packs", "elsewhere"}
+MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.allows_side_by_side", "elsewhere"}
 MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Repeats.extend", "chances_of"},
@@ -343,7 +343,7 @@ def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
                 cache.target.append(layer, block, -block)
             cache.target.keep([[0, 2, 4], [1], [0, 1]])
         cache.end_row(0)
-        cache.target.write(2, 1, cache.target.copied(0, 0, 4))
+        cache.target.write(2, 1, cache.target.copy_kv(0, 0, 4))
         for slots, source in zip(caches[1].slots, cache.slots, strict=True):
             slots.take_over(source)
         cache.make_room(40, 40)
