@@ -21,7 +21,7 @@ from headstart.inference.engine.budget import check_request, refuse_more_than_me
 from headstart.inference.engine.prefill import Pace, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.kernels import Threads
-from headstart.inference.targets.cuda_graph import LEAST_REACH
+from headstart.inference.targets.cuda_graph import REACH_MIN
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
@@ -163,7 +163,7 @@ class DecodeLoop:
         if self.batch.is_static:
             self.batch.open_for_any()
             assert self.batch.static is not None
-            left = self.batch.static.capture_ahead(LEAST_REACH)
+            left = self.batch.static.capture_ahead(REACH_MIN)
             print(f"capturing {next(left, 0) + 1} decode steps as CUDA graphs", file=sys.stderr, flush=True)
             deque(left, 0)
 

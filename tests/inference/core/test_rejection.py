@@ -187,9 +187,7 @@ def reranked(
 BROKEN = {
     "p instead of the residual": Scheme(1, choose=from_p_instead),
     "the likeliest token accepted by p / q": Scheme(1, of_the_likeliest),
-    "the two likeliest tokens accepted by p / q": Scheme(2, of_the_likeliest),
     "q' not renormalised": Scheme(2, of_all),
-    "a chain pruned by its sampled tokens": Scheme(1, reranked),
     "a tree pruned by its sampled tokens": Scheme(2, reranked),
 }
 
@@ -234,8 +232,8 @@ def test_the_walk_of_these_tests_accepts_what_verification_accepts() -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("children", [1, 2, 3])
-@pytest.mark.parametrize("symbol", range(SYMBOLS))
+@pytest.mark.parametrize("children", [1, 3])
+@pytest.mark.parametrize("symbol", [0, 3])
 def test_acceptance_is_as_frequent_as_possible(symbol: int, children: int) -> None:
     """The optimum: the sum of p over the likeliest children plus the sum of min(p, q') over the other tokens."""
     batch, start = batch_of(Sampling(1.0, rule="rejection"), torch.arange(DRAWS)), torch.ones(DRAWS).long()

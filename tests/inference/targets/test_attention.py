@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, SOME_FAMILIES
+from matrix import slow_unless
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
@@ -68,7 +69,7 @@ def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [(3, key.data_ptr())]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None:
     """Draft trees after a prompt, for every family of targets."""
     tree = Tree(torch.tensor([[7, 3, 9, 4, 8]]), torch.tensor([[-1, 0, 0, 1, 3]]))

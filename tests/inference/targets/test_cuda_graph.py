@@ -120,14 +120,14 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
 def test_a_server_captures_next_to_nothing_while_requests_wait(
     make_model: MakeModel, make_head: MakeHead, temperature: float
 ) -> None:
-    """40 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
+    """25 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
     target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
     drafter = HeadDrafter(make_head(), CostAware(3, 4, 12, SetCosts()), Repeats(4))
     loop, draw = DecodeLoop(target, drafter, 16, True), random.Random(0)
     loop.capture_ahead()
     step = loop.batch.static
     assert step is not None
-    before, steps, waiting = set(step.captured), 0, 40
+    before, steps, waiting = set(step.captured), 0, 25
     while waiting or not loop.idle:
         if waiting and draw.random() < 0.3:
             prompt, count = [draw.randrange(90) for _ in range(6)], draw.randrange(4, 12)
@@ -137,7 +137,7 @@ def test_a_server_captures_next_to_nothing_while_requests_wait(
             loop.step()
             steps += 1
     assert step is loop.batch.static
-    assert steps > 60
+    assert steps > 40
     assert len(set(step.captured) - before) <= 0.03 * steps
 
 

@@ -32,6 +32,7 @@ from headstart.recipes.schema import DecodeSection, TargetSection
 needs_reader = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
 )
+HAS_KERNELS = library() is not None  # compiled into the user's cache, before tests get caches of their own
 # Names of the tensors of a layer: transformers', then GGUF's.
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -170,7 +171,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     packed = TargetModel.load(section, ())
     for each in (target, packed):  # a form is no longer held than it is needed
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
-    if library() is not None:
+    if HAS_KERNELS:
         assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
     monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
     found = {}

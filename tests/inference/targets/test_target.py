@@ -29,7 +29,7 @@ NUM_LAYERS = 7
 MakeModel = Callable[..., LlamaForCausalLM]
 
 
-@pytest.mark.parametrize("taps", [(0,), (2, 3, 4), (0, 1, 6, 7)], ids=str)
+@pytest.mark.parametrize("taps", [(0, 1, 6, 7)], ids=str)
 def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps: tuple[int, ...]) -> None:
     """Except for the last index: transformers returns that state after the final norm, we return it before the norm."""
     model = make_model()
