@@ -24,13 +24,12 @@ from rich.table import Table
 
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import TreeLimits, Trie
+from headstart.inference.drafters.repeats import Trie
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts
-from headstart.inference.report.rounds import TokenTimes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -60,7 +59,7 @@ class FirstMatch(Lookup):
     """Drafts the tokens after the first occurrence of the longest n-gram, as transformers does."""
 
     def __init__(self, depth: int, ngram: int) -> None:
-        super().__init__(TreeLimits(depth, 1, depth), ngram=ngram)
+        super().__init__(Growth(depth, 1, depth), ngram=ngram)
 
     def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
         text = verified.texts[row]
@@ -73,6 +72,19 @@ class FirstMatch(Lookup):
                             break
                         node = child
                     return
+
+
+class BlockSizes:
+    """A streamer for transformers' `generate` that records how many tokens arrive together; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        """Do nothing: the last tokens came with the last `put`."""
 
 
 def first_layers_alone(target: TargetModel, count: int) -> TargetModel:
@@ -116,20 +128,20 @@ def run(recipe: Recipe) -> None:
     prompts, new_tokens, depth = held_out_prompts(recipe), recipe.decode.max_new_tokens, recipe.decode.depth
     target = TargetModel.load(recipe.target, (), packed=False)
     draft = first_layers_alone(target, max(target.config.num_layers // 4, 1))
-    tree, limits = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), TreeLimits(depth, 1, depth)
+    tree, limits = Dynamic(depth, recipe.decode.width, recipe.decode.nodes), Growth(depth, 1, depth)
 
     def ours(drafter: Drafter | None) -> Callable[[list[int]], tuple[list[int], int]]:
         return lambda prompt: (generate(target, prompt, new_tokens, drafter=drafter).tokens, 1)
 
     def assisted(prompt: list[int]) -> tuple[list[int], int]:
-        times = TokenTimes()
-        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=times)[0]
-        return text, times.blocks[1][1]
+        blocks = BlockSizes()
+        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=blocks)[0]
+        return text, blocks.sizes[1]
 
     def lookup(prompt: list[int]) -> tuple[list[int], int]:
-        times = TokenTimes()
-        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=times)[0]
-        return text, times.blocks[1][1]
+        blocks = BlockSizes()
+        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=blocks)[0]
+        return text, blocks.sizes[1]
 
     rows = [
         Row("plain", ours(None)),
@@ -139,7 +151,7 @@ def run(recipe: Recipe) -> None:
         Row("prompt lookup, first match", ours(FirstMatch(depth, TRANSFORMERS_NGRAM))),
         Row("prompt lookup", ours(Lookup(limits, ngram=TRANSFORMERS_NGRAM))),
         Row("draft model, tree", ours(ModelDrafter(draft, tree, target))),
-        Row("prompt lookup, tree", ours(Lookup(TreeLimits(depth, tree.width, tree.nodes)))),
+        Row("prompt lookup, tree", ours(Lookup(Growth(depth, tree.width, tree.nodes)))),
     ]
     measure(rows, target, prompts)
     table = Table(title=f"{len(prompts)} prompts x {new_tokens} tokens, depth {depth}")

@@ -23,14 +23,14 @@ from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
-Grow = Callable[[TargetModel, DraftHead], Growth]
+Grow = Callable[[TargetModel, DraftHead], GrowthPolicy]
 BAR = 3.0
 
 
@@ -57,10 +57,10 @@ def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
     [prompt], folder = held_out_prompts(recipe)[:1], recipe.head_in_use
 
-    def cost_aware(target: TargetModel, head: DraftHead) -> Growth:
+    def cost_aware(target: TargetModel, head: DraftHead) -> GrowthPolicy:
         return CostAware(8, 4, 32, cost_table(target, head, 4, 32))
 
-    def own(target: TargetModel, head: DraftHead) -> Growth:
+    def own(target: TargetModel, head: DraftHead) -> GrowthPolicy:
         return growth_from_recipe(recipe.decode, target, head)
 
     table = Table(title=f"the first request after loading; the longest step may take {BAR:g} x the median")

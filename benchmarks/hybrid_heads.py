@@ -29,7 +29,6 @@ from torch import nn
 from train_quality import ROOT, call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from headstart.data_pipelines.prompts.python_stdlib import source_files
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import DecodeStats, Request
@@ -46,6 +45,7 @@ from headstart.recipes.other_commands import Options
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
 from pretrain import Settings, held_out_loss, learning_rate_factor, next_token_loss, sample_batch, token_stream
+from standard_library import source_files
 
 DEMO = ROOT / "assets" / "demo_target"
 SIZES: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Acceptance length of four kinds of heads trained on one harvest with the same steps, with several draft trees.
+"""Acceptance length of three kinds of heads trained on one harvest with the same steps, with several draft trees.
 
     python benchmarks/medusa.py recipes/tiny.yaml decode.depth=4
     python benchmarks/medusa.py recipes/tiny_full.yaml decode.depth=4 decode.head=assets/demo_head
@@ -27,7 +27,7 @@ from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.targets.model import TargetModel
@@ -36,14 +36,13 @@ from headstart.trainers import run
 
 KINDS = {
     "Medusa-1": ("tiny_medusa.yaml",),
-    "Hydra": ("tiny_medusa.yaml", "head.sequential=true"),
     "EAGLE-1": ("tiny_eagle1.yaml",),
     "EAGLE-3": ("tiny_full.yaml",),
 }
 CALIBRATION = 8  # first prompts of the report, which heads are calibrated on
 RANDOM_TREES, RANKS = 20, 10
 COLUMNS = ("head", "parameters", "untrained", "chain", "searched tree", "dynamic tree")
-AcceptanceLength = Callable[[DraftHead, Growth], float]
+AcceptanceLength = Callable[[DraftHead, GrowthPolicy], float]
 NodePath = tuple[int, ...]
 
 
@@ -173,7 +172,7 @@ def length_meter(recipe: Recipe, target: TargetModel, temperature: float) -> Acc
     """A function that measures the acceptance length of a head with a growth, over the prompts not calibrated on."""
     asked, decode = requests(recipe, temperature), recipe.decode
 
-    def acceptance_length(head: DraftHead, growth: Growth) -> float:
+    def acceptance_length(head: DraftHead, growth: GrowthPolicy) -> float:
         generations = generate_batch(target, asked, head_drafter(head, growth), decode.max_batch)
         return DecodeStats.sum_of(generation.stats for generation in generations).acceptance_length
 

@@ -33,7 +33,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
-from headstart.data_pipelines.prompts.python_stdlib import source_files
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
@@ -51,6 +50,7 @@ from headstart.recipes.schema import MtpSection
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
 from pretrain import learning_rate_factor, sample_batch, token_stream
+from standard_library import source_files
 
 QWEN = {**SIZES, "num_key_value_heads": 2, "head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
 QWEN |= {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "mtp_layer_types": ["full_attention"]}
@@ -194,7 +194,7 @@ def passes_of_transformers(folder: Path, prompts: list[list[int]]) -> tuple[list
 def passes_by_replay(folder: Path, prompts: list[list[int]], texts: list[list[int]]) -> int:
     """The passes that drafts of transformers' layer would take: `generate` refuses it for targets with a state.
 
-    As in headstart, a step after WINDOW rejected drafts in a row drafts nothing, see inference/core/states.py.
+    As in headstart, a step after WINDOW rejected drafts in a row drafts nothing, see inference/core/recurrent.py.
     """
     with no_bars_of_transformers():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

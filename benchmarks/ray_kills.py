@@ -115,19 +115,19 @@ def has_shards(run_dir: Path, count: int) -> bool:
 def kill_workers_and_nodes(run_dir: Path, nodes: Cluster) -> None:
     """Kill in all phases in turn, at random moments of each; a harvest that ends too early loses its shards again."""
     rng, kills = random.Random(0), Counter[str]()
-    driver = start(run_dir, "--engine", "ray")
+    driver = start(run_dir, "--on", "ray")
     while kills.total() < KILLS:
         if driver.poll() is not None:
             assert driver.returncode == 0
             lose_work(run_dir)
-            driver = start(run_dir, "--engine", "ray")
+            driver = start(run_dir, "--on", "ray")
         wanted = PHASES[kills.total() % len(PHASES)] if kills["prompts"] < 3 else rng.choice(PHASES[1:])
         if wanted == "prompts" and (run_dir / "prompts/train.jsonl").exists():
             end(driver)
             while workers_of(nodes):
                 time.sleep(0.1)
             shutil.rmtree(run_dir)
-            driver = start(run_dir, "--engine", "ray")
+            driver = start(run_dir, "--on", "ray")
         if not wait_for(partial(is_in, run_dir, wanted), driver):
             continue
         time.sleep(rng.uniform(0, 0.3 if wanted == "responses" else 0.02))
@@ -182,11 +182,11 @@ def end(driver: "subprocess.Popen[bytes]") -> None:
 def kill_driver(run_dir: Path) -> None:
     """Kill the driver three times, each time after more shards, and start it again at once."""
     for shards in (1, 4, 10):
-        driver = start(run_dir, "--engine", "ray")
+        driver = start(run_dir, "--on", "ray")
         assert wait_for(partial(has_shards, run_dir, shards), driver)
         end(driver)
         print(f"killed the driver after {shards} shards", flush=True)
-    assert start(run_dir, "--engine", "ray").wait() == 0
+    assert start(run_dir, "--on", "ray").wait() == 0
 
 
 def report(what: str, found: Path, expected: Path) -> None:

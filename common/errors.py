@@ -18,23 +18,7 @@ STARTS_OVER = "interrupted; the same command starts over"
 NOT_BEGUN = "interrupted before the work began; run the same command again"
 CONTINUES = "interrupted; the same command continues where it stopped"
 
-REMEDIES = {
-    errno.ENOSPC: "make room there",
-    errno.EDQUOT: "make room there",
-    errno.EFBIG: "raise the limit of file sizes (ulimit -f)",
-    errno.EACCES: "change its permissions or its folder's",
-    errno.EPERM: "change its permissions or its folder's",
-    errno.EROFS: "mount the disk writable",
-    errno.ENOENT: "check the path, which starts from the current directory if it is relative",
-    errno.EEXIST: "move the file away",
-    errno.ENOTDIR: "move the file away",
-    errno.EISDIR: "move the folder away, because a file is needed here",
-    errno.ENOTEMPTY: "move the folder away",
-    errno.ENAMETOOLONG: "choose a shorter name",
-    errno.EMFILE: "raise the limit of open files (ulimit -n)",
-    errno.EIO: "check the disk (dmesg), and copy the data to another",
-    errno.ESTALE: "mount the disk again",
-}
+RUN_AGAIN = "correct the cause, then run the same command again"
 
 
 def wrong_value(name: str, given: object, allowed: str, remedy: str) -> ValueError:
@@ -90,26 +74,22 @@ def explained(error: Exception, settings: BaseModel | None = None) -> str | None
     if error.filename is not None:
         return path_message(error, settings)
     if error.errno is None:  # from a library, in its own words
-        return f"{type(error).__name__}: {said}; correct the cause, then run the same command again"
+        return f"{type(error).__name__}: {said}; {RUN_AGAIN}"
     # Every writer of ours names its file.
-    return f"standard output, or a temporary file: {error.strerror}; {remedy(error)}"
+    return f"standard output, or a temporary file: {error.strerror}; {RUN_AGAIN}"
 
 
 def path_message(error: OSError, settings: BaseModel | None) -> str:
     """The path, what is wrong with it, and what to do."""
     parts = Path(os.fsdecode(error.filename2 or error.filename)).parts
     path = Path(*(part.removesuffix(PARTIAL) for part in parts))
-    reason, advice, stage = error.strerror, remedy(error), path.parent / "stage.json"
+    reason, advice, stage = error.strerror, RUN_AGAIN, path.parent / "stage.json"
     if error.errno in (errno.ENOTDIR, errno.EEXIST):
         reason = next((f"{each} is a file" for each in (path, *path.parents) if each.is_file()), reason)
     if error.errno == errno.ENOENT and stage.is_file():
         advice = f"{shlex.join(['rm', str(stage)])}, and the same command makes it again"
     field = field_of(path.absolute(), settings)
     return f"{path}: {reason}; {advice}, or {'give another path' if field is None else f'choose another {field}'}"
-
-
-def remedy(error: OSError) -> str:
-    return f"{REMEDIES.get(error.errno or 0, 'correct the cause')}, then run the same command again"
 
 
 def field_of(path: Path, settings: BaseModel | None) -> str | None:

@@ -2,7 +2,7 @@
 
     accelerate launch -m headstart.data_pipelines.harvest recipes/tiny.yaml
     headstart harvest recipes/tiny.yaml --part 3/64     # in each of 64 jobs, which share run_dir and nothing else
-    headstart harvest recipes/tiny.yaml --engine ray    # on the workers of a Ray cluster
+    headstart harvest recipes/tiny.yaml --on ray    # on the workers of a Ray cluster
 
 Both stages write whole shards by sample id, so a killed run can resume, with a different number of ranks, parts or
 workers if you like. SIGTERM, or Ctrl-C once, lets a part finish its running texts or shard; it then exits.
@@ -45,19 +45,19 @@ from headstart.inference.targets.loading import slow_format
 from headstart.recipes import Recipe, run_command
 
 
-def run(recipe: Recipe, part: Part | None = None, engine: str | None = None) -> None:
+def run(recipe: Recipe, part: Part | None = None, on: str | None = None) -> None:
     """The command: harvest on all ranks of the launch, or one part in this process, or all on a cluster."""
     end_with_launcher()
     state = start_processes()
     if part is not None:
         return harvest_part(recipe, part, state)
-    if engine == "ray":
+    if on == "ray":
         if find_spec("ray") is None:
-            missing = "--engine: ray given, which is not installed"
-            raise ValueError(f"{missing}; run pip install -e '.[ray]', or leave --engine out")
+            missing = "--on: ray given, which is not installed"
+            raise ValueError(f"{missing}; run pip install -e '.[ray]', or leave --on out")
         from headstart.data_pipelines.on_ray import harvest_on_ray  # it needs Ray
 
-        refuse_for_parts(recipe, "--engine ray", state)
+        refuse_for_parts(recipe, "--on ray", state)
         if recipe.data.draft_head is not None:
             found = f"data.draft_head: {recipe.data.draft_head} given, for which each worker would need two targets"
             raise ValueError(f"{found}; leave it out (null), or harvest in parts (--part)")

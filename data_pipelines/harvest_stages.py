@@ -10,11 +10,11 @@ import torch
 from accelerate import PartialState
 
 from headstart.common.remote import files_in, pull
-from headstart.data_pipelines.features.engine_states import EngineStates, own_target
 from headstart.data_pipelines.features.features import TapTexts, finite_states, refuse_non_finite, tap, write_features
 from headstart.data_pipelines.features.shard_files import made_from, shard_is_whole
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps, write_manifest
 from headstart.data_pipelines.features.store import describe_store, existing_store
+from headstart.data_pipelines.features.vllm_states import VllmStates, own_target
 from headstart.data_pipelines.more_prompts import (
     claim_features,
     remove_grown_shards,
@@ -134,7 +134,7 @@ class Harvest:
                 write_given(recipe, shard)
             return
         if data.server is not None:
-            client = CompletionClient(data.server) if data.states is None else self.engine.client
+            client = CompletionClient(data.server) if data.states is None else self.vllm.client
             writer = until(self.ending, server_writer(recipe, client))
         elif data.draft_head is not None:
             writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
@@ -176,7 +176,7 @@ class Harvest:
         """Write this rank's share of the features."""
         recipe, ranks = self.recipe, Ranks()
         if recipe.data.states is not None:
-            tap_texts, device = self.engine.tap, torch.device("cpu")
+            tap_texts, device = self.vllm.tap, torch.device("cpu")
         else:
             target = self.load()
             check_states(recipe, target, shards)
@@ -227,20 +227,20 @@ class Harvest:
         features.finish({"manifest": file_digest(features.folder / MANIFEST)})
 
     @cached_property
-    def engine(self) -> EngineStates:
+    def vllm(self) -> VllmStates:
         """The servers of data.states, whose states of a few prompts are the target's own."""
-        recipe, engine = self.recipe, EngineStates(self.recipe, self.config, self.taps)
+        recipe, states = self.recipe, VllmStates(self.recipe, self.config, self.taps)
         texts = [row["tokens"][:LONGEST_CHECK] for row in self.shards[0].rows[:CHECKED_TEXTS]]
         if not self.state.is_main_process:
-            return engine
+            return states
         if (target := own_target(recipe, self.config)) is not None:
             check_teacher_logits(recipe, target, texts[0])
-            engine.refuse_other_states(target, texts)
+            states.refuse_other_states(target, texts)
         else:
             self.say(f"{recipe.target.path} is too large to load here: of vLLM's states only the last one is checked")
             frozen = FrozenTarget.from_folder(folder_of(recipe.target), getattr(torch, recipe.target.dtype))
-            engine.refuse_other_last_state(frozen, texts)
-        return engine
+            states.refuse_other_last_state(frozen, texts)
+        return states
 
     # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
 

@@ -39,7 +39,7 @@ from headstart.data_pipelines.together import PAGE, Facts, folder_fact
 from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
-COMMAND = "harvest --engine ray"
+COMMAND = "harvest --on ray"
 OF_WORKERS = ".worker"  # ends the names of the locks that workers hold
 WAIT_SECONDS = 1.0  # how often the driver looks for machines that have joined
 BATCHES = 8  # of responses in one task, whose last batch is not full

@@ -23,7 +23,7 @@ from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe
 from headstart.recipes.checks import size_mistakes
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF
+from headstart.recipes.schema import HUB_PREFIX, SELF
 
 DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
@@ -92,7 +92,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
     if data.prompts == SELF:
         optional_rensa()
         UserTemplate(ChatTemplate(tokenizer, recipe.target.chat_template_kwargs), data)
-    if data.prompts not in (PYTHON_STDLIB, SELF) and not data.prompts.startswith(HUB_PREFIX):
+    elif not data.prompts.startswith(HUB_PREFIX):
         sources["data.prompts"] = data.prompts
     for field, source in sources.items():
         first = next(iter(read_rows(source)), None)

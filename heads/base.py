@@ -170,8 +170,8 @@ class LevelHead(DraftHead):
         return self.logits(hidden)
 
     @abstractmethod
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
-        """The features of the next level, from this level's output `hidden` and its inputs."""
+    def feedback(self, hidden: Hidden, features: Features) -> Features:
+        """The features of the next level, from this level's output `hidden` and its features."""
 
 
 class LastHiddenHead(LevelHead):
@@ -218,7 +218,7 @@ class LastHiddenHead(LevelHead):
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.frozen.unembed(hidden)
 
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features) -> Features:
         return hidden
 
 

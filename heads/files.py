@@ -5,7 +5,6 @@ The types of the keys in config.json, ours or published, are at the end; the rul
 
 import json
 import os
-import pickle
 import re
 import reprlib
 import shlex
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -38,8 +36,8 @@ class HeadFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
-        """Read single-file or sharded safetensors, or pickles that hold only tensors; raises ValueError for others."""
-        return cls(folder, read_config(folder), read_tensors(folder))
+        """Read the folder; raises ValueError that names whatever is missing or damaged."""
+        return cls(folder, read_config(folder), read_weights(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -68,22 +66,14 @@ def read_json_object(path: Path, of: str) -> dict[str, Any]:
     return found
 
 
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    for name in SAFETENSORS + PICKLES:
-        index = folder / f"{name}.index.json"
-        if index.is_file():
-            parts = sorted(set(read_index(index, "head").values()))
-        elif (folder / name).is_file():
-            parts = [name]
-        else:
-            continue
-        tensors: dict[str, Tensor] = {}
-        for part in parts:
-            tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
-        return tensors
-    known = ", ".join(SAFETENSORS + PICKLES)
-    needed = f"one of {known}, or an index of its shards, is required"
-    raise ValueError(f"{folder} holds no weights; {needed}: copy or download the head again")
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """The tensors in model.safetensors; raises ValueError for a head that must be converted first."""
+    others = (file for name in SAFETENSORS + PICKLES for file in (name, f"{name}.index.json"))
+    published = next((name for name in others if (folder / name).is_file()), None)
+    if published is not None and not (folder / MODEL).is_file():
+        convert = f"headstart convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
+        raise ValueError(f"{folder} holds its weights in {published}, only {MODEL} is allowed; convert it: {convert}")
+    return read_safetensors(folder / MODEL)
 
 
 def read_index(index: Path, of: str) -> dict[str, str]:
@@ -102,43 +92,25 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
         raise ValueError(f"{path} cannot be read ({error}); {needed}") from error
 
 
-def read_pickle(path: Path) -> dict[str, Tensor]:
-    """A pickled state dict, read by torch's restricted loader, which calls no function of the file."""
-    try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        why = f"it is damaged or holds more than tensors ({reason})"
-        raise ValueError(f"{path} is refused: {why}; get the head as safetensors") from error
-    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise ValueError(f"{path} is refused: only a mapping of names to tensors is allowed; get safetensors")
-    return {str(name): tensor for name, tensor in found.items()}
-
-
 def has_weight_dtype(tensor: Tensor) -> bool:
     """Is it in a number format that weights may have? 8-bit formats need scales, which no head of ours has."""
     return tensor.is_floating_point() and tensor.dtype.itemsize >= 2
 
 
-def write_files(files: HeadFiles, weights: str = MODEL) -> None:
-    """Write config.json and the tensors to a folder that exists; `weights` is one of SAFETENSORS and PICKLES."""
-    if weights in PICKLES:
-        # A pickled view would hold the whole tensor that it is taken from.
-        copies = {name: tensor.detach().cpu().clone() for name, tensor in files.tensors.items()}
-        write_pickle(copies, files.folder / weights)
-    else:
-        write_safetensors(files.tensors, files.folder / weights, {"format": "pt"})
+def write_files(files: HeadFiles) -> None:
+    """Write config.json and the tensors to a folder that exists."""
+    write_safetensors(files.tensors, files.folder / MODEL, {"format": "pt"})
     write_text(files.folder / "config.json", json.dumps(files.config, indent=2) + "\n")
 
 
-def write_folder(files: HeadFiles, weights: str, readme: str, add: Callable[[Path], None] | None = None) -> None:
+def write_folder(files: HeadFiles, readme: str, add: Callable[[Path], None] | None = None) -> None:
     """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists.
 
     `add` may add files, from those that are written already.
     """
     refuse_existing(files.folder)
     with whole_folder(files.folder) as partial:
-        write_files(HeadFiles(partial, files.config, files.tensors), weights)
+        write_files(HeadFiles(partial, files.config, files.tensors))
         write_text(partial / "README.md", readme)
         if add is not None:
             add(partial)
@@ -179,15 +151,6 @@ def as_os_error(error: SafetensorError, path: Path) -> Exception:
     """The system's error that safetensors reports as text; the same error if it is none of the system's."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])), str(path))
-
-
-def write_pickle(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write a state dict as torch's code reads it; raises OSError that names the file."""
-    with naming(path), path.open("wb") as file:
-        try:
-            torch.save(tensors, file)
-        except RuntimeError as error:  # torch's writer fails again when it is closed
-            raise error.__context__ if isinstance(error.__context__, OSError) else error from None
 
 
 def refuse_existing(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """The target's embedding, final norm and lm_head, read from its safetensors without loading the rest of the model."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -163,11 +163,6 @@ def is_copy(own: Tensor, target: Tensor) -> bool:
         return False
     theirs = target.float()
     return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
-
-
-def hold_attention(names: Iterable[str]) -> bool:
-    """Are these the names of a whole model's tensors? Medusa heads, which may lie beside it, have no attention."""
-    return any("attn" in name or "attention" in name for name in names)
 
 
 def drop_embedding(tensors: dict[str, Tensor], frozen: FrozenTarget) -> None:

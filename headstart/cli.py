@@ -99,7 +99,7 @@ COMMANDS = {  # in data-flow order
     ),
     "chat": Command(
         "headstart.chat",
-        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed against plain decoding.",
+        "Talk with a target in the terminal: streamed answers, draft tokens coloured, tokens per target step.",
         "reads target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head); writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         chat_options,

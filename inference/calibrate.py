@@ -30,8 +30,7 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import depth_for
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
@@ -175,7 +174,7 @@ def level_logits(
         tokens = text[:, 1:].roll(-level - shift, dims=1)
         hidden = head(features, tokens, positions + level, cache=cache, level=level)
         yield head.logits(hidden[:, : choices - level], level)[0]
-        features = head.feedback(hidden, features, tokens)
+        features = head.feedback(hidden, features)
 
 
 def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:
@@ -212,8 +211,8 @@ def calibrate(recipe: Recipe) -> None:
         taps, prompts = taps_to_read(recipe), held_out_prompts(recipe)
         target = TargetModel.load_to_answer(recipe.target, taps)
         head = load_head_for(recipe.head_in_use, target.frozen)
-        depth, longest = depth_for(recipe.decode, head), recipe.decode.max_new_tokens
-        head.calibration = fit_calibration(target, head, prompts, depth, longest)
+        growth = Growth.from_section(recipe.decode, head.max_levels)
+        head.calibration = fit_calibration(target, head, prompts, growth.depth, recipe.decode.max_new_tokens)
         save_head(head, recipe.head_in_use)
     print(f"calibration written to {recipe.head_in_use}/config.json; by depth:")
     for name, values in head.calibration.to_config().items():

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from headstart.recipes.fields import recipe_sections
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, Recipe
+from headstart.recipes.schema import HUB_PREFIX, RANKED_GROWTHS, SELF, Recipe
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 RecipeMistake = tuple[str, str]
 Values = dict[str, Any]
-RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 RELATIVE_PATHS = "relative paths start from the current directory"
 
 
@@ -46,10 +45,9 @@ def with_defaults(values: Values) -> dict[str, Values]:
 
 def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     prompts, heldout_prompts = (recipe["data"].get(key) for key in ("prompts", "heldout_prompts"))
-    built_in = isinstance(prompts, str) and (prompts in (PYTHON_STDLIB, SELF) or prompts.startswith(HUB_PREFIX))
-    if isinstance(prompts, str) and not built_in and not os.path.exists(os.path.expanduser(prompts)):
-        names = f"{HUB_PREFIX}org/name:split, {PYTHON_STDLIB} or {SELF}"
-        allowed = f"an existing file or dataset folder, {names} is allowed"
+    is_path = isinstance(prompts, str) and prompts != SELF and not prompts.startswith(HUB_PREFIX)
+    if isinstance(prompts, str) and is_path and not os.path.exists(os.path.expanduser(prompts)):
+        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
         yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
     if not isinstance(heldout_prompts, str) or heldout_prompts == SELF:
         return
@@ -114,11 +112,10 @@ def split_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
 def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]:
     """Rows of the report whose drafter lacks what it needs."""
     baselines = report["baselines"] if isinstance(report["baselines"], list) else []
-    needs = {"draft_model": "draft_model", "suffix": "corpus", "generate_assisted": "draft_model"}
-    for baseline, field in needs.items():
-        if baseline in baselines and decode[field] is None:
+    for baseline in ("draft_model", "generate_assisted"):
+        if baseline in baselines and decode["draft_model"] is None:
             allowed = f"a path is allowed, because report.baselines has {baseline}"
-            yield f"decode.{field}", f"{allowed}; add it, or remove {baseline} there"
+            yield "decode.draft_model", f"{allowed}; add it, or remove {baseline} there"
     if "repeats" in baselines and not decode["repeats"]:
         yield "decode.repeats", "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats"
     if "cost_aware" in baselines and decode["acceptance"] == "rejection":

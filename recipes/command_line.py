@@ -133,9 +133,9 @@ def harvest_arguments(doc: str | None, argv: Sequence[str] | None = None) -> tup
         "let the workers of a Ray cluster make the shards: the one that RAY_ADDRESS names or this machine is part of, "
     )
     about += "else one started here; needs pip install -e '.[ray]'"
-    way.add_argument("--engine", choices=["ray"], help=about)
+    way.add_argument("--on", choices=["ray"], help=about)
     arguments = parser.parse_intermixed_args(argv)
-    return named_recipe(arguments), arguments.part, arguments.engine
+    return named_recipe(arguments), arguments.part, arguments.on
 
 
 def run_command(

@@ -15,7 +15,6 @@ from pydantic_core import ErrorDetails
 from headstart.common.remote import without_secrets
 from headstart.recipes.checks import recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
-from headstart.recipes.removed import REMOVED
 from headstart.recipes.schema import Recipe
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # errors of PyYAML; a number of 5000 digits is a ValueError
@@ -196,8 +195,6 @@ def unknown_key(path: str, kind: str) -> str:
     section, dot, key = path.partition(".")
     section, key = (section, key) if dot else ("", section)
     keys = section_keys(section, kind)
-    if instead := REMOVED.get(path):
-        return f"but this key was removed; {instead}"
     if path in recipe_fields():
         others = " or ".join(other for other in recipe_sections()[section] if key in section_keys(section, other))
         return f"but kind {kind} allows only {', '.join(keys)}; remove it, or choose kind {others}"

@@ -14,12 +14,10 @@ ENGINE_NAMES = {
     "vllm": "vLLM",
     "sglang": "SGLang",
     "tensorrt_llm": "TensorRT-LLM",
-    "eagle": "the EAGLE authors' code",
     "speculators": "speculators",
-    "medusa": "the Medusa authors' code",
     "llama_cpp": "llama.cpp",
 }
-OWN_FORMAT = ("eagle", "medusa", "llama_cpp")  # they read only files exported in a format of their own
+OWN_FORMAT = ("llama_cpp",)  # reads only files exported in a format of its own
 
 
 def command_parser(doc: str | None) -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ from headstart.recipes.values import (
     with_day_as_text,
 )
 
-PYTHON_STDLIB = "python-stdlib"  # the data.prompts value that names the built-in corpus
+RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.width likeliest children
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
@@ -84,8 +84,8 @@ class DataSection(Section):
 
     prompts: HomeText = Field(
         description="Prompts or conversations to train on: a .jsonl, .parquet or .txt file, a folder written by the "
-        f"datasets library, {HUB_PREFIX}org/name:split, {PYTHON_STDLIB} (built in), or {SELF}: the target, a chat "
-        "model, writes them itself (Magpie)."
+        f"datasets library, {HUB_PREFIX}org/name:split, or {SELF}: the target, a chat model, writes them itself "
+        "(Magpie)."
     )
     heldout_prompts: HomePath = Field(
         description=f"File of prompts kept for measurements, never trained on; same formats. {SELF}: with data.prompts "
@@ -167,8 +167,8 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DataSection":
-        if self.responses == "given" and self.prompts in (PYTHON_STDLIB, SELF):
-            raise ValueError(f"responses given needs conversations in prompts; {self.prompts} has none, so name a file")
+        if self.responses == "given" and self.prompts == SELF:
+            raise ValueError(f"responses given needs conversations in prompts; {SELF} has none, so name a file")
         if self.holds_out_own_prompts and self.prompts != SELF:
             raise ValueError(f"heldout_prompts {SELF} needs prompts {SELF}; choose that, or name a file of prompts")
         if self.self_system_prompts is not None and self.prompts != SELF:
@@ -279,14 +279,11 @@ class Eagle3Section(LayerSection):
 
 
 class MedusaSection(Section):
-    """Medusa heads (arXiv 2401.10774), or Hydra heads (2402.05109) with sequential."""
+    """Medusa heads (arXiv 2401.10774)."""
 
     kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
-    )
-    sequential: bool = Field(
-        default=False, description="Each Medusa head also reads the tokens drafted before its own (Hydra)."
     )
     lm_head_rank: int | None = Field(
         default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."
@@ -457,7 +454,7 @@ class DecodeSection(Section):
     drafter: DrafterKind = Field(
         default="head",
         description="Source of draft tokens. head: the trained head; draft_model: a smaller model; "
-        "prompt_lookup: repeats of earlier text; suffix: repeats of a corpus.",
+        "prompt_lookup: repeats of earlier text.",
     )
     head: HomePath | None = Field(
         default=None,
@@ -465,9 +462,6 @@ class DecodeSection(Section):
     )
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
-    )
-    corpus: HomePath | None = Field(
-        default=None, description="JSONL file of texts for suffix; rows hold tokens, or prompt and response."
     )
     growth: Literal["chain", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
         default="dynamic",
@@ -502,9 +496,8 @@ class DecodeSection(Section):
 
     @model_validator(mode="after")
     def fields_agree(self) -> "DecodeSection":
-        for kind, field in (("draft_model", "draft_model"), ("suffix", "corpus")):
-            if self.drafter == kind and self.model_dump()[field] is None:
-                raise ValueError(f"drafter {kind} needs {field}; give decode.{field}")
+        if self.drafter == "draft_model" and self.draft_model is None:
+            raise ValueError("drafter draft_model needs draft_model; give decode.draft_model")
         if self.drafter != "head" and self.growth not in ("chain", "dynamic"):
             raise ValueError(f"growth {self.growth} needs a trained head; {self.drafter} allows chain or dynamic")
         if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
@@ -557,11 +550,10 @@ class ReportSection(Section):
 class ExportSection(Section):
     """How the head is exported for a serving engine, into RUN_DIR/export/FORMAT."""
 
-    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "eagle", "speculators", "medusa", "gguf"] = Field(
+    format: Literal["native", "vllm", "sglang", "tensorrt_llm", "speculators", "gguf"] = Field(
         default="vllm",
-        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; eagle and medusa are the "
-        "layouts of the authors' code, speculators that of the library; gguf is llama.cpp's; native loads in headstart "
-        "only.",
+        description="Format of the export. vllm, sglang and tensorrt_llm read the same files; speculators is the "
+        "library's layout, gguf llama.cpp's; native loads in headstart only.",
     )
     dtype: Dtype | None = Field(
         default=None, description="Number format of the exported weights; null keeps the head's."

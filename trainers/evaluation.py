@@ -12,7 +12,8 @@ from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import depth_for, growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
@@ -54,7 +55,7 @@ class HeldOutDecoding:
 
     def fit_calibration(self) -> Calibration:
         """A calibration of the head, fitted on the same prompts."""
-        depth = depth_for(self.recipe.decode, self.head)
+        depth = Growth.from_section(self.recipe.decode, self.head.max_levels).depth
         calibration = fit_calibration(self.target, self.head, self.prompts(), depth, self.new_tokens)
         self.target.singleton(SpareSteps).clear()
         return calibration
@@ -109,7 +110,7 @@ def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
     """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft tokens."""
     metrics = {}
-    if decoding.recipe.decode.growth.startswith("searched"):  # search the best tree for the current weights
+    if Growth.from_section(decoding.recipe.decode).is_searched:  # search the best tree for the current weights
         decoding.head.calibration = decoding.fit_calibration()
     for name, temperature in TEMPERATURES.items():
         stats = decoding.decode(temperature)

@@ -1,7 +1,6 @@
-"""Train Medusa or Hydra heads: run the stages before them that are missing, and reuse the others.
+"""Train Medusa heads: run the stages before them that are missing, and reuse the others.
 
     accelerate launch trainers/medusa.py recipes/tiny_medusa.yaml
-    accelerate launch trainers/medusa.py recipes/tiny_medusa.yaml head.sequential=true   # Hydra
 
 Stopped or killed at any step, the same command continues from the newest checkpoint and ends in the same weights.
 """

@@ -17,7 +17,8 @@ from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.engine.budget import StepMemory, tree_nodes
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.engine.budget import StepMemory
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights, num_devices
 from headstart.recipes import Recipe
@@ -233,7 +234,7 @@ def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: i
         states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)
         yield Need("its states", STEPS * min(states, ON_DEVICE), f"of {STEPS} steps, data.online [auto]")
     if prompts:
-        rows, nodes = min(prompts, recipe.decode.max_batch), tree_nodes(recipe.decode)
+        rows, nodes = min(prompts, recipe.decode.max_batch), Growth.from_section(recipe.decode).max_nodes
         length = recipe.data.prompt_tokens + min(recipe.decode.max_new_tokens, recipe.data.response_tokens)
         yield Need("the head's copy that decodes", num_parameters(head) * dtype.itemsize, section.dtype)
         needed = StepMemory.of(config, dtype).needed(rows, nodes, length)

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.common.errors import remedy
+from headstart.common.errors import RUN_AGAIN
 from headstart.common.files import remove, whole_folder, write_text
 from headstart.common.remote import fetch, url_of
 from headstart.data_pipelines.features.batches import SampleStore
@@ -101,7 +101,7 @@ class Checkpoints:
         except OSError as error:
             kept = ", ".join(f"step-{step}" for step in self.steps()) or "none before it"
             failed = f"{path} cannot be written ({error.strerror}); whole checkpoints: {kept}"
-            raise ValueError(f"{failed}; {remedy(error)}, which continues from the newest") from error
+            raise ValueError(f"{failed}; {RUN_AGAIN}, which continues from the newest") from error
         for old in self.steps()[:-KEPT]:
             remove(self.path(old))
 

@@ -255,7 +255,7 @@ def repair(folder: Path, wrong: Iterable[Path]) -> str:
 
 
 def read_manifest(folder: Path) -> Json:
-    """Read a store's manifest; raises ValueError if it is missing, unreadable or of another version."""
+    """Read a store's manifest; raises ValueError if it is missing or unreadable."""
     path = folder / MANIFEST
     if not path.is_file():
         advice = "give a folder of features, such as runs/tiny/features, or make one with headstart harvest RECIPE"
@@ -263,12 +263,10 @@ def read_manifest(folder: Path) -> Json:
     try:
         about: Json = json.loads(path.read_text())
         if not is_manifest(about):
-            raise ValueError("it has no list of shards, with sizes, or of taps")
+            raise ValueError("it has no list of shards, with sizes and checksums, or of taps")
     except ValueError as error:
         needed = f"{path} cannot be read ({error}); a harvest's manifest is needed"
         raise ValueError(f"{needed}; {repair(folder, [])}") from error
-    if not all(CHECKSUM in shard for shard in about["shards"]):
-        raise ValueError(f"{path} lists shards without {CHECKSUM}, because another version wrote it; harvest again")
     return about
 
 
@@ -276,5 +274,5 @@ def is_manifest(about: object) -> bool:
     """Whether a manifest has what every reader needs."""
     if not isinstance(about, dict) or not all(isinstance(about.get(key), list) for key in ("shards", "taps")):
         return False
-    wanted = {"file", "samples", "tokens", "bytes"}
-    return all(isinstance(shard, dict) and wanted <= shard.keys() for shard in about["shards"])
+    needed = {"file", "samples", "tokens", "bytes", CHECKSUM}
+    return all(isinstance(shard, dict) and needed <= shard.keys() for shard in about["shards"])

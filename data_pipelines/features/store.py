@@ -86,10 +86,8 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     refuse_sources(into, sources)
     abouts = [read_manifest(source) for source in sources]
     values = [merge_values(about) for about in abouts]
-    model = next((place for place, each in enumerate(values) if each[SAMPLED]), 0)  # earlier versions record no SAMPLED
     for source, its in zip(sources, values, strict=True):
-        wanted = values[model] if its[SAMPLED] else {**values[model], SAMPLED: None}
-        if different := differences(wanted, its, f"{{}} in {sources[model]}, {{}} in {source}"):
+        if different := differences(values[0], its, f"{{}} in {sources[0]}, {{}} in {source}"):
             lines = "\n  ".join(["these stores cannot be merged:", *different])
             raise ValueError(f"{lines}\nstores with equal taps, dtype and target can be; harvest one of them again")
     for source in sources:
@@ -98,8 +96,8 @@ def merge(into: Path, sources: list[Path]) -> Stage:
         shards = copy_shards(partial, list(zip(sources, abouts, strict=True)))
         merged_from = [file_digest(source / MANIFEST) for source in sources]
         about = {
-            **{key: abouts[model].get(key) for key in MERGE_KEYS},
-            "merged_from": [origin(found) for found in abouts],
+            **{key: abouts[0].get(key) for key in MERGE_KEYS},
+            "merged_from": [origin(about) for about in abouts],
         }
         write_text(partial / MANIFEST, json.dumps({**about, "shards": shards}, indent=1))
         stage = Stage("features", partial, {"taps": abouts[0]["taps"], "merged_from": merged_from})

@@ -15,13 +15,12 @@ NEEDED = (
     "prompt or text (a string), prompt with response or completion, messages (a list of {role, content}), "
     "conversations (a list of {from, value}), or tokens with loss_mask"
 )
-IGNORED = -100  # the label of a token that is not trained on
-ANSWERS = ("response", "completion")  # fields that hold what was written after `prompt`
+ANSWERS = ("response", "completion")  # fields that hold the text written after `prompt`
 SPELLINGS = {
     "system": ("system",),
     "developer": ("developer",),
     "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "model", "function_call"),
+    "assistant": ("assistant", "gpt", "chatgpt", "model"),
     "tool": ("tool", "function", "observation", "function_response"),
 }
 ROLES = {name: role for role, names in SPELLINGS.items() for name in names}
@@ -35,20 +34,34 @@ FOLLOWS: dict[str, set[str | None]] = {
 }
 
 
-# Keys of a row and of a turn that are read, and those that would change what is trained on and are not supported.
-ROW_KEYS = {
-    *("prompt", "text", "response", "completion", "messages", "conversations", "system", "tools", "functions"),
-    *("tokens", "input_ids", "loss_mask", "assistant_masks", "labels", "attention_mask", "chat_template_kwargs"),
+ROW_KEYS = {  # that are read
+    *("prompt", "text", "response", "completion", "messages", "conversations", "system", "tools"),
+    *("tokens", "input_ids", "loss_mask", "chat_template_kwargs"),
 }
 TURN_KEYS = {
-    *("role", "from", "content", "value", "tool_calls", "function_call", "name", "tool_call_id"),
-    *("reasoning_content", "reasoning", "thinking", "weight", "train"),
+    *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
+    *("reasoning_content", "reasoning", "thinking", "weight"),
 }
-TEXT_PARTS = (None, "text", "input_text", "output_text")  # the types of parts whose text is the turn's words
-CALL_KEYS = {"id", "type", "index", "function", "name", "arguments", "args", "parameters"}
-REFUSED = {
-    *("images", "image", "videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
-    *("loss", "loss_mask", "mask", "masked", "loss_weight", "loss_weights", "trainable", "training"),
+TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of content parts that hold the turn's text
+CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
+# Keys that would change the training text and are not supported, each with the remedy.
+REFUSED = dict.fromkeys(
+    (
+        *("images", "image", "videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
+        *("loss", "mask", "masked", "loss_weight", "loss_weights", "trainable", "training"),
+    ),
+    "remove the field if the text is right without it",
+)
+REFUSED_IN_ROW = REFUSED | {
+    "functions": "write tools: [{type: function, function: ...}]",
+    "labels": "write loss_mask, with 1 for each token whose label is not -100",
+    "assistant_masks": "rename it to loss_mask",
+    "attention_mask": "remove it, and every token for which it is 0",
+}
+REFUSED_IN_TURN = REFUSED | {
+    "function_call": "write tool_calls: [{function: {name, arguments}}]",
+    "loss_mask": "write weight: 0 for a turn that is not trained on",
+    "train": "write weight: 0 for a turn that is not trained on",
 }
 
 
@@ -92,7 +105,7 @@ class TokenRow:
 
 @dataclass(frozen=True)
 class PromptAndAnswer:
-    """A prompt and what was written after it, both as text, with nothing between them."""
+    """A prompt and the text written directly after it."""
 
     prompt: str
     answer: str
@@ -102,44 +115,34 @@ Parsed = Conversation | TokenRow | PromptAndAnswer | str
 
 
 def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> Parsed:
-    """The content of a row in any known form; raises BadRow for other rows. A field that is null is not there.
+    """The content of a row in any known form; raises BadRow for other rows. A field that is null counts as absent.
 
-    {prompt} is a user turn and {prompt, response} a user turn and its answer, if `is_turn` says so of the prompt
-    (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text. Lists of messages are joined
-    to one conversation under all names.
+    {prompt} is a user turn and {prompt, response} a user turn and its answer, if `is_turn` is true of the prompt
+    (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text.
     """
-    given = {name: value for name, value in row.items() if value is not None}
-    refuse_keys(given, ROW_KEYS, "the row")
-    if "tokens" in given or "input_ids" in given:
-        return parse_tokens(given)
-    turns = given.get("messages", given.get("conversations"))
-    prompt = given.get("prompt")
-    is_said = isinstance(prompt, str) and is_turn(prompt)
-    answers = [name for name in ANSWERS if name in given]
-    if turns is None and prompt is not None and answers:
-        return parse_answer(given, answers, is_said)
-    answers = [name for name in answers if words_of(given[name])]
-    if turns is None:
-        if answers:
-            raise BadRow("unclear", f"{answers[0]} is given without a prompt; name what it answers prompt")
-        return parse_prompt(given, is_said)
-    whole = parse_turns(turns, given)
-    if whole.messages[-1]["role"] != "assistant":
-        return parse_answer({**given, "prompt": turns}, answers, False) if answers else whole
-    if other := [name for name in answers if words_of(given[name]) != whole.messages[-1]["content"].strip()]:
-        raise BadRow("unclear", f"{other[0]} is given beside messages that end with an answer; remove one")
-    return whole
+    fields = {name: value for name, value in row.items() if value is not None}
+    refuse_keys(fields, REFUSED_IN_ROW, "the row")
+    if "tokens" in fields or "input_ids" in fields:
+        return parse_tokens(fields)
+    turns = fields.get("messages", fields.get("conversations"))
+    if turns is None and "prompt" in fields and (answers := [name for name in ANSWERS if name in fields]):
+        return parse_answer(fields, answers, is_turn)
+    if answers := [name for name in ANSWERS if has_words(fields.get(name))]:
+        if turns is None:
+            raise BadRow(
+                "unclear", f"{answers[0]} is given without a prompt; rename the text that it answers to prompt"
+            )
+        remedy = "append it to them as a turn of the assistant, or remove it"
+        raise BadRow("unclear", f"{answers[0]} is given in addition to messages; {remedy}")
+    return parse_prompt(fields, is_turn) if turns is None else parse_turns(turns, fields)
 
 
-def words_of(answer: object) -> str:
-    """The words of an answer, which is text or a list with one turn."""
-    if isinstance(answer, list) and len(answer) == 1 and isinstance(answer[0], dict):
-        answer = answer[0].get("content", answer[0].get("value"))
-    return "" if answer == [] else str(answer).strip()
+def has_words(answer: object) -> bool:
+    return bool(answer.strip()) if isinstance(answer, str) else answer not in (None, [])
 
 
-def parse_prompt(row: Json, is_said: bool) -> Conversation | str:
-    """A prompt or a text alone; `is_said`: a prompt of plain text is what a user says."""
+def parse_prompt(row: Json, is_turn: Callable[[str], bool]) -> Conversation | str:
+    """A prompt or a text without an answer."""
     name = "prompt" if "prompt" in row else "text"
     if name not in row:
         nulls = " that are not null" if not row else ""
@@ -147,41 +150,40 @@ def parse_prompt(row: Json, is_said: bool) -> Conversation | str:
     if name == "prompt" and isinstance(row[name], list) and all(isinstance(turn, dict) for turn in row[name]):
         return parse_turns(row[name], row)
     text = text_field(row, name)
-    if row.get("system") or (is_said and name == "prompt"):
+    if row.get("system") or (name == "prompt" and is_turn(text)):
         return parse_turns([{"role": "user", "content": text}], row)
     return text
 
 
-def parse_answer(row: Json, answers: list[str], is_said: bool) -> Conversation | PromptAndAnswer:
-    """A prompt and its answer, as texts or as messages; `is_said` is that of `parse_prompt`."""
+def parse_answer(row: Json, answers: list[str], is_turn: Callable[[str], bool]) -> Conversation | PromptAndAnswer:
+    """A prompt and its answer, as texts or as messages."""
     if len(answers) > 1:
         raise BadRow("unclear", f"{' and '.join(answers)} are given, one is allowed; remove the other")
     [name] = answers
-    prompt, answer = row["prompt"], row[name]
-    if isinstance(prompt, list):
+    if isinstance(row["prompt"], list):
+        answer = row[name]
         said = answer if isinstance(answer, list) else [{"role": "assistant", "content": text_field(row, name)}]
-        return parse_turns([*prompt, *said], row)
+        return parse_turns([*row["prompt"], *said], row)
     prompt, answer = text_field(row, "prompt"), text_field(row, name)
-    if name == "response" and is_said:
+    if name == "response" and is_turn(prompt):
         return parse_turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], row)
     if row.get("system"):
         raise BadRow("unclear", f"system is given with a plain {name}, messages are needed; give the turns as messages")
     return PromptAndAnswer(prompt, answer)
 
 
-def refuse_keys(given: Json, known: set[str], what: str) -> None:
-    """Raise BadRow for a field with a value that would change what is trained on and cannot be read."""
-    if found := sorted(name for name in (REFUSED - known) & given.keys() if given[name] not in ("", [], {})):
-        why = f"{what} has {found[0]}, which is not supported; remove the field if the text is right without it"
-        raise BadRow("unsupported field", why)
+def refuse_keys(fields: Json, refused: dict[str, str], owner: str) -> None:
+    """Raise BadRow for a field with a value that would change the training text and is not supported."""
+    if names := sorted(name for name in refused.keys() & fields.keys() if fields[name] not in ("", [], {})):
+        raise BadRow("unsupported field", f"{owner} has {names[0]}, which is not supported; {refused[names[0]]}")
 
 
 def unread_keys(row: Json) -> set[str]:
     """The fields of a row and of its turns that have a value and are not read."""
     lists = [row.get(name) for name in ("messages", "conversations", "prompt", *ANSWERS)]
     listed = [turn for turns in lists if isinstance(turns, list) for turn in turns]
-    found = {name for name, value in row.items() if value is not None and name not in ROW_KEYS}
-    return found | {
+    names = {name for name, value in row.items() if value is not None and name not in ROW_KEYS}
+    return names | {
         f"{name} of a turn"
         for turn in listed
         if isinstance(turn, dict)
@@ -201,77 +203,62 @@ def text_field(row: Json, name: str) -> str:
 
 
 def parse_tokens(row: Json) -> TokenRow:
-    """Tokens, and those to train on by loss_mask, or by labels other than -100; padding (attention_mask 0) goes."""
+    """Tokens, and a mask of the tokens to train on; without a mask there are none."""
     tokens = list_of(int, row.get("tokens", row.get("input_ids")), "tokens")
-    masks = [name for name in ("loss_mask", "assistant_masks", "labels") if name in row]
-    if len(masks) > 1:
-        raise BadRow("unclear", f"{' and '.join(masks)} are given, one is allowed; remove the others")
-    mask = list_of(int, row[masks[0]], masks[0]) if masks else [0] * len(tokens)
-    if masks == ["labels"]:
-        other = [(label, token) for label, token in zip(mask, tokens, strict=False) if label not in (IGNORED, token)]
-        if other:
-            found = f"labels holds {other[0][0]} for token {other[0][1]}"
-            raise BadRow("unknown form", f"{found}; each label is its token (not shifted), or {IGNORED} to ignore it")
-        mask = [label != IGNORED for label in mask]
-    seen = list_of(int, row.get("attention_mask", [1] * len(tokens)), "attention_mask")
+    mask = list_of(int, row.get("loss_mask", [0] * len(tokens)), "loss_mask")
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
-    for name, values in (((masks or ["loss_mask"])[0], mask), ("attention_mask", seen)):
-        if len(tokens) != len(values):
-            found = f"{len(tokens)} tokens and {len(values)} {name} values"
-            raise BadRow("unknown form", f"{found}; they must have the same length")
-    if not any(seen):
+    if len(tokens) != len(mask):
+        lengths = f"{len(tokens)} tokens and {len(mask)} loss_mask values"
+        raise BadRow("unknown form", f"{lengths}; they must have the same length")
+    if not tokens:
         raise BadRow("empty", f"tokens is an empty list; a row needs {NEEDED}")
-    kept = [(token, flag) for token, flag, is_seen in zip(tokens, mask, seen, strict=True) if is_seen]
-    if wrong := [flag for _, flag in kept if flag not in (0, 1)]:
-        found = f"{masks[0]} holds {wrong[0]}, 0 and 1 are allowed"
-        raise BadRow("unknown form", f"{found}; correct it, or name it labels if {IGNORED} is what it ignores")
-    return TokenRow([token for token, _ in kept], [bool(flag) for _, flag in kept])
+    if wrong := [flag for flag in mask if flag not in (0, 1)]:
+        raise BadRow("unknown form", f"loss_mask holds {wrong[0]}, 0 and 1 are allowed; correct it")
+    return TokenRow(tokens, [bool(flag) for flag in mask])
 
 
 def parse_turns(turns: object, row: Json) -> Conversation:
     listed = list_of(dict, turns, "messages")
     messages = [parse_turn(turn, number) for number, turn in enumerate(listed, start=1)]
-    is_first = bool(messages) and messages[0]["role"] == "system"
-    if row.get("system") and not is_first:
+    has_system = bool(messages) and messages[0]["role"] == "system"
+    if row.get("system") and not has_system:
         messages.insert(0, {"role": "system", "content": text_field(row, "system")})
     elif row.get("system") and str(row["system"]).strip() not in ("", messages[0]["content"].strip()):
-        raise BadRow("unclear", "system is given beside another system turn, one is allowed; remove one")
+        raise BadRow("unclear", "system is given in addition to another system turn, one is allowed; remove one")
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
     before = len(messages) - len(listed)
-    context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not is_trained_on(turn, place))
+    context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not weight_of(turn, place))
     variables = row.get("chat_template_kwargs") or {}
     if not isinstance(variables, dict):
         raise BadRow("unknown form", f"chat_template_kwargs is {in_words(variables)}, an object is needed; correct it")
     return Conversation(messages, parse_tools(row), variables, context_only)
 
 
-def is_trained_on(turn: Json, place: int) -> bool:
-    """Whether a turn's weight and train let it be trained on; raises BadRow for a weight between."""
-    weights = [turn[name] for name in ("weight", "train") if turn.get(name) is not None]
-    if other := [weight for weight in weights if weight not in (0, 1)]:
-        raise BadRow("unsupported field", f"turn {place + 1} has weight {other[0]!r}, 0 or 1 is needed; round it")
-    return all(weights)
+def weight_of(turn: Json, place: int) -> bool:
+    """Whether a turn may be trained on; raises BadRow for a weight between 0 and 1."""
+    weight = 1 if turn.get("weight") is None else turn["weight"]
+    if weight not in (0, 1):
+        raise BadRow("unsupported field", f"turn {place + 1} has weight {weight!r}, 0 or 1 is needed; round it")
+    return bool(weight)
 
 
 def parse_turn(turn: Json, number: int) -> Json:
     """A turn in either spelling (role/content or from/value), with the keys that templates read."""
     turn = {key: value for key, value in turn.items() if value is not None}
-    refuse_keys(turn, TURN_KEYS, f"turn {number}")
+    refuse_keys(turn, REFUSED_IN_TURN, f"turn {number}")
     name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+    if name == "function_call":
+        remedy = f"write a turn by assistant with {REFUSED_IN_TURN[name].removeprefix('write ')}"
+        raise BadRow("wrong turn", f"turn {number} is by function_call, which is not supported; {remedy}")
     if not isinstance(name, str) or name not in ROLES:
         raise BadRow("wrong turn", f"turn {number} is by {name!r}; allowed roles are {', '.join(ROLES)}")
     message: Json = {"role": ROLES[name], "content": text_of(content, number)}
-    calls = turn.get("tool_calls")
-    if name == "function_call":  # ShareGPT's, a call as JSON text
-        calls = [{"function": parse_json(content, f"turn {number}: the function_call")}]
-    elif not calls and turn.get("function_call"):  # OpenAI's before there were tool_calls
-        calls = [{"function": turn["function_call"]}]
-    if calls:
-        message["tool_calls"] = [parse_call(call, number) for call in list_of(dict, calls, "tool_calls")]
-        message["content"] = "" if name == "function_call" else message["content"]
+    if turn.get("tool_calls"):
+        calls = list_of(dict, turn["tool_calls"], "tool_calls")
+        message["tool_calls"] = [parse_call(call, number) for call in calls]
     elif not message["content"].strip():
         raise BadRow("empty", f"turn {number} by {name} is empty; give it text, or remove the turn")
     reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
@@ -308,36 +295,28 @@ def parse_call(call: Json, number: int) -> Json:
     if unknown := sorted(name for name in {*call, *function} - CALL_KEYS if (function | call)[name] is not None):
         why = f"turn {number}: the call of {function['name']} has {unknown[0]}, which is not known"
         raise BadRow("unsupported field", f"{why}; name and arguments are needed: rename or remove it")
-    given = [function[name] for name in ("arguments", "args", "parameters") if function.get(name) is not None]
-    if len(given) > 1:
-        raise BadRow("unclear", f"turn {number}: the call of {function['name']} has arguments twice; remove one")
-    what = f"turn {number}: the arguments of {function['name']}"
-    arguments = given[0] if given else {}
+    field = f"turn {number}: the arguments of {function['name']}"
+    arguments = {} if function.get("arguments") is None else function["arguments"]
     if isinstance(arguments, str):
-        arguments = parse_json(arguments, what) if arguments.strip() else {}
+        arguments = parse_json(arguments, field) if arguments.strip() else {}
     if not isinstance(arguments, dict):
-        raise BadRow("unknown form", f"{what} are {in_words(arguments)}, an object is needed; correct them")
+        raise BadRow("unknown form", f"{field} are {in_words(arguments)}, an object is needed; correct them")
     identity = {"id": call["id"]} if call.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **identity}
 
 
 def parse_tools(row: Json) -> list[Json] | None:
-    """The tools of a row, also in OpenAI's older form `functions`."""
-    name = "tools" if row.get("tools") else "functions"
-    tools = row.get(name)
+    tools = row.get("tools")
     if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, name)
-    listed = list_of(dict, tools, name) if tools else None
-    if listed and name == "functions":
-        return [{"type": "function", "function": function} for function in listed]
-    return listed
+        tools = parse_json(tools, "tools")
+    return list_of(dict, tools, "tools") if tools else None
 
 
-def parse_json(text: object, what: str) -> Any:
+def parse_json(text: str, field: str) -> Any:
     try:
-        return json.loads(text if isinstance(text, str) else "")
+        return json.loads(text)
     except json.JSONDecodeError as error:
-        raise BadRow("unreadable", f"{what}: not JSON ({error})") from error
+        raise BadRow("unreadable", f"{field}: not valid JSON ({error})") from error
 
 
 def check_order(messages: list[Json]) -> None:

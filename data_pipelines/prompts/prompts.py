@@ -18,7 +18,6 @@ from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.candidates import UserTemplate, read_candidates, write_candidates
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks, parse_known, samples_of
 from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
-from headstart.data_pipelines.prompts.python_stdlib import stdlib_prompts
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.selection import Selection, opening_texts
@@ -38,7 +37,7 @@ from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes import Recipe, run_command
-from headstart.recipes.schema import PYTHON_STDLIB, SELF, DataSection
+from headstart.recipes.schema import SELF, DataSection
 
 ROW_REPORT = "rows.json"  # the unusable rows and why
 MAY_GROW = {"data.prompts", "data.num_prompts"}  # inputs that may change if the prompts that were there stay the first
@@ -48,7 +47,7 @@ Key = tuple[int, ...]  # the tokens by which a training sample and a held-out on
 def prompts_stage(recipe: Recipe) -> Stage:
     data, target = recipe.data, folder_of(recipe.target)
     inputs = {
-        "data.prompts": data.prompts if data.prompts in (PYTHON_STDLIB, SELF) else source_digest(data.prompts),
+        "data.prompts": SELF if data.prompts == SELF else source_digest(data.prompts),
         "data.heldout_prompts": SELF if data.holds_out_own_prompts else file_digest(data.heldout_prompts),
         "data.num_prompts": data.num_prompts,
         "data.prompt_tokens": data.prompt_tokens,
@@ -201,19 +200,15 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     vocab_size = num_tokens(recipe)
     heldout = read_prompts(template, data, None, reports[1], vocab_size=vocab_size)
     held_out = {key_of(row) for row in heldout}
-    if data.prompts != PYTHON_STDLIB:
-        train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size)
-        return PromptRows(train, heldout, reports)
-    train = stdlib_prompts(template.tokenizer, data.num_prompts, data.prompt_tokens, recipe.seed, held_out)
-    reports[0].rows = reports[0].samples = len(train)
+    train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size)
     return PromptRows(train, heldout, reports)
 
 
 def own_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     """The prompts among the candidates that the target has written."""
-    selection, candidates = start_selection(recipe, template), read_candidates(recipe.prompts_dir)
-    while selection.missing:
-        selection.take(candidates[selection.next])
+    selection = start_selection(recipe, template)
+    selection.take_all(read_candidates(recipe.prompts_dir))
+    assert not selection.missing
     return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
 
 

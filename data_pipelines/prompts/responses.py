@@ -17,7 +17,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
-from headstart.inference.engine.budget import tree_nodes
+from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.targets.model import TargetModel
@@ -245,7 +245,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     config = TargetConfig.from_folder(folder_of(recipe.target))
     target = TargetModel.load_to_answer(recipe.target, load_taps(folder, config))
     head = load_head_for(folder, target.frozen)
-    max_batch = texts_together(recipe, target, recipe.data.longest_sample, tree_nodes(recipe.decode))
+    max_batch = texts_together(recipe, target, recipe.data.longest_sample, Growth.from_section(recipe.decode).max_nodes)
     growth = growth_from_recipe(recipe.decode, target, head, batch=max_batch)
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
 

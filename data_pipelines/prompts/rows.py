@@ -16,7 +16,7 @@ from typing import IO, Any
 
 from headstart.common.errors import wrong_value
 from headstart.data_pipelines.stages.stage import Json, file_digest
-from headstart.recipes.schema import HUB_PREFIX, PYTHON_STDLIB, SELF, DataSection
+from headstart.recipes.schema import HUB_PREFIX, SELF, DataSection
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 BATCH = 256  # rows of Arrow data in memory at once
@@ -69,7 +69,7 @@ def most_samples(data: DataSection, enough: int | None = None) -> int:
 
     The rows of a hub dataset are not counted, nor given conversations, one of which can give several samples.
     """
-    if data.responses == "given" or data.prompts in (PYTHON_STDLIB, SELF) or data.prompts.startswith(HUB_PREFIX):
+    if data.responses == "given" or data.prompts == SELF or data.prompts.startswith(HUB_PREFIX):
         return data.num_prompts
     readable = (row for row in read_rows(data.prompts) if not isinstance(row.fields, BadRow))
     return sum(1 for _ in islice(readable, min(data.num_prompts, enough or data.num_prompts)))

@@ -15,7 +15,6 @@ import xxhash
 
 from headstart.common.files import read_json, write_text
 from headstart.recipes import Recipe
-from headstart.recipes.removed import REMAINING_VALUES
 
 Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
@@ -112,16 +111,7 @@ class Stage:
 
     def claimed_for(self) -> Json | None:
         """The inputs recorded in the folder, or None if no run has claimed it."""
-        if not self.path.is_file():
-            return None
-        inputs: Json = self._recorded()["inputs"]
-        if SAMPLED in self.inputs:  # runs of earlier versions do not record it
-            inputs.setdefault(SAMPLED, self.inputs[SAMPLED])
-        return {
-            name: value
-            for name, value in inputs.items()
-            if name not in REMAINING_VALUES or value != REMAINING_VALUES[name]
-        }
+        return self._recorded()["inputs"] if self.path.is_file() else None
 
     def changed_inputs(self) -> set[str]:
         """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""

@@ -122,18 +122,6 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, key, named, "outputs of layers are allowed: SGLang cannot capture the embedding")
 
 
-def target_layers(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The sizes of the target that the head was trained for, as the files name them."""
-    config, target = subject.config, subject.frozen.config
-    for key, its in (
-        ("num_target_layers", target.num_layers),
-        ("hidden_size", target.hidden_size),
-        ("vocab_size", target.vocab_size),
-    ):
-        if config.get(key) not in (None, its):
-            yield config_error(engine, key, config[key], f"the target's {its} is allowed: name the head's own target")
-
-
 def draft_length(subject: Subject, engine: str) -> Iterator[Violation]:
     """The draft length must be what a block of this size and convention fills."""
     serving = subject.files.config.get("speculators_config") or {}

@@ -222,9 +222,9 @@ def measured(recipe: Recipe, source: Path) -> str:
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     outcomes = report["outcomes"]
-    plain = {key_of(each): each["tokens_per_second"] for each in outcomes if each["way"] == "plain"}
+    plain = {key_of(each): each["tokens_per_second"] for each in outcomes if each["method"] == "plain"}
     for outcome in outcomes:
-        method, (temperature, batch) = outcome["way"], key_of(outcome)
+        method, (temperature, batch) = outcome["method"], key_of(outcome)
         if method.partition(" ")[0] in report["other_heads"]:
             continue
         length, speedup = outcome["tau"], outcome["tokens_per_second"] / plain[temperature, batch]

@@ -106,23 +106,6 @@ def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) ->
     )
 
 
-def eagle_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    use_eagle3 = head.kind == "eagle3"
-    return (
-        "```python\nfrom eagle.model.ea_model import EaModel\n\nmodel = EaModel.from_pretrained(\n"
-        f"    base_model_path={in_python(target.name)}, ea_model_path={in_python(folder)}, use_eagle3={use_eagle3}\n"
-        ")\n```"
-    )
-
-
-def medusa_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    return (
-        "```python\nfrom medusa.model.medusa_model import MedusaModel\n\n"
-        f"model = MedusaModel.from_pretrained({in_python(folder)})\n```\n\n"
-        f"The code reads the name of the target, `{target.name}`, from config.json."
-    )
-
-
 def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     module, name = "eagle3", "Eagle3DraftModel"
     if isinstance(head, BlockHead):
@@ -146,8 +129,6 @@ COMMANDS: dict[str, Command] = {
     "vllm": vllm_command,
     "sglang": sglang_command,
     "tensorrt_llm": tensorrt_llm_command,
-    "eagle": eagle_command,
     "speculators": speculators_command,
-    "medusa": medusa_command,
     "llama_cpp": llama_cpp_command,
 }

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
+from headstart.heads.kinds.checkpoint import target_misfits
 from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
@@ -18,11 +19,7 @@ ARCHITECTURES = {
     ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
     **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
 }
-MISSING_NORMS = {  # keys of EAGLE-3.1's norms that an engine does not have
-    "eagle": ("fc_norm", "norm_output", "norm_before_fc"),
-    "llama_cpp": ("fc_norm", "norm_output"),
-}
-REFERENCE_ROPES = {"default", "linear"}
+MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's norms that an engine does not have
 # Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
 # (families without such a class run by transformers, which has it), SGLang 0.5.23 where the class lacks
@@ -71,40 +68,28 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
     ):
         if config.get(key, when_absent) != allowed:
             yield config_error(engine, key, config.get(key), f"only {allowed!r} is allowed")
-    if config.get("bias") and engine != "eagle":
+    if config.get("bias"):
         allowed = "remove it: engines read it as the bias of the attention and leave that bias uninitialised"
         yield config_error(engine, "bias", config["bias"], allowed)
     for key in subject.missing_sizes:
         yield config_error(engine, key, config.get(key), "give the head's own size")
 
 
+def positions(subject: Subject, engine: str) -> Iterator[Violation]:
+    given, needed = subject.config.get("max_position_embeddings"), subject.frozen.config.max_positions
+    if given is None or given < needed:
+        allowed = f"the target's {needed} or more is allowed; drafts beyond this position are garbage"
+        yield config_error(engine, "max_position_embeddings", given, allowed)
+
+
 def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    config, target = subject.config, subject.frozen.config
-    if "vocab_size" not in subject.missing_sizes and config["vocab_size"] != target.vocab_size:
-        allowed = f"the target's {target.vocab_size} is allowed; put a reduced vocabulary in draft_vocab_size"
-        yield config_error(engine, "vocab_size", config["vocab_size"], allowed)
-    if subject.target_hidden_size not in (None, target.hidden_size):
-        key = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
-        yield config_error(engine, key, subject.target_hidden_size, f"the target's {target.hidden_size} is allowed")
-    positions = config.get("max_position_embeddings")
-    if positions is None or positions < target.max_positions:
-        allowed = f"the target's {target.max_positions} or more is allowed; drafts beyond this position are garbage"
-        yield config_error(engine, "max_position_embeddings", positions, allowed)
-
-
-def trained_for_this_target(subject: Subject, engine: str) -> Iterator[Violation]:
-    """Our own note about the target that the head was trained for must fit the given one."""
-    target, own = subject.frozen.config, subject.own
-    layers, ropes = own.get("target_num_layers", target.num_layers), own.get("target_rope") or asdict(target.rope)
-    if layers != target.num_layers:
-        allowed = f"the target's {target.num_layers} is allowed: the head was trained for another target, name that one"
-        yield config_error(engine, "headstart.target_num_layers", layers, allowed)
-    if ropes != asdict(target.rope):
-        allowed = f"the target's {asdict(target.rope)} is allowed: the head was trained for another target"
-        yield config_error(engine, "headstart.target_rope", ropes, allowed)
-    if (kind := own.get("kind", subject.kind)) != subject.kind:
-        allowed = f"the tensors are those of {subject.kind!r}, so that is allowed"
-        yield config_error(engine, "headstart.kind", kind, allowed)
+    """The target's sizes in config.json, and our own note about the target that the head was trained for."""
+    for key, value, its in target_misfits(subject.config, subject.frozen.config):
+        if value is not None:
+            allowed = f"the target's {its} is allowed: the head was trained for another target, name that one"
+            yield config_error(engine, key, value, allowed)
+    if (kind := subject.own.get("kind", subject.kind)) != subject.kind:
+        yield config_error(engine, "headstart.kind", kind, f"{subject.kind!r} is allowed, the kind of the tensors")
 
 
 def rope(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -120,9 +105,6 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
         severity = "error" if subject.own else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
         yield Violation(engine, severity, "config.json rope_theta", asdict(found), allowed)
-    if engine == "eagle" and (found.kind not in REFERENCE_ROPES or (found.kind == "linear" and found.theta != 1e4)):
-        allowed = "the EAGLE authors' code supports linear scaling only, and only with base 10000"
-        yield config_error(engine, "rope_scaling", asdict(found), allowed)
 
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -149,7 +131,7 @@ def refusing(family: str) -> list[str]:
 def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.config
     before_residual = config.get("norm_before_residual")
-    if before_residual and engine in ("sglang", "tensorrt_llm", "eagle"):
+    if before_residual and engine in ("sglang", "tensorrt_llm"):
         yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
     if before_residual is None and subject.layout == "speculators":
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
@@ -160,14 +142,6 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     if engine == "tensorrt_llm" and config.get("norm_before_fc") and not subject.eagle_config.get("norm_before_fc"):
         allowed = "add norm_before_fc: TensorRT-LLM looks for it here only"
         yield config_error(engine, "eagle_config", subject.eagle_config, allowed)
-
-
-def reference_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The EAGLE authors' code takes the target's embedding only if config.json has no target_hidden_size."""
-    has_own = "embed_tokens.weight" in subject.tensors
-    if "target_hidden_size" in subject.config and not has_own:
-        allowed = "remove it: with this key the EAGLE authors' code does not take the target's embedding"
-        yield config_error(engine, "target_hidden_size", subject.config["target_hidden_size"], allowed)
 
 
 def speculators_sections(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -206,12 +180,12 @@ def captured_taps(subject: Subject, engine: str) -> list[int]:
         return list(top or nested or default)  # vLLM reads the ids in eagle_config by its own counting, unshifted
     if engine == "sglang":
         return [layer + 1 for layer in nested] if nested else default
-    return default if engine == "eagle" else list(subject.taps)  # TensorRT-LLM gets them on its command line
+    return list(subject.taps)  # TensorRT-LLM gets them on its command line
 
 
 def num_captured_taps(subject: Subject, engine: str) -> int:
     """The number of hidden states for which the engine builds `fc`."""
-    if engine in ("eagle", "llama_cpp"):
+    if engine == "llama_cpp":
         return 3
     if engine in ("vllm", "sglang"):
         return int(subject.config.get("num_aux_hidden_states") or len(subject.eagle_config.get(TAPS) or [0, 0, 0]))
@@ -247,6 +221,4 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
 def advice(engine: str, wanted: list[int]) -> str:
     if engine == "sglang":
         return f"{[tap - 1 for tap in wanted]}, counted as layer outputs, is allowed"
-    if engine == "eagle":
-        return "the EAGLE authors' code has no option for other taps"
     return f"{wanted} is allowed"

@@ -2,25 +2,34 @@
 
     headstart convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 
-Reads EAGLE-1 and EAGLE-3 heads as their authors, NVIDIA and SpecForge save them, speculators' eagle3, and Medusa heads
-in the authors' layout and in vLLM's, also inside a whole Medusa-2 model. Of a whole target it takes the MTP layer. The
-layout is recognised from the files. Facts that the files do not state, such as the rotary base or the hidden states
-that the head reads, are inferred and printed: check them against the head's documentation. A head that headstart cannot
-represent is refused with every reason at once. Nothing in the folder is executed: a pickle may hold nothing but
-tensors.
+Reads EAGLE-1, EAGLE-3, Medusa, DFlash and DSpark heads in the layouts that vLLM reads, from safetensors or pickles,
+sharded or not. From a full target it takes the MTP layer. The layout is recognised from the files. Facts that the files
+do not state, such as the rotary base or the hidden states that the head reads, are inferred and printed: check them
+against the head's documentation. A head that headstart cannot represent is refused with every reason at once. Nothing
+in the folder is executed: a pickle may hold only tensors.
 """
 
+import pickle
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from headstart.common.errors import errors_as_messages
-from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config
+from headstart.heads.files import (
+    MODEL,
+    PICKLES,
+    SAFETENSORS,
+    HeadFiles,
+    has_weight_dtype,
+    read_config,
+    read_index,
+    read_safetensors,
+)
 from headstart.heads.formats.published import import_head
-from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder, hold_attention
+from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.kinds.mtp import mtp_names
 from headstart.heads.target_config import TargetConfig, locate_target
@@ -52,13 +61,10 @@ def convert(path: Path, out: Path, target: str) -> list[str]:
         wide = (each.dtype for each in stored if each.is_floating_point() and each.element_size() > 1)
         save_head(head.to(next(wide, torch.float32)), out)
         return ["a whole target with an MTP layer of its own, which is now a head; nothing was inferred"]
-    found = HeadFiles.read(path)
-    files = without_target(found, folder)
+    files = read_published(path)
     head, inferred = import_head(files, FrozenTarget.from_folder(folder, widest_dtype(files)))
     out.parent.mkdir(parents=True, exist_ok=True)
     save_head(head, out)
-    if count := len(found.tensors) - len(files.tensors):
-        inferred.insert(0, f"a whole Medusa-2 model: its other {count} tensors are the target's, left out")
     return inferred
 
 
@@ -72,27 +78,31 @@ def own_layer(path: Path, target: Path) -> list[str]:
     return mtp_names(SafetensorsFolder(path).files, sizes.num_layers) if is_like else []
 
 
-def without_target(files: HeadFiles, folder: Path) -> HeadFiles:
-    """The heads of a whole Medusa-2 model, and any other files as they are; `folder` is the target's.
+def read_published(folder: Path) -> HeadFiles:
+    """A head's files: single-file or sharded safetensors, or pickles that hold only tensors; ValueError for others."""
+    config, tensors = read_config(folder), dict[str, Tensor]()
+    for name in SAFETENSORS + PICKLES:
+        index = folder / f"{name}.index.json"
+        if not index.is_file() and not (folder / name).is_file():
+            continue
+        for part in sorted(set(read_index(index, "head").values())) if index.is_file() else [name]:
+            tensors |= read_pickle(folder / part) if name in PICKLES else read_safetensors(folder / part)
+        return HeadFiles(folder, config, tensors)
+    needed = f"one of {', '.join(SAFETENSORS + PICKLES)}, or an index of its shards, is required"
+    raise ValueError(f"{folder} holds no weights; {needed}: copy or download the head again")
 
-    Raises ValueError for a Medusa-2 model whose own weights are not the target's: its heads draft for these alone.
-    """
-    rest = {
-        name: tensor for name, tensor in files.tensors.items() if not name.startswith(("medusa_head.", "medusa_heads."))
-    }
-    if len(rest) == len(files.tensors) or not hold_attention(rest):
-        return files
-    target = SafetensorsFolder(folder)
-    differing = [
-        name
-        for name, own in rest.items()
-        if name not in target.files or not torch.equal(target.read(name).to(own.dtype), own)
-    ]
-    if differing:
-        differ = f"{len(differing)} of its {len(rest)} other tensors are not those of --target, such as {differing[0]}"
-        remedy = f"name the model itself as the target, here and wherever its heads draft: --target {files.folder}"
-        raise ValueError(f"{files.folder} is a whole Medusa-2 model, and {differ}; {remedy}")
-    return replace(files, tensors={name: tensor for name, tensor in files.tensors.items() if name not in rest})
+
+def read_pickle(path: Path) -> dict[str, Tensor]:
+    """A pickled state dict, read by torch's restricted loader, which calls no function of the file."""
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        why = f"it is damaged or holds more than tensors ({reason})"
+        raise ValueError(f"{path} is refused: {why}; get the head as safetensors") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} is refused: only a mapping of names to tensors is allowed; get safetensors")
+    return {str(name): tensor for name, tensor in state.items()}
 
 
 def widest_dtype(files: HeadFiles) -> torch.dtype:

@@ -3,13 +3,12 @@
     headstart export recipes/tiny.yaml export.format=vllm
     headstart export recipes/tiny_full.yaml decode.head=assets/demo_head export.format=speculators
 
-The formats are native, vllm, sglang, tensorrt_llm, eagle, speculators, medusa and gguf; eagle, speculators and medusa
-are those of the EAGLE authors' code, the speculators library and the Medusa authors' code. gguf adds head.gguf for
-llama.cpp, by llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written,
-the files are checked against what the format's engine reads (see headstart lint), and a head that the engine would
-serve worse than it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and
-differ only in this check. For head.kind mtp, vllm and sglang write the whole target with the tuned layer. The export
-goes to RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
+The formats are native, vllm, sglang, tensorrt_llm, speculators and gguf. gguf adds head.gguf for llama.cpp, written by
+llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written, the files are
+checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
+it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
+check. For head.kind mtp, vllm and sglang write the whole target with the tuned layer. The export goes to
+RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
 import shutil
@@ -23,7 +22,6 @@ import torch
 from torch import Tensor
 
 from headstart.common.files import read_json
-from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.layouts import FORMATS, GGUF, ServedTarget, is_whole_target
@@ -31,7 +29,6 @@ from headstart.heads.formats.lint import RULES, violations
 from headstart.heads.formats.subject import Violation, layout_of
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
-from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
@@ -62,7 +59,6 @@ def export(recipe: Recipe) -> Path:
     head = load_head_for(source, frozen)
     architectures = read_json(target_folder / "config.json").get("architectures", [])
     target = ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
-    refuse_hydra(section.format, head)
     config, tensors = FORMATS[section.format].files(head, target)
 
     found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
@@ -77,7 +73,7 @@ def export(recipe: Recipe) -> Path:
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
     readme = card(recipe, head, target, target_folder, folder, found)
-    write_folder(HeadFiles(folder, config, tensors), FORMATS[section.format].weights, readme, add)
+    write_folder(HeadFiles(folder, config, tensors), readme, add)
     engines = ", ".join(clean) or "headstart"
     print(
         f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
@@ -87,26 +83,12 @@ def export(recipe: Recipe) -> Path:
 
 
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
-    """The violations that each engine finds in files of this format, for all engines that read it.
-
-    Some read only a format of their own; of the two authors' formats vLLM reads only Medusa's.
-    """
+    """The violations of each engine's contract in files of this format, for all engines that read it."""
     layout, own = layout_of(files), FORMATS[name].engine
     if layout == "mtp" and own is None:
         return {}  # engines draft with the layer of their target, see `write_whole_target`
-    is_for_both = layout == "medusa_reference"
-    engines = [
-        engine for engine in RULES[layout] if is_for_both or engine == own or {engine, own}.isdisjoint(OWN_FORMAT)
-    ]
+    engines = [engine for engine in RULES[layout] if engine == own or {engine, own}.isdisjoint(OWN_FORMAT)]
     return {engine: violations(files, frozen, [engine]) for engine in engines}
-
-
-def refuse_hydra(name: str, head: DraftHead) -> None:
-    """Raise ValueError for sequential (Hydra) heads in any format but our own: no engine can draft with them."""
-    if FORMATS[name].engine is not None and isinstance(head, MedusaHead) and head.shape.sequential:
-        why = "no engine feeds heads the earlier draft tokens; native is allowed, which headstart serves"
-        advice = "or train with head.sequential=false"
-        raise ValueError(f"export.format: {name!r} given for sequential (Hydra) heads, but {why}; {advice}")
 
 
 def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:

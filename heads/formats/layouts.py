@@ -12,11 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
-from headstart.heads.files import MODEL
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import head_config
 from headstart.heads.kinds.eagle3 import Eagle3Head
-from headstart.heads.kinds.medusa import MedusaHead, to_reference_layout
+from headstart.heads.kinds.medusa import MedusaHead
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 GGUF = "head.gguf"  # the file that llama.cpp reads
@@ -37,7 +36,6 @@ class ServedTarget:
 class Format:
     files: Callable[[DraftHead, ServedTarget], Files]
     engine: str | None  # the engine whose contract an export must meet; None asks nothing
-    weights: str = MODEL  # file name of the tensors
 
 
 def is_whole_target(head: DraftHead, export_format: str) -> bool:
@@ -62,25 +60,6 @@ def gguf_files(head: DraftHead, target: ServedTarget) -> Files:
         given = f"export.format: 'gguf' given for a head of kind {head.kind}"
         raise ValueError(f"{given}, EAGLE-3 is allowed: llama.cpp drafts with no other; vllm and native hold this head")
     return engine_files(head, target)
-
-
-def reference_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the EAGLE authors' code loads (cnets.py for EAGLE-3, cnets1.py for EAGLE-1)."""
-    if head.kind not in ("eagle1", "eagle3"):
-        other = "medusa" if isinstance(head, MedusaHead) else "vllm"
-        given = f"export.format: 'eagle' given for a head of kind {head.kind}"
-        raise ValueError(f"{given}; export.format={other} is allowed for it")
-    config, tensors = head_config(head), dict(head.engine_tensors())
-    config["architectures"] = ["LlamaForCausalLM"]
-    if config["rope_scaling"] is not None:
-        config["rope_scaling"] = {"type": config["rope_scaling"]["rope_type"], **config["rope_scaling"]}
-    if head.kind == "eagle1":
-        config["bias"] = bool(tensors["fc.bias"].any())
-        if not config["bias"]:
-            del tensors["fc.bias"]
-    elif config["target_hidden_size"] == config["hidden_size"]:
-        del config["target_hidden_size"]  # with this key the code does not take the target's embedding
-    return config, tensors
 
 
 def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
@@ -162,21 +141,6 @@ DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
 NOT_IN_LAYER = ("rope_theta", "rope_scaling")  # the older spelling of rope_parameters
 
 
-def medusa_files(head: DraftHead, target: ServedTarget) -> Files:
-    """The files that the Medusa authors' code loads (medusa_model.py), and vLLM too."""
-    if not isinstance(head, MedusaHead):
-        given = f"export.format: 'medusa' given for a head of kind {head.kind}"
-        raise ValueError(f"{given}; this format holds only Medusa heads; choose another format, such as native")
-    try:
-        tensors = to_reference_layout(head.tensors_with_full_lm_heads())
-    except ValueError as error:
-        raise ValueError(f"export.format: 'medusa' given, but {error}") from error
-    ours = head_config(head)
-    kept = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size", "medusa_fc_bias", "torch_dtype")
-    config = {key: ours[key] for key in kept}  # the authors' code reads the first two, vLLM the others
-    return {"base_model_name_or_path": target.name, **config, "headstart": ours["headstart"]}, tensors
-
-
 def speculators_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
@@ -193,8 +157,6 @@ FORMATS = {
     "vllm": Format(engine_files, "vllm"),
     "sglang": Format(engine_files, "sglang"),
     "tensorrt_llm": Format(engine_files, "tensorrt_llm"),
-    "eagle": Format(reference_files, "eagle"),
     "speculators": Format(speculators_files, "speculators"),
-    "medusa": Format(medusa_files, "medusa", "medusa_lm_head.pt"),
     "gguf": Format(gguf_files, "llama_cpp"),
 }

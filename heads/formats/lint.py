@@ -7,8 +7,7 @@ Mistakes in a head's files seldom raise an error in an engine; they silently cos
 engine, severity, config.json key or tensor, what the file holds, what is allowed. An error means that the engine fails
 or drafts worse than the head was trained to; a warning marks a value that is correct only if the head was trained that
 way. Without --engine, an export of ours is checked for the engines that its config.json names, and any other head for
-every engine that reads its layout except the authors' own code (eagle, medusa). Exit code 1 if there is an error, 0
-otherwise.
+every engine that reads its layout as it is. Exit code 1 if there is an error, 0 otherwise.
 """
 
 import sys
@@ -62,7 +61,7 @@ SHARED: tuple[Rule, ...] = (
     config_rules.layer_options,
     config_rules.one_llama_layer,
     config_rules.fits_the_target,
-    config_rules.trained_for_this_target,
+    config_rules.positions,
     config_rules.rope,
     tensor_rules.names_and_shapes,
     *tensor_rules.WEIGHTS,
@@ -80,13 +79,11 @@ EAGLE3: tuple[Rule, ...] = (
 MEDUSA: tuple[Rule, ...] = (
     medusa_rules.architecture,
     medusa_rules.counts,
-    medusa_rules.sizes,
-    medusa_rules.whole_vocabulary,
+    medusa_rules.hidden_size,
+    medusa_rules.full_vocabulary,
     medusa_rules.bias,
-    medusa_rules.names_and_shapes,
-    medusa_rules.spelling,
-    medusa_rules.equal_layers,
-    config_rules.trained_for_this_target,
+    tensor_rules.names_and_shapes,
+    config_rules.fits_the_target,
     *tensor_rules.WEIGHTS,
 )
 BLOCK: tuple[Rule, ...] = (
@@ -97,10 +94,9 @@ BLOCK: tuple[Rule, ...] = (
     block_rules.causality,
     block_rules.mask_token,
     block_rules.taps,
-    block_rules.target_layers,
     block_rules.own_lm_head,
     tensor_rules.names_and_shapes,
-    config_rules.trained_for_this_target,
+    config_rules.fits_the_target,
     config_rules.rope,
     config_rules.draft_vocabulary,
     *tensor_rules.WEIGHTS,
@@ -110,20 +106,18 @@ RULES: dict[str, dict[str, tuple[Rule, ...]]] = {  # layout -> engine that can s
         "vllm": EAGLE3,
         "sglang": EAGLE3,
         "tensorrt_llm": EAGLE3,
-        "eagle": (*EAGLE3, config_rules.reference_embedding),
         "llama_cpp": EAGLE3,
     },
-    "eagle1": dict.fromkeys(("vllm", "sglang", "eagle"), (*SHARED, tensor_rules.eagle1_bias)),
+    "eagle1": dict.fromkeys(("vllm", "sglang"), (*SHARED, tensor_rules.eagle1_bias)),
     "speculators": dict.fromkeys(
         ("vllm", "speculators"), (*EAGLE3, config_rules.speculators_sections, config_rules.speculators_verifier)
     ),
     "medusa": {"vllm": MEDUSA},
-    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.trained_for_this_target, *tensor_rules.WEIGHTS)),
+    "mtp": dict.fromkeys(("vllm", "sglang"), (config_rules.fits_the_target, *tensor_rules.WEIGHTS)),
     "block": dict.fromkeys(("vllm", "sglang"), BLOCK),
     "speculators_block": dict.fromkeys(
         ("vllm", "speculators"), (*BLOCK, block_rules.draft_length, config_rules.speculators_verifier)
     ),
-    "medusa_reference": dict.fromkeys(("vllm", "medusa"), MEDUSA),
 }
 
 

@@ -1,5 +1,6 @@
 """Translates published heads into our own layout: reports what it had to infer, refuses what our heads cannot do."""
 
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -9,15 +10,15 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import block_rules, config_rules, medusa_rules, tensor_rules
+from headstart.heads.formats import block_rules, config_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
-from headstart.heads.formats.medusa_rules import num_heads
-from headstart.heads.formats.subject import MEDUSA, SPECULATORS_BLOCK, Subject, layout_of
+from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.kinds.block import CONFIDENCE
 from headstart.heads.kinds.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
 from headstart.heads.kinds.checkpoint import head_from_files
 from headstart.heads.kinds.eagle3 import TAPS
+from headstart.heads.kinds.medusa import MedusaShape
 from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
@@ -27,6 +28,11 @@ ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE)  # saved with heads, of no use here
 NORMS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first EAGLE-3 heads
+
+
+# The Medusa authors' names: H.L.linear.weight, H.L.linear.bias and, with N layers, H.N.weight. vLLM reads them too.
+MEDUSA_BLOCK = re.compile(r"(?:medusa_heads\.)?(\d+)\.(\d+)\.linear\.(weight|bias)")
+MEDUSA_LM_HEAD = re.compile(r"(?:medusa_heads\.)?(\d+)\.\d+\.weight")
 
 
 @dataclass
@@ -45,7 +51,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     Raises one ValueError that names everything our heads cannot represent and every wrong tensor.
     """
     subject, translation = translate(files, frozen)
-    rules = (*tensor_rules.WEIGHTS, config_rules.trained_for_this_target)
+    rules = (*tensor_rules.WEIGHTS, config_rules.fits_the_target)
     translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
@@ -64,22 +70,34 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
 def translate(files: HeadFiles, frozen: FrozenTarget) -> tuple[Subject, Translation]:
     """The files in our own layout, with everything inferred and refused on the way; builds no head yet."""
     unprefixed = {name.removeprefix("model."): tensor for name, tensor in files.tensors.items()}
-    subject = Subject(HeadFiles(files.folder, files.config, unprefixed), layout_of(files), frozen)
+    renamed = {vllm_name(name): tensor for name, tensor in unprefixed.items()}
+    files_as_read = HeadFiles(files.folder, files.config, renamed)
+    subject = Subject(files_as_read, layout_of(files_as_read), frozen)
     translation = Translation(dict(subject.config), dict(subject.tensors), [f"layout: {subject.layout}"])
     if subject.config.get("target_hidden_size") is None:
         translation.config.pop("target_hidden_size", None)
     if unprefixed.keys() != files.tensors.keys():
         translation.inferred.append("names: the prefix `model.` was removed")
+    if renamed.keys() != unprefixed.keys():
+        translation.inferred.append("names: the Medusa authors', replaced by vLLM's")
     for step in STEPS[subject.layout]:
         step(subject, translation)
     return subject, translation
 
 
+def vllm_name(name: str) -> str:
+    """vLLM's name of a tensor that has one of the Medusa authors' names; any other name unchanged."""
+    if block := MEDUSA_BLOCK.fullmatch(name):
+        return f"blocks.{block[1]}.layers.{block[2]}.{block[3]}"
+    if lm_head := MEDUSA_LM_HEAD.fullmatch(name):
+        return f"lm_heads.{lm_head[1]}.weight"
+    return name
+
+
 def misfits(subject: Subject, translation: Translation) -> list[str]:
     """The missing, misshapen and unknown tensors of a refused head; others are checked when the head is built."""
     files = HeadFiles(subject.files.folder, subject.files.config, translation.tensors)
-    rules = medusa_rules if subject.layout in MEDUSA else tensor_rules
-    wrong = rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
+    wrong = tensor_rules.names_and_shapes(Subject(files, subject.layout, subject.frozen), "tensorrt_llm")
     return [each.text for each in wrong]
 
 
@@ -97,14 +115,6 @@ def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
         if subject.eagle_config.get(key, allowed) != allowed:
             translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
-    target = subject.frozen.config
-    for name, found, its in (
-        ("vocab_size", config.get("vocab_size"), target.vocab_size),
-        ("the target's hidden_size", subject.target_hidden_size, target.hidden_size),
-    ):
-        if found not in (None, its):
-            allowed = f"only the target's {its} is allowed; name the target that the head was trained for"
-            translation.refused.append(f"{name} {found}: {allowed}")
     if "sliding_attention" in (config.get("layer_types") or []):
         translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
@@ -226,8 +236,8 @@ def infer_medusa_sizes(subject: Subject, translation: Translation) -> None:
             translation.inferred.append(f"{key}: {value}, from lm_heads.0.weight (the target has {its})")
     if not subject.config.get("medusa_fc_bias") and "blocks.0.layers.0.bias" in translation.tensors:
         translation.inferred.append("medusa_fc_bias: true, because the blocks have biases")
-    named, count = subject.config.get("num_heads", subject.config.get("medusa_num_heads")), num_heads(subject)
-    if named != count:
+    named = subject.config.get("num_heads", subject.config.get("medusa_num_heads"))
+    if named != (count := MedusaShape.of_tensors(translation.tensors, hidden).num_heads):
         translation.inferred.append(f"num_heads: {count}, counted from the tensors; config.json says {named}")
 
 
@@ -260,8 +270,8 @@ def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
         translation.refused.append("selector_rank, conv_kernel_size: heads of DFlash2 are not supported; remove them")
     if subject.layout == SPECULATORS_BLOCK and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
         translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
-    broken = block_rules.target_layers, block_rules.mask_token, block_rules.block_size
-    translation.refused += [each.text for rule in broken for each in rule(subject, "headstart")]
+    rules = block_rules.mask_token, block_rules.block_size
+    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
 
 
@@ -319,6 +329,5 @@ STEPS: dict[str, tuple[Callable[[Subject, Translation], None], ...]] = {
     "medusa": MEDUSA_STEPS,
     "block": BLOCK_STEPS,
     "speculators_block": BLOCK_STEPS,
-    "medusa_reference": MEDUSA_STEPS,
     "mtp": (),  # in our own layout already
 }

@@ -12,9 +12,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_config import is_block_config, named_taps
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.medusa import BLOCK as MEDUSA_BLOCK
-from headstart.heads.kinds.medusa import REFERENCE_BLOCK, from_any_layout
 
-MEDUSA = ("medusa", "medusa_reference")
 SPECULATORS_BLOCK = "speculators_block"
 BLOCK = ("block", SPECULATORS_BLOCK)
 MISSING = "missing"  # the value of a tensor that the file does not hold
@@ -26,8 +24,6 @@ def layout_of(files: HeadFiles) -> str:
     names = {name.removeprefix("model.") for name in files.tensors}
     if any(map(MEDUSA_BLOCK.fullmatch, names)):
         return "medusa"
-    if any(map(REFERENCE_BLOCK.fullmatch, names)):
-        return "medusa_reference"
     if is_block_config(files.config) or "hidden_norm.weight" in names:
         return SPECULATORS_BLOCK if "speculators_model_type" in files.config else "block"
     if "speculators_model_type" in files.config:
@@ -74,11 +70,9 @@ class Subject:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors under one spelling: the reference's `midlayer.` for EAGLE-3, vLLM's names for Medusa."""
-        if self.layout in ("eagle1", "mtp", *BLOCK):
+        """The tensors under one spelling: `midlayer.` for EAGLE-3."""
+        if self.kind != "eagle3":
             return self.files.tensors
-        if self.layout in MEDUSA:
-            return from_any_layout(self.files.tensors)
         return {midlayer_name(name): tensor for name, tensor in self.files.tensors.items()}
 
     @property
@@ -93,16 +87,14 @@ class Subject:
     @property
     def kind(self) -> str:
         """The head's kind, a key of `heads.checkpoint.KINDS`."""
-        if self.layout in MEDUSA:
-            return "medusa"
         if self.layout in BLOCK:
             return "block"
-        return self.layout if self.layout in ("eagle1", "mtp") else "eagle3"
+        return "eagle3" if self.layout == "speculators" else self.layout
 
     @property
     def taps(self) -> tuple[int, ...]:
         """The hidden_states that the head reads; empty for a block head that names none."""
-        if self.layout in (*MEDUSA, "mtp"):
+        if self.layout in ("medusa", "mtp"):
             return (self.frozen.config.num_layers,)
         if self.layout in BLOCK:
             return named_taps(self.config)
@@ -118,7 +110,12 @@ class Subject:
 
     @property
     def missing_sizes(self) -> list[str]:
-        """The size keys that config.json does not give; no tensor shape can be checked without them."""
+        """The size keys that config.json does not give; no tensor shape can be checked without them.
+
+        A Medusa head gives none: its tensors and its target say them all.
+        """
+        if self.layout == "medusa":
+            return []
         needed = LAYER_SIZES + (("num_hidden_layers",) if self.layout in BLOCK else ())
         return [key for key in needed if not isinstance(self.config.get(key), int)]
 

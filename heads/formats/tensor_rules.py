@@ -16,6 +16,7 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.block_config import BlockShape, block_key
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
+from headstart.heads.kinds.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
 
 MAPS = ("d2t", "t2d", "token_map")  # tensors of ids, not of weights
@@ -24,6 +25,7 @@ OPTIONAL = {
     "eagle3": {"d2t", "t2d", "embed_tokens.weight"},
     "speculators": {"d2t", "t2d", "embed_tokens.weight"},
     "eagle1": {"fc.bias", "embed_tokens.weight"},
+    "medusa": {"token_map"},
     **{layout: {"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"} for layout in BLOCK},
 }
 
@@ -44,9 +46,12 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
     """The shape of every tensor that config.json asks for: those of an empty head of these sizes."""
-    config, size, kind = subject.config, subject.draft_vocab_size, subject.kind
-    hidden = subject.target_hidden_size if kind == "eagle3" else config["hidden_size"]
-    target = replace(subject.frozen.config, hidden_size=hidden, vocab_size=config["vocab_size"])
+    config, size, kind, target = subject.config, subject.draft_vocab_size, subject.kind, subject.frozen.config
+    if kind == "medusa":
+        size, hidden = target.vocab_size, target.hidden_size
+    else:
+        hidden = subject.target_hidden_size if kind == "eagle3" else config["hidden_size"]
+        target = replace(target, hidden_size=hidden, vocab_size=config["vocab_size"])
     vocab = DraftVocab(torch.arange(size), max(size, target.vocab_size))
     with torch.device("meta"):
         lm_head = torch.empty(vocab.target_size, hidden)
@@ -63,6 +68,10 @@ def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]
 def empty_head(subject: Subject, frozen: FrozenTarget, vocab: DraftVocab, engine: str) -> DraftHead:
     """A head of the sizes in config.json, with the default rotary embedding, which has no weights."""
     config, target = subject.config, frozen.config
+    if subject.kind == "medusa":
+        medusa = MedusaShape.of_tensors(subject.tensors, target.hidden_size)
+        has_bias = medusa.bias or bool(config.get("medusa_fc_bias"))
+        return MedusaHead(replace(medusa, bias=has_bias, lm_head_rank=None), frozen, vocab)
     sizes = {key: config.get(key) for key in (*LAYER_SIZES, "num_key_value_heads", "head_dim")}
     if subject.kind == "eagle1":
         return Eagle1Head(Eagle1Shape.from_config(sizes, target), frozen)
@@ -101,12 +110,10 @@ def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, .
 
 
 def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
-    """The EAGLE authors' code names the layer midlayer, speculators layers.0; the serving engines read both."""
-    wrong = {"eagle": "layers.0.", "speculators": "midlayer."}.get(engine)
-    for name in sorted(subject.files.tensors) if subject.layout != "eagle1" and wrong else []:
-        if name.startswith(str(wrong)):
-            other = "midlayer." if wrong == "layers.0." else "layers.0."
-            yield tensor_error(engine, name, name, f"{other}{name.removeprefix(str(wrong))} is allowed")
+    """speculators names the layer layers.0 and never midlayer; the other engines read both."""
+    for name in sorted(subject.files.tensors) if engine == "speculators" else []:
+        if name.startswith("midlayer."):
+            yield tensor_error(engine, name, name, f"layers.0.{name.removeprefix('midlayer.')} is allowed")
 
 
 def number_formats(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -135,7 +142,7 @@ WEIGHTS = (number_formats, finite, not_empty)  # rules for the weights of every 
 def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:
     """`d2t` holds offsets, target id minus draft id. With ids instead, no draft is ever accepted and nothing fails."""
     d2t, t2d, vocab_size = subject.tensors.get("d2t"), subject.tensors.get("t2d"), subject.frozen.config.vocab_size
-    if engine in ("eagle", "speculators") and t2d is None and subject.draft_vocab_size != vocab_size:
+    if engine == "speculators" and t2d is None and subject.draft_vocab_size != vocab_size:
         yield tensor_error(engine, "t2d", MISSING, f"shape [{vocab_size}], of bool, is required")
     if d2t is None or d2t.ndim != 1:
         return
@@ -173,11 +180,8 @@ def embedding(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def eagle1_bias(subject: Subject, engine: str) -> Iterator[Violation]:
     """vLLM silently drops the bias of `fc`; SGLang always has one and leaves it uninitialised if the file has none."""
-    bias, named = subject.tensors.get("fc.bias"), bool(subject.config.get("bias", True))
+    bias = subject.tensors.get("fc.bias")
     if engine == "vllm" and bias is not None and bool(bias.any()):
         yield tensor_error(engine, "fc.bias", "a nonzero bias", "zeros are allowed: vLLM silently drops this tensor")
     if engine == "sglang" and bias is None:
         yield tensor_error(engine, "fc.bias", MISSING, "add zeros: SGLang leaves an absent one uninitialised")
-    if engine == "eagle" and named != (bias is not None):
-        allowed = "the tensor must exist exactly if the key `bias` of config.json is true (or absent)"
-        yield tensor_error(engine, "fc.bias", MISSING if bias is None else "a bias", allowed)

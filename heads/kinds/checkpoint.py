@@ -1,6 +1,6 @@
 """Creates a head from a recipe, and saves and loads heads as folders."""
 
-import shlex
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
@@ -15,16 +15,8 @@ from headstart.common.files import remove, removed_on_failure
 from headstart.common.remote import publish
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
-from headstart.heads.files import (
-    MODEL,
-    PICKLES,
-    HeadFiles,
-    has_weight_dtype,
-    read_config,
-    read_safetensors,
-    write_files,
-)
-from headstart.heads.frozen import FrozenTarget, hold_attention
+from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config, write_files
+from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead, mask_token
 from headstart.heads.kinds.block_config import is_block_config
 from headstart.heads.kinds.eagle1 import Eagle1Head
@@ -129,15 +121,9 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     or unknown tensors.
     """
     folder = Path(folder).expanduser()
-    config = read_config(folder)
-    path = folder / MODEL
-    pickles = [name for name in PICKLES if (folder / name).is_file()]
-    if pickles and not path.is_file():
-        convert = f"headstart convert {shlex.quote(str(folder))} NEW_FOLDER --target TARGET"
-        raise ValueError(f"{folder} holds its weights as {pickles[0]}, only {MODEL} is allowed; convert it: {convert}")
-    tensors = read_safetensors(path)
-    head = head_from_files(folder, config, tensors, frozen)
-    refuse_broken_numbers(path, tensors)
+    files = HeadFiles.read(folder)
+    head = head_from_files(folder, files.config, files.tensors, frozen)
+    refuse_broken_numbers(folder / MODEL, files.tensors)
     return head
 
 
@@ -193,16 +179,26 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     return KINDS[kind]
 
 
+def target_misfits(config: dict[str, Any], target: TargetConfig) -> Iterator[tuple[str, Any, Any]]:
+    """Each key of a head's config.json that describes another target: the key, its value, and this target's value."""
+    own, rope = config.get("headstart", {}), asdict(target.rope)
+    hidden = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
+    facts = {
+        hidden: (config.get(hidden), target.hidden_size),
+        "vocab_size": (config.get("vocab_size"), target.vocab_size),
+        "num_target_layers": (config.get("num_target_layers", target.num_layers), target.num_layers),
+        "headstart.target_num_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
+        "headstart.target_rope": (own.get("target_rope", rope), rope),
+    }
+    yield from ((key, value, its) for key, (value, its) in facts.items() if value != its)
+
+
 def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], target: TargetConfig) -> None:
     """Raise one ValueError that names every mismatch between a head's config.json and its target, with both values."""
-    own, rope, taps = config.get("headstart", {}), Rope.from_config(config), kind.config_taps(config, target)
-    facts = {
-        "hidden_size": (config.get("target_hidden_size", config.get("hidden_size")), target.hidden_size),
-        "vocab_size": (config.get("vocab_size"), target.vocab_size),
-        "num_hidden_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
-        "rope": (own.get("target_rope", asdict(rope)) if kind.has_rope else asdict(target.rope), asdict(target.rope)),
-    }
-    wrong = [f"{name}: head {mine}, target {its}" for name, (mine, its) in facts.items() if mine != its]
+    rope, taps = Rope.from_config(config), kind.config_taps(config, target)
+    wrong = [f"{key}: head {value}, target {its}" for key, value, its in target_misfits(config, target)]
+    if kind.has_rope and rope != target.rope and "target_rope" not in config.get("headstart", {}):
+        wrong.append(f"rope: head {asdict(rope)}, target {asdict(target.rope)}")
     layers = config.get("num_hidden_layers") or 1
     if kind.has_rope and layers > 1 and kind is not BlockHead:
         wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")
@@ -245,8 +241,5 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
             wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
     if wrong:
         shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
-        remedy = "copy or export the head again"
-        if isinstance(head, MedusaHead) and hold_attention(tensors):
-            remedy = "this is a whole Medusa-2 model, take its heads with headstart convert"
-        allowed = f"exactly the tensors that config.json describes are allowed: {remedy}"
+        allowed = "exactly the tensors that config.json describes are allowed: copy or export the head again"
         raise ValueError(f"{folder}/model.safetensors: {shown}; {allowed}")

@@ -210,5 +210,5 @@ class Eagle3Head(LevelHead):
     def logits(self, hidden: Float[Tensor, "*axes hidden"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return self.lm_head(self.norm(hidden))
 
-    def feedback(self, hidden: Hidden, features: Features, tokens: Tokens) -> Float[Tensor, "batch seq next_feature"]:
+    def feedback(self, hidden: Hidden, features: Features) -> Features:
         return self.norm(hidden) if self.shape.norm_output else hidden

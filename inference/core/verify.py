@@ -137,7 +137,6 @@ class VerifiedOnHost(Verified):
     keys: list[int]  # one per row, unique in this process: a drafter may store data of a row by its key
     nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
     choices: list[list[int]] = field(default_factory=list)  # the target's choice at each of them
-    last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
     constraints: GrammarStates = ()  # one per row; empty if no row has a constraint
 
     @property

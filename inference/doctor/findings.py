@@ -9,7 +9,7 @@ from pathlib import Path
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, tensor_rules
 from headstart.heads.formats.lint import violations
-from headstart.heads.formats.subject import BLOCK, MEDUSA, Subject, Violation, layout_of
+from headstart.heads.formats.subject import BLOCK, Subject, Violation, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
@@ -59,12 +59,12 @@ def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
     rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite, tensor_rules.number_formats]
-    rules.append(config_rules.trained_for_this_target)
+    rules.append(config_rules.fits_the_target)
     if subject.layout in BLOCK:
-        rules += [block_rules.target_layers, block_rules.slot_convention, block_rules.mask_token]
+        rules += [block_rules.slot_convention, block_rules.mask_token]
         rules += [block_rules.taps, block_rules.own_lm_head, tensor_rules.names_and_shapes]
-    elif subject.layout not in (*MEDUSA, "mtp"):
-        rules += [config_rules.fits_the_target, tensor_rules.names_and_shapes]
+    elif subject.layout not in ("medusa", "mtp"):
+        rules += [config_rules.positions, tensor_rules.names_and_shapes]
     if subject.kind == "eagle3":
         rules.append(tensor_rules.vocabulary_map)
     return [as_finding(violation, files.folder) for rule in rules for violation in rule(subject, "any engine")]

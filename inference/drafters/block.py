@@ -14,7 +14,7 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
 from headstart.inference.drafters.repeats import Repeats
 
@@ -25,7 +25,7 @@ class BlockDrafter(TreeDrafter):
     The head's cache holds verified positions only: no node of a tree has a slot there.
     """
 
-    def __init__(self, head: BlockHead, growth: Growth, repeats: Repeats | None = None) -> None:
+    def __init__(self, head: BlockHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         super().__init__(head, growth, repeats)
         self.markov_head = head.markov_head
         device, size = self.ids.device, head.shape.block_size
@@ -84,7 +84,7 @@ class BlockDrafter(TreeDrafter):
         return features.expand(-1, tokens.shape[1], -1)
 
 
-def head_drafter(head: DraftHead, growth: Growth, repeats: Repeats | None = None) -> TreeDrafter:
+def head_drafter(head: DraftHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> TreeDrafter:
     """The drafter for a head of any kind; raises ValueError if the trees are wider or deeper than it can draft."""
     if isinstance(head, BlockHead):
         return BlockDrafter(head, growth, repeats)

@@ -1,12 +1,10 @@
 """Builds the drafter that a recipe's decode section describes."""
 
-import reprlib
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from headstart.common.files import read_jsonl
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import StaticTree
 from headstart.heads.kinds.block import BlockHead
@@ -16,15 +14,16 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Repeats, TreeLimits
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.kernels import is_packed_linear, join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
+from headstart.recipes.values import DrafterKind
 
 
 def build_drafter(
@@ -34,45 +33,31 @@ def build_drafter(
 
     The drafter head needs `head`. Raises ValueError for a drafter that does not fit the target.
     """
-    section = fitting(section, target)
-    if section.drafter == "head":
-        assert head is not None
+    if head is not None:
         repeats = Repeats(section.repeats) if section.repeats else None
         return head_drafter(head, growth_from_recipe(section, target, head, section.max_batch), repeats)
-    if section.drafter == "prompt_lookup":
-        return Lookup(lookup_limits(section))
-    if section.drafter == "suffix":
-        if section.corpus is None:
-            raise ValueError("decode.corpus: missing; give a JSONL file of texts, or choose another decode.drafter")
-        texts = read_corpus(section.corpus, target.config.vocab_size)
-        return Lookup(lookup_limits(section), SuffixAutomaton(texts))
-    return model_drafter(section, target, source)
+    return WITHOUT_A_HEAD[section.drafter](section, target, source)
 
 
-def fitting(section: DecodeSection, target: TargetModel) -> DecodeSection:
-    """The section with a growth that the target can verify; one line says so if the recipe asks for another.
+def growth_for(section: DecodeSection, target: TargetModel, max_levels: int | None = None) -> Growth:
+    """The section's growth, or a chain where the target cannot verify trees; one line says so if the recipe asked.
 
-    Raises ValueError for a target that takes no drafts.
+    Raises ValueError for a target that cannot verify drafts.
     """
+    growth = Growth.from_section(section, max_levels)
     if target.passes.verifies_trees:
-        return section
+        return growth
     if not target.passes.verifies_drafts:
         raise ValueError(
             f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: "
             f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
-    if section.growth == "chain" or (section.growth == "cost_aware" and section.width == 1):
-        return section
-    chain: dict[str, Any] = {"growth": "chain"}
-    shape = "chain"
-    if section.growth in ("cost_aware", "searched_cost_aware"):
-        nodes = min(section.nodes, section.depth)
-        chain, shape = {"growth": "cost_aware", "width": 1, "nodes": nodes}, "cost_aware of width 1"
-    if "growth" in section.model_fields_set and target.ranks.rank == 0:
+    chain = growth.as_chain()
+    if chain != growth and "growth" in section.model_fields_set and target.ranks.rank == 0:
         why = f"a {target.config.model_type!r} target verifies chains, as {target.passes.why_no_trees}"
-        say_once(f"decode.growth: {shape} in place of {section.growth}: {why}")
-    return section.model_copy(update=chain)
+        say_once(f"decode.growth: {chain} in place of {growth}: {why}")
+    return chain
 
 
 @cache
@@ -97,8 +82,8 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
     if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
-    if isinstance(drafter.growth, Costly):  # its own table, which its steps correct
-        return drafter.growth.watch.costs
+    if isinstance(drafter.growth, Costly):
+        return drafter.growth.costs
     return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 
@@ -119,46 +104,37 @@ def load_draft_model(section: DecodeSection, source: TargetSection) -> TargetMod
 
 def model_drafter(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
     """A drafter for the recipe's draft model. Raises ValueError for one with another tokenizer than the target's."""
+    growth = growth_for(section, target)
     model, folder = load_draft_model(section, source), draft_model_folder(section)
     if not same_tokenizer(load_tokenizer(folder), load_tokenizer(folder_of(source))):
         raise ValueError(
             f"decode.draft_model: {section.draft_model} has another tokenizer than {source.path}, the target's is "
             f"allowed; choose a smaller model of the target's own family"
         )
-    return ModelDrafter(model, model_growth(section), target)
+    return ModelDrafter(model, growth.policy(), target)
 
 
-def model_growth(section: DecodeSection) -> Growth:
-    """The recipe's growth for a drafter without measured costs: a chain or a dynamic tree."""
-    if section.acceptance == "rejection":
-        return Fixed.chain(section.depth)  # rejection sampling needs a fixed shape
-    if section.growth == "chain":
-        return Dynamic.chain(section.depth)
-    return Dynamic(section.depth, section.width, section.nodes)
+def lookup(section: DecodeSection, target: TargetModel, source: TargetSection) -> Drafter:
+    return Lookup(growth_for(section, target))
 
 
-def depth_for(section: DecodeSection, head: DraftHead) -> int:
-    """The section's depth; where it is a default that nobody chose, no more than the head can draft."""
-    if head.max_levels is None or "depth" in section.model_fields_set:
-        return section.depth
-    return min(section.depth, head.max_levels)
+WITHOUT_A_HEAD: dict[DrafterKind, Callable[[DecodeSection, TargetModel, TargetSection], Drafter]] = {
+    "draft_model": model_drafter,
+    "prompt_lookup": lookup,
+}
 
 
-def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> Growth:
+def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftHead, batch: int = 1) -> GrowthPolicy:
     """The recipe's growth for a head. Cost-aware policies measure this target and head, unless an earlier run did.
 
     `batch` is the number of rows that will be decoded together, if that is known.
     """
-    section = fitting(section, target).model_copy(update={"depth": depth_for(section, head)})
-    if section.growth == "searched":
-        return Fixed(searched_tree(head).best(section.nodes))
-    if section.growth == "searched_cost_aware":
-        tree, costs = searched_tree(head), cost_table(target, head, section.width, section.nodes, batch)
-        return CostAwareShape(tree, section.nodes, costs)
-    if section.growth == "cost_aware":
-        costs = cost_table(target, head, section.width, section.nodes, batch)
-        return CostAware(section.depth, section.width, section.nodes, costs)
-    return model_growth(section)
+    growth = growth_for(section, target, head.max_levels)
+    tree = searched_tree(head) if growth.is_searched else None
+    costs = cost_table(target, head, growth.width, growth.nodes, batch) if growth.weighs_costs else None
+    if tree is not None:
+        return Fixed(tree.best(growth.nodes)) if costs is None else CostAwareShape(tree, growth.nodes, costs)
+    return growth.policy() if costs is None else CostAware(growth.depth, growth.width, growth.nodes, costs)
 
 
 def searched_tree(head: DraftHead) -> StaticTree:
@@ -168,44 +144,3 @@ def searched_tree(head: DraftHead) -> StaticTree:
             "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
         )
     return head.calibration.tree
-
-
-def lookup_limits(section: DecodeSection) -> TreeLimits:
-    """How large the trees of a lookup may grow under the recipe."""
-    if section.growth == "chain":
-        return TreeLimits(section.depth, 1, section.depth)
-    return TreeLimits(section.depth, section.width, section.nodes)
-
-
-def read_corpus(path: Path, vocab_size: int) -> list[list[int]]:
-    """The texts of a JSONL file whose rows hold token ids, in the format of a run's prompts or responses.
-
-    Raises ValueError, naming the row, for a row that is not a text in the target's tokens.
-    """
-    if not path.is_file():
-        raise ValueError(
-            f"decode.corpus: {path} is missing; a JSONL file of texts in the target's tokens is allowed, such as "
-            f"RUN_DIR/prompts/train.jsonl of a run"
-        )
-    texts: list[list[int]] = []
-    for number, row in enumerate(read_jsonl(path), start=1):
-        place = f"decode.corpus: row {number} of {path}"
-        names = ("tokens",) if "tokens" in row else ("prompt", "response")
-        if not row.keys() >= set(names):
-            raise ValueError(
-                f"{place}: fields {sorted(row)} given, tokens or prompt and response are allowed, as a run writes them"
-            )
-        texts.append([token for name in names for token in read_tokens(f"{place}: {name}", row[name], vocab_size)])
-    return texts
-
-
-def read_tokens(place: str, given: Any, vocab_size: int) -> list[int]:
-    if not isinstance(given, list):
-        raise ValueError(f"{place} is {reprlib.repr(given)}, a list of the target's token ids is allowed")
-    for token in given:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(
-                f"{place} holds {token!r}, token ids 0 to {vocab_size - 1} of the target are allowed; encode the text "
-                f"with the target's tokenizer"
-            )
-    return given

@@ -13,8 +13,9 @@ from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Proposals, Tree
 from headstart.inference.core.verify import Verified, propose
+from headstart.recipes.schema import DecodeSection
 
-LEAST_CHANCE = 0.15  # least chance of a further token that policies without costs verify
+LEAST_REPEAT_CHANCE = 0.15  # of a further token that policies without costs verify
 
 
 @dataclass
@@ -84,8 +85,68 @@ def repeated(numbers: Int[Tensor, "batch frontier"], count: int) -> Int[Tensor, 
     return numbers.unsqueeze(-1).expand(-1, -1, count).flatten(1)
 
 
+@dataclass(frozen=True)
 class Growth:
-    """A growth policy. The drafter consults it on each level, with the scores of all children."""
+    """How large draft trees may grow, and by which rule: a recipe's `decode.growth` with the fields next to it."""
+
+    depth: int
+    width: int  # nodes that a level expands, and children of each
+    nodes: int  # draft tokens that are verified; the root does not count
+    is_searched: bool = False  # the shape was fitted to the head
+    weighs_costs: bool = False  # depth and size follow from measured step times
+    is_fixed: bool = False  # a chain of one shape, as rejection sampling needs it
+
+    @classmethod
+    def from_section(cls, section: DecodeSection, max_levels: int | None = None) -> "Growth":
+        """What the section asks for; a depth that is only a default gives way to what a head can draft."""
+        depth = section.depth
+        if max_levels is not None and "depth" not in section.model_fields_set:
+            depth = min(depth, max_levels)
+        is_searched = section.growth in ("searched", "searched_cost_aware")
+        weighs_costs = section.growth in ("cost_aware", "searched_cost_aware")
+        is_fixed = section.acceptance == "rejection" and not is_searched
+        if section.growth == "chain":
+            return cls.chain(depth, is_fixed=is_fixed)
+        most = depth if section.width == 1 and not is_searched else section.nodes
+        return cls(depth, section.width, min(section.nodes, most), is_searched, weighs_costs, is_fixed)
+
+    @classmethod
+    def chain(cls, depth: int, **rules: bool) -> "Growth":
+        return cls(depth, 1, depth, **rules)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.width == 1 and not self.is_searched
+
+    @property
+    def max_nodes(self) -> int:
+        """The nodes that a step drafts or verifies at most, the root included."""
+        return max(self.nodes, self.width * self.depth) + 1
+
+    def as_chain(self) -> "Growth":
+        """The chain for a target that cannot verify trees; it weighs costs if this growth does."""
+        if self.is_chain:
+            return self
+        if self.weighs_costs:
+            return Growth(self.depth, 1, min(self.nodes, self.depth), weighs_costs=True)
+        return Growth.chain(self.depth, is_fixed=self.is_fixed)
+
+    def __str__(self) -> str:
+        if self.is_chain:
+            return "cost_aware of width 1" if self.weighs_costs else "chain"
+        if self.is_searched:
+            return "searched_cost_aware" if self.weighs_costs else "searched"
+        return "cost_aware" if self.weighs_costs else "dynamic"
+
+    def policy(self) -> "GrowthPolicy":
+        """The policy that needs neither a fitted tree nor costs."""
+        assert not self.is_searched
+        assert not self.weighs_costs
+        return Fixed.chain(self.depth) if self.is_fixed else Dynamic(self.depth, self.width, self.nodes)
+
+
+class GrowthPolicy:
+    """Decides how trees grow. The drafter consults it on each level, with the scores of all children."""
 
     static_shapes = False  # whether every tree has the same size, whatever the scores
     depth: int  # upper bound on the levels
@@ -120,14 +181,11 @@ class Growth:
 
     def is_worth(self, drafted: int, chance: float) -> bool:
         """Whether to verify one more token than `drafted`, which the target accepts with this chance."""
-        return chance >= LEAST_CHANCE
-
-    def joined_by(self, count: int) -> None:
-        """Note that the tree is verified with `count` more nodes; fewer than 0 if nodes were cut off."""
+        return chance >= LEAST_REPEAT_CHANCE
 
 
 @dataclass(frozen=True)
-class Dynamic(Growth):
+class Dynamic(GrowthPolicy):
     """EAGLE-2 (arXiv 2406.16858): each level expands its `width` likeliest nodes, and the best `nodes` overall stay."""
 
     depth: int
@@ -143,7 +201,7 @@ class Dynamic(Growth):
         return pool.best(roots, self.nodes)
 
 
-class Fixed(Growth):
+class Fixed(GrowthPolicy):
     """A tree of one shape. Each path names a node by the child to take on every level; 0 is the likeliest child.
 
     `paths` lists every node, as Medusa's choices do, so (0, 1) comes with (0,) and (0, 0).
@@ -217,7 +275,7 @@ class SampledChildren:
     The tree's shape must not depend on what was drawn (non-anticipation), so only a fixed shape is allowed.
     """
 
-    def __init__(self, growth: Growth, vocab: DraftVocab) -> None:
+    def __init__(self, growth: GrowthPolicy, vocab: DraftVocab) -> None:
         if not isinstance(growth, Fixed):
             raise ValueError(
                 f"decode.growth: a {type(growth).__name__.lower()} tree chooses its nodes after it has drawn them, "

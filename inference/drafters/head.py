@@ -17,7 +17,7 @@ from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import Growth, Pool, SampledChildren
+from headstart.inference.drafters.growth import GrowthPolicy, Pool, SampledChildren
 from headstart.inference.drafters.repeats import Repeats
 
 
@@ -78,7 +78,7 @@ class TreeDrafter(ABC):
 
     head: Any  # a DraftHead, or a model with the methods of a LevelHead
 
-    def __init__(self, head: Any, growth: Growth, repeats: Repeats | None = None) -> None:
+    def __init__(self, head: Any, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         """`repeats` are added to the head's trees, where the acceptance rule is seeded.
 
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
@@ -146,7 +146,7 @@ class TreeDrafter(ABC):
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
         """The features of the next level, from those of this one and what it computed."""
-        return self.head.feedback(hidden, features, tokens)
+        return self.head.feedback(hidden, features)
 
     @torch.inference_mode()
     def draft(self, verified: Verified, cache: KVCache) -> Tree:

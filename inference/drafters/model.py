@@ -15,7 +15,7 @@ from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.core.verify import Verified
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks
 from headstart.inference.targets.model import TargetModel
 
@@ -41,9 +41,7 @@ class ModelAsHead:
     def logits(self, hidden: Float[Tensor, "*axes vocab"], level: int = 0) -> Float[Tensor, "*axes draft_vocab"]:
         return hidden[..., : self.columns]
 
-    def feedback(
-        self, hidden: Float[Tensor, "*axes vocab"], features: Tensor, tokens: Tensor
-    ) -> Float[Tensor, "*axes none"]:
+    def feedback(self, hidden: Float[Tensor, "*axes vocab"], features: Tensor) -> Float[Tensor, "*axes none"]:
         """No features: the next level reads only tokens."""
         return hidden[..., :0]
 
@@ -58,7 +56,7 @@ class ModelDrafter(HeadDrafter):
 
     head: ModelAsHead
 
-    def __init__(self, model: TargetModel, growth: Growth, target: TargetModel) -> None:
+    def __init__(self, model: TargetModel, growth: GrowthPolicy, target: TargetModel) -> None:
         """Raise ValueError for a model whose dtype, device, positions or vocabulary do not fit target and growth."""
         if model.dtype != target.dtype or model.device != target.device:
             raise ValueError(

@@ -6,10 +6,9 @@ trees are deep.
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Generic, TypeVar
 
 import numpy
 import torch
@@ -18,7 +17,7 @@ from headstart.inference.core.constraint import ConstraintState, Path, follow, o
 from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.growth import Growth, GrowthPolicy
 
 # How often the next token of a repeat is right, by how many tokens (at least) of the text's end have repeated before
 # it: measured on SmolLM2-135M-Instruct's answers to 12 questions of Spec-Bench at temperature 0.
@@ -30,7 +29,6 @@ FOLLOWED, FOLLOWED_BEFORE = {1: 0.25, 2: 0.45, 3: 0.5}, 0.2
 LONGEST = max(RATES)  # tokens at the end of the text that are searched for to find a repeat
 DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
 MAX_OCCURRENCES = 64  # occurrences of an n-gram that count, the latest ones
-State = TypeVar("State")
 
 
 class Trie:
@@ -102,55 +100,35 @@ def batch_tries(tries: Sequence[Trie], max_nodes: int, device: torch.device) -> 
     return Tree.of_rows([trie.tokens for trie in tries], [trie.parents for trie in tries], device)
 
 
-@dataclass(frozen=True)
-class Child(Generic[State]):
-    """A token that may come next."""
+def grow_best_first(trie: Trie, matches: "Continuations", growth: Growth, gumbel: "GumbelRow") -> None:
+    """Add the most probable nodes below the root, one at a time, up to the depth, width and nodes of the growth.
 
-    token: int
-    weight: float  # its probability relative to its siblings
-    state: State  # from which the lookup continues after this token
-
-
-Expand = Callable[[State], Sequence[Child[State]]]
-
-
-@dataclass(frozen=True)
-class TreeLimits:
-    """The largest draft tree that a lookup may build."""
-
-    depth: int
-    width: int  # children per node
-    nodes: int  # draft tokens, so the root does not count
-
-
-def grow_best_first(trie: Trie, start: State, expand: Expand[State], limits: TreeLimits, gumbel: "GumbelRow") -> None:
-    """Add the most probable nodes below the root, one at a time, until the limits are reached.
-
-    `expand` gives a state's possible next tokens. A node's probability is split among its children by weight. In a
-    sampled row, the target's Gumbel noise is added to the log weights, as it will be when the target chooses.
+    A node's probability is split among its children by how many occurrences they follow. In a sampled row, the
+    target's Gumbel noise is added to the log counts, as it will be when the target chooses.
     """
-    order = count()  # breaks ties in favour of the node that was found first
-    candidates: list[tuple[float, int, int, int, State]] = []  # minus log probability, order, parent, token, state
+    order = count()  # breaks ties in favour of the earlier node
+    # Minus log probability, order, parent, token, and where the occurrences continue after the token.
+    candidates: list[tuple[float, int, int, int, Continuations]] = []
 
-    def push_children(node: int, cost: float, state: State) -> None:
-        if trie.depths[node] >= min(limits.depth, trie.max_depth):
+    def push_children(node: int, cost: float, matches: Continuations) -> None:
+        if trie.depths[node] >= min(growth.depth, trie.max_depth):
             return
-        children = [child for child in expand(state) if trie.allows(node, child.token)]
-        if not children:
+        following = {token: rest for token, rest in matches.by_token().items() if trie.allows(node, token)}
+        if not following:
             return
-        gumbel_values = gumbel.at(trie.depths[node], [child.token for child in children])
-        scores = [math.log(child.weight) + value for child, value in zip(children, gumbel_values, strict=True)]
+        noise = gumbel.at(trie.depths[node], [*following])
+        scores = [math.log(len(rest.places)) + value for rest, value in zip(following.values(), noise, strict=True)]
         log_sum = math.log(sum(math.exp(score) for score in scores))
-        best = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: limits.width]
-        for score, child in best:
-            heapq.heappush(candidates, (cost + log_sum - score, next(order), node, child.token, child.state))
+        best = sorted(zip(scores, following.items(), strict=True), key=lambda pair: -pair[0])[: growth.width]
+        for score, (token, rest) in best:
+            heapq.heappush(candidates, (cost + log_sum - score, next(order), node, token, rest))
 
-    push_children(0, 0.0, start)
-    while candidates and len(trie) <= limits.nodes:
-        cost, _, parent, token, state = heapq.heappop(candidates)
+    push_children(0, 0.0, matches)
+    while candidates and len(trie) <= growth.nodes:
+        cost, _, parent, token, matches = heapq.heappop(candidates)
         node = trie.add(parent, token)
         assert node is not None
-        push_children(node, cost, state)
+        push_children(node, cost, matches)
 
 
 @dataclass(frozen=True)
@@ -203,17 +181,13 @@ class Continuations:
         latest = ends[-MAX_OCCURRENCES:][::-1].tolist()
         return cls(text, tuple((end + 1, total - 1 - end) for end in latest)), length
 
-    def children(self) -> list[Child["Continuations"]]:
-        """The possible next tokens, the latest first, weighted by how many occurrences they follow."""
+    def by_token(self) -> dict[int, "Continuations"]:
+        """The possible next tokens, the latest first, each with the occurrences that continue with it."""
         groups: dict[int, list[tuple[int, int]]] = {}
         for place, period in self.places:
-            token = self.text[place]
             following = place + 1 if place + 1 < len(self.text) else place + 1 - period
-            groups.setdefault(token, []).append((following, period))
-        return [
-            Child(token, float(len(places)), Continuations(self.text, tuple(places)))
-            for token, places in groups.items()
-        ]
+            groups.setdefault(self.text[place], []).append((following, period))
+        return {token: Continuations(self.text, tuple(places)) for token, places in groups.items()}
 
 
 class Repeated:
@@ -235,7 +209,7 @@ class Repeated:
         if length:
             self.matched = max(least for least in RATES if least <= length)
             alone = Trie(text[-1], min(trie.max_depth, DEPTH), trie.state)
-            grow_best_first(alone, matches, Continuations.children, TreeLimits(DEPTH, 1, DEPTH), gumbel)
+            grow_best_first(alone, matches, Growth.chain(DEPTH), gumbel)
             self.path = alone.tokens[1:]
         return self.path
 
@@ -286,7 +260,7 @@ class Repeats:
         self.rows: dict[int, Repeated] = {}  # by the row's key
         self.followers = Followers()
 
-    def extend(self, tree: Tree, verified: VerifiedOnHost, growth: Growth) -> Tree:
+    def extend(self, tree: Tree, verified: VerifiedOnHost, growth: GrowthPolicy) -> Tree:
         """The tree with further nodes, as far as the growth policy finds them worth their verification."""
         samplings = verified.sampling.samplings
         self.rows = {
@@ -314,7 +288,6 @@ class Repeats:
         for trie, added in zip(tries, chances, strict=True):
             trie.cut(len(trie) - max(len(added) - count, 0))
         found = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
-        growth.joined_by(found.shape[1] - tree.shape[1])
         deepest = max(max(trie.depths) for trie in tries)
         return replace(found, deepest=deepest, levels=tree.deepest)
 
@@ -351,7 +324,7 @@ class Repeats:
                 push(child, place + 1 if place >= 0 else -1)
         return added
 
-    def _worth(self, chances: list[list[float]], drafted: int, growth: Growth) -> int:
+    def _worth(self, chances: list[list[float]], drafted: int, growth: GrowthPolicy) -> int:
         """The number of further tokens of each row that are worth their verification, which all rows share."""
         count = 0
         while count < self.most:

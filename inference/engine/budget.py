@@ -13,10 +13,10 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.cache_memory import Shape, free_memory, layer_shapes
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import check_bias
+from headstart.inference.drafters.growth import Growth
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import DecodeSection
 
 SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
 
@@ -170,7 +170,7 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     target = TargetConfig.from_folder(folder_of(recipe.target, ["config.json"]))
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
-    nodes, width = tree_nodes(recipe.decode), recipe.decode.width
+    nodes, width = Growth.from_section(recipe.decode).max_nodes, recipe.decode.width
     given = (
         "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
     )
@@ -197,10 +197,3 @@ def refuse_large_trees(
         f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
         f"{given.partition(':')[0]}{fewer}"
     )
-
-
-def tree_nodes(section: DecodeSection) -> int:
-    """The nodes of the largest tree that the recipe's drafter proposes, the root included."""
-    if section.growth == "chain":
-        return section.depth + 1
-    return max(section.nodes, section.width * section.depth) + 1

@@ -5,7 +5,6 @@ batching), and requests may be submitted and cancelled at any time between steps
 """
 
 import sys
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -18,15 +17,17 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
-from headstart.inference.engine.prefill import Pace, PromptChunk, PromptReader
+from headstart.inference.engine.prefill import PrefillSchedule, PromptChunk, PromptReader
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.kernels import Threads
 from headstart.inference.targets.cuda_graph import REACH_MIN
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
-# Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.
-PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 512, 2048
+# Tokens of prompts in a pass. In longer chunks attention within the chunk costs too much; a GPU needs them to be busy.
+PREFILL_CHUNK_CPU, PREFILL_CHUNK_GPU = 512, 2048
+# The same while rows run, which wait for the pass: on a CPU, about two plain steps.
+CHUNK_WITH_ROWS_CPU, CHUNK_WITH_ROWS_GPU = 16, 512
 
 
 def generate(
@@ -147,10 +148,13 @@ class DecodeLoop:
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         alone = target.ranks.count == 1
         prompts_first = prompts_first or not alone
-        beside = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
-        suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
-        self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
-        self.threads = Threads() if alone and target.device.type == "cpu" else None
+        shares_steps = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
+        on_cpu = target.device.type == "cpu"
+        chunk = PREFILL_CHUNK_CPU if on_cpu else PREFILL_CHUNK_GPU
+        with_rows = CHUNK_WITH_ROWS_CPU if on_cpu else CHUNK_WITH_ROWS_GPU
+        chunk = chunk if prefill_chunk is None else prefill_chunk
+        self.schedule = PrefillSchedule(chunk, with_rows, prompts_first, shares_steps)
+        self.threads = Threads() if alone and on_cpu else None
         self.record = record
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
@@ -257,30 +261,24 @@ class DecodeLoop:
         """
         if self.threads is not None:
             self.threads.follow()
-        batch, blocks = self.batch, []
+        batch, blocks = self.batch, list[EmittedTokens]()
         can_read = self._can_read()
         running = len(batch.rows)
-        reads = can_read and self.pace.reads_next(running, self.max_batch - running, len(self.waiting))
-        if batch.rows and (self.pace.beside or not reads):
+        schedule = self.schedule
+        reads = can_read and schedule.reads_next(running, self.max_batch - running, len(self.waiting))
+        steps = running > 0 and (schedule.shares_steps or not reads)
+        if steps:
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
-            self.decode_step.prepare(may_draft=not (can_read and self.pace.beside))
-            blocks = self._step_rows(self._next_chunks() if reads else [])
+            self.decode_step.prepare(may_draft=not reads)
+            chunks = self._next_chunks() if reads else []
+            blocks, outputs = self.decode_step.run(self.reader.parts(chunks))
+            blocks += self._have_read(chunks, outputs) if chunks else []
         elif reads:
-            chunks, started = self._next_chunks(), time.perf_counter()
+            chunks = self._next_chunks()
             blocks = self._have_read(chunks, self.reader.read(chunks))
-            self.pace.has_read(sum(chunk.count for chunk in chunks), time.perf_counter() - started)
+        schedule.read_last = reads and not steps
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
-        return blocks
-
-    def _step_rows(self, chunks: list[PromptChunk]) -> list[EmittedTokens]:
-        """One step of the running rows, with chunks of prompts in the same pass."""
-        started = time.perf_counter()
-        blocks, outputs = self.decode_step.run(self.reader.parts(chunks))
-        if chunks:
-            blocks += self._have_read(chunks, outputs)  # the drafter's reading counts as a share of the step
-        seconds = time.perf_counter() - started
-        self.pace.stepped(seconds, self.decode_step.drafts, sum(chunk.count for chunk in chunks))
         return blocks
 
     def _can_read(self) -> bool:
@@ -292,7 +290,7 @@ class DecodeLoop:
 
     def _next_chunks(self) -> list[PromptChunk]:
         """The waiting prompts that are read next, to their ends, or the next chunk of a long one."""
-        batch, most, rows = self.batch, self.pace.tokens(bool(self.batch.rows)), []
+        batch, most, rows = self.batch, self.schedule.tokens(bool(self.batch.rows)), []
         if batch.reading is None:
             places = self.max_batch - len(batch.rows)
             taken = self.waiting.take(places, lambda requests: self.reader.may_join(requests, most))

@@ -3,7 +3,6 @@
 import sys
 import time
 
-import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,19 +16,15 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
-from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.drafters.costs import Costly, CostTable, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP, Batch
+from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.cuda_graph import StepOutput
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.passes import TargetOutput
 
-FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
-MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
-RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again
-PATIENCE = 8  # steps for which drafts continue without paying
-STOP, RESUME = 0.98, 1.05  # speed relative to plain decoding: drafts stop below the one, and resume above the other
-REST = 32, 256  # plain steps until drafts are tried again, as the texts may have become easier: at first, at most
+READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next draft, for all rows at once
 
 
 class DecodeStep:
@@ -37,12 +32,13 @@ class DecodeStep:
 
     def __init__(self, batch: Batch, costs: CostTable | None) -> None:
         self.batch, self.target, self.drafter = batch, batch.target, batch.drafter
+        growth = batch.drafter.growth if isinstance(batch.drafter, TreeDrafter) else None
         # Trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
-        drafter = batch.drafter
-        self.sampled_depth = drafter.growth.depth if isinstance(drafter, TreeDrafter) else drafter.depth
+        self.sampled_depth = batch.drafter.depth if growth is None else growth.depth
         self.speculation = None if costs is None else SpeculationByLoad(costs)
-        self.drafts = False  # whether the step that comes, or came last, drafts for any row
-        self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
+        self.costs = growth.costs if isinstance(growth, Costly) else costs
+        self.drafts = False  # whether the next step, or else the last one, drafts for any row
+        self.drafted: Drafted | None = None  # what the step, or else the last one, has drafted
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
         self._changes = 0  # the batch's count of changes when these were made for its rows:
         self.sampling: BatchSampling
@@ -68,7 +64,7 @@ class DecodeStep:
 
         In a step without drafts, the target may read `parts` of prompts in the same pass.
         """
-        started = time.perf_counter()
+        started, self.drafted = time.perf_counter(), None
         others: list[TargetOutput] = []
         output: StepOutput | TargetOutput
         if self.drafts:
@@ -78,7 +74,8 @@ class DecodeStep:
             output, accepted, others = self._verify_roots(parts)
         bytes_moved = self.batch.cache.keep([found.path for found in accepted], [found.nodes for found in accepted])
         blocks = self._record(accepted, output, bytes_moved)
-        self.last_step = started, time.perf_counter()
+        if self.drafted is not None and self.costs is not None:
+            self.costs.observe(self.drafted, time.perf_counter() - started)
         return blocks, others
 
     def _follow_rows(self) -> None:
@@ -104,37 +101,43 @@ class DecodeStep:
         if not wanting or not self.drafter.depth:
             return False
         if may_draft and self.speculation is not None:
-            at = Situation(max(batch.cache.target.lengths), len(batch.rows), self.sampling.all_greedy)
-            may_draft = self.speculation.pays(at)
+            may_draft = self.speculation.pays(self._situation())
         if not may_draft:
             batch.catching_up = True
             return False
         left = CATCH_UP if batch.catching_up else sys.maxsize
         for place, row in enumerate(batch.rows):
-            if batch.static is None and row.unread.at_most(FEW):
+            if batch.static is None and row.unread.at_most(READ_WITH_DRAFT_MAX):
                 row.unread.read_with_draft()
             elif row.unread.is_behind and left > 0:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
         return not all(row.unread.is_behind for row in wanting)
 
+    def _situation(self) -> Situation:
+        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
+
     def _draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
-        verified, batch = self._verified(), self.batch
+        verified, batch, at, seconds = self._verified(), self.batch, self._situation(), None
         output: StepOutput | TargetOutput
         if batch.static is not None and self.is_captured:
             # Drafts, runs the target and lets it choose, as one captured graph.
             output = batch.static(verified, self.with_logits, batch.held_after_rows)
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
+            started = time.perf_counter()
             tree = self.drafter.draft(verified, batch.cache)
+            if self.target.device.type == "cpu":  # elsewhere the work may not be done yet
+                seconds = time.perf_counter() - started
             if not self.target.passes.verifies_trees:
                 tree = first_path(tree)
             output = self.target.passes.tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)
+        levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
+        nodes = tree.shape[1] if batch.cache.recurrent is None else max(batch.cache.recurrent.counts)
+        self.drafted = Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
         if self.speculation is not None:
-            levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-            states = batch.cache.recurrent
-            self.speculation.observe(accepted, tree.shape[1] if states is None else max(states.counts), levels)
+            self.speculation.observe(accepted, nodes, levels)
         return output, accepted
 
     def _verify_roots(self, parts: list[Part]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[TargetOutput]]:
@@ -185,7 +188,6 @@ class DecodeStep:
             keys=[row.key for row in rows],
             nodes=[row.nodes for row in rows],
             choices=[row.choices for row in rows],
-            last_step=self.last_step,
             constraints=constraints_of(rows),
         )
 
@@ -269,70 +271,3 @@ def token_scores(
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
-
-
-class SpeculationByLoad:
-    """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
-
-    What a draft brings is observed; what it costs follows from the table for the rows that decode now. So drafts stop
-    when the batch grows and resume when it shrinks, with a gap between the two so that they do not go back and forth.
-    """
-
-    def __init__(self, costs: CostTable) -> None:
-        self.costs = costs
-        self.is_on = True
-        self.steps = 0.0  # weighted number of observed steps with drafts
-        self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
-        self.patience, self.rest = PATIENCE, REST[0]
-        self.lasted = 0  # steps since it was switched on or off
-
-    def gain(self, at: Situation) -> float | None:
-        """The speed with drafts, relative to plain decoding; None before anything was observed."""
-        if not self.steps:
-            return None
-        tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
-        now = self.costs.now(at)
-        largest = max(round(nodes + 0.5), 2)
-        sizes, seconds = numpy.arange(largest + 1), numpy.array([now.target[0], *now.verify(largest)])
-        drafting = now.first_level + max(levels - 1, 0) * now.level
-        return float(tokens * now.target[0] / (numpy.interp(nodes, sizes, seconds) + drafting))
-
-    def pays(self, at: Situation) -> bool:
-        """Whether the next step should draft. Call it once before each step that may."""
-        gain = self.gain(at)
-        if gain is None:
-            return self.is_on
-        self.lasted += 1
-        if self.is_on:
-            self.patience = PATIENCE if gain >= STOP else self.patience - 1
-            if self.lasted > self.rest:  # a few lucky steps do not show that drafts pay again
-                self.rest = REST[0]
-            if not self.patience:
-                self.is_on, self.lasted = False, 0
-        elif gain > RESUME or self.lasted == self.rest:
-            if gain > RESUME:  # fewer rows decode
-                self.rest = REST[0]
-            else:
-                self.rest = min(2 * self.rest, REST[1])
-                self._forget()
-            self.is_on, self.lasted, self.patience = True, 0, PATIENCE
-        return self.is_on
-
-    def _forget(self) -> None:
-        """Let the next steps weigh as much as all before them."""
-        if self.steps > RECENT:
-            share = RECENT / self.steps
-            self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
-            self.steps = RECENT
-
-    def observe(self, accepted: list[Accepted], nodes: int, levels: int) -> None:
-        """Learn from a step with drafts, in which each row had this many nodes; rows without drafts do not count.
-
-        Accepted tokens that are read again count as nodes.
-        """
-        taken = [len(found.tokens) for found in accepted if found.drafted]
-        if taken:
-            self.steps = MEMORY * self.steps + 1
-            self.tokens = MEMORY * self.tokens + sum(taken) / len(taken)
-            self.nodes = MEMORY * self.nodes + nodes - 1
-            self.levels = MEMORY * self.levels + levels

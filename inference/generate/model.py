@@ -106,7 +106,7 @@ class SpeculativeModel:
     ) -> "SpeculativeModel":
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
-        Without a head, `decode.drafter` names another drafter, such as draft_model, prompt_lookup or suffix.
+        Without a head, `decode.drafter` names another drafter, such as draft_model or prompt_lookup.
         `decode` also gives the shape of drafts, the acceptance rule and max_batch. `section` holds fields of the
         recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
         also gives its last hidden state, which training needs.

@@ -1,4 +1,4 @@
-"""The state that all routes share: the engine, who is admitted, and the metrics."""
+"""The state that all routes share: the worker, admission and the metrics."""
 
 import asyncio
 import math
@@ -10,20 +10,21 @@ from typing import Any, TypeVar
 
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.serve.api.encode import PromptReader, RequestReader, Wanted
+from headstart.inference.serve.api.encode import Encoded, PromptEncoder, RequestEncoder
 from headstart.inference.serve.api.errors import ApiError, stopping
+from headstart.inference.serve.api.output import End, Update
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.serve.transport import figures
-from headstart.inference.serve.worker import End, Engine, Event, Job, Update
+from headstart.inference.serve.worker import Event, Job, Worker
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 
-Given = TypeVar("Given")
-Found = TypeVar("Found")
+Fields = TypeVar("Fields")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Served:
     target: TargetModel
     template: ChatTemplate
     make_loop: Callable[[], DecodeLoop]
-    defaults: TargetDefaults  # for what a request does not say
-    most_depth: int  # draft tokens that a step may accept
+    defaults: TargetDefaults  # for fields that a request leaves out
+    max_depth: int  # of a draft tree
     about: dict[str, str | bool | None]  # shown by the chat page: head, dtype, device
     thread: Executor  # one thread, in which the target was loaded
     promised: float | None = None  # the acceptance length in the head's config.json
@@ -50,28 +51,28 @@ class Service:
 
     def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
         self.served, self.settings = served, settings
-        self.engine = Engine(served.thread, served.make_loop, self.observe)
-        self.metrics = Metrics(settings.names[0], self.engine, served.promised)
+        self.worker = Worker(served.thread, served.make_loop, self.observe)
+        self.metrics = Metrics(settings.names[0], self.worker, served.promised)
         if served.adaptation is not None:
             self.metrics.show_adaptation(served.adaptation)
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
-        self.prompts = PromptReader(served.template, target.config.vocab_size, target.max_positions)
-        self.most_choices = settings.max_batch + settings.max_queue  # that may decode or wait
-        self.reader = RequestReader(target, self.prompts, served.defaults, self.most_choices)
-        self.one_reader = asyncio.Lock()
+        self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions)
+        self.max_choices = settings.max_batch + settings.max_queue  # that may decode or wait
+        self.requests = RequestEncoder(target, self.prompts, served.defaults, self.max_choices)
+        self.encoding = asyncio.Lock()
         self.fingerprint = f"headstart-{version('headstart')}"
-        self.running = self.waiting = 0  # choices in the engine
-        self.open: set[Exchange] = set()  # requests whose answer is being written
-        self.mean_seconds = 1.0  # mean time of a choice, the recent ones weighing most
+        self.running = self.waiting = 0  # choices with and without their first token
+        self.open: set[Exchange] = set()  # requests whose answer is not complete
+        self.mean_seconds = 1.0  # of a choice, as a moving average
         self.draining = False
 
     @property
     def ready(self) -> bool:
-        return self.engine.alive and not self.draining
+        return self.worker.alive and not self.draining
 
     def check_model(self, name: str | None) -> str:
-        """The model's name as a request gives it; raises ApiError for another model's."""
+        """The model's name as in the request, by default the first; raises ApiError for any other name."""
         names = self.settings.names
         if name is not None and name not in names:
             allowed = f"{', '.join(names)} is allowed; GET /v1/models lists it"
@@ -83,42 +84,42 @@ class Service:
         if not self.ready:
             self.metrics.reject("stopping")
             raise stopping()
-        if self.running + self.waiting + count > self.most_choices:
+        if self.running + self.waiting + count > self.max_choices:
             self.metrics.reject("queue_full")
             turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
-            seconds = min(max(math.ceil(self.mean_seconds * turns), 1), 60)  # until a place should be free
-            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
-            full = f"{self.running} choices are decoded and {self.waiting} wait, {allowed}; retry later"
+            seconds = min(max(math.ceil(self.mean_seconds * turns), 1), 60)  # until a choice is expected to end
+            allowed = f"at most {self.max_choices} are allowed (--max-batch and --max-queue)"
+            full = f"{self.running} choices are being decoded and {self.waiting} wait, {allowed}; retry later"
             raise ApiError(self.settings.busy_status, full, headers={"Retry-After": str(seconds)})
 
-    async def in_thread(self, read: Callable[[Given], Found], given: Given) -> Found:
-        """Read a request in another thread, as tokenizing a long prompt takes a while."""
+    async def in_thread(self, encode: Callable[[Fields], Result], fields: Fields) -> Result:
+        """Encode a request in another thread, because tokenizing a long prompt takes a while."""
         try:
-            async with self.one_reader:
-                return await asyncio.to_thread(read, given)
+            async with self.encoding:
+                return await asyncio.to_thread(encode, fields)
         except ValueError as error:
             field = str(error).partition(":")[0]
             raise ApiError(400, str(error), None if " " in field else field) from None
 
-    def begin(self, wanted: Wanted) -> Exchange:
-        """Hand a request to the engine."""
-        self.admit(len(wanted.requests))
-        self.metrics.count_prompts(sum(map(len, wanted.prompts)))
-        exchange = Exchange(wanted, self.engine, self.settings)
-        self.waiting += len(wanted.requests)
+    def begin(self, encoded: Encoded) -> Exchange:
+        """Submit a request to the worker."""
+        self.admit(len(encoded.requests))
+        exchange = Exchange(encoded, self.worker, self.settings)
+        self.metrics.count_prompts(exchange.num_prompt_tokens)
+        self.waiting += len(encoded.requests)
         self.metrics.set_load(self.running, self.waiting)
         self.open.add(exchange)
         return exchange
 
     async def finish(self, exchange: Exchange, entry: dict[str, Any]) -> None:
-        """Let go of a request, ended or not, and record it."""
+        """Cancel a request unless it has ended, and record it."""
         await exchange.settle()
         self.open.discard(exchange)
         self.metrics.count_request(exchange)
         entry |= figures(exchange)
 
     def observe(self, job: Job, event: Event) -> None:
-        """Count an event of the engine."""
+        """Count an event of the worker."""
         if isinstance(event, Update):
             if not job.started:
                 job.started = True
@@ -133,10 +134,10 @@ class Service:
         else:
             self.waiting -= 1
         self.metrics.set_load(self.running, self.waiting)
-        self.metrics.set_prefixes(*self.engine.prefixes)
+        self.metrics.set_prefixes(*self.worker.prefixes)
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, let those that are open end, and end them after `timeout` seconds."""
+        """Refuse new requests, wait up to `timeout` seconds for the open ones to end, then cancel them."""
         self.draining = True
         waited = 0.0
         while self.open and waited < timeout:

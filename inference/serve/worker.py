@@ -1,4 +1,4 @@
-"""Owns target, head and decode loop in one thread. Everything else talks to it through a queue of orders."""
+"""The thread that owns target, head and decode loop. Other threads send it orders through a queue."""
 
 import asyncio
 import sys
@@ -11,32 +11,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 
 from headstart.inference.core.constraint import NoWayOnError
-from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request, TokenScores
+from headstart.inference.core.request import EmittedTokens
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.api.errors import ApiError, stopping
-
-
-@dataclass(frozen=True)
-class Update:
-    """The part of a choice that one step of the decode loop made certain."""
-
-    block: EmittedTokens
-    logprobs: list[float]  # one for each token; empty unless the request asks for them
-    alternatives: list[Alternatives]  # in place of each token; empty unless the request asks for them
-    cached: int  # tokens of the prompt that were not read again
-    seconds: float  # since the engine began to read the prompt
-    at: float  # time.perf_counter() after the step
-    is_first: bool = False  # of its choice
-    prompt: TokenScores | None = None  # of the prompt's tokens but the first, with the first update and if asked for
-
-
-@dataclass(frozen=True)
-class End:
-    """A choice has ended; no update follows."""
-
-    finish: str  # as in Generation
-    stats: DecodeStats
-
+from headstart.inference.serve.api.output import Choice, End, Update
 
 Event = Update | End | ApiError  # after an error no event follows
 Observe = Callable[["Job", Event], None]
@@ -44,35 +22,36 @@ Observe = Callable[["Job", Event], None]
 
 @dataclass(eq=False)
 class Job:
-    """One choice on its way through the engine. Its events reach `events`, in the thread of asyncio."""
+    """One choice that is decoded. Its events are put into `events`, in asyncio's thread."""
 
-    index: int  # in its request
-    request: Request
+    choice: Choice  # the worker only reads its request
     events: asyncio.Queue[tuple["Job", Event]]
+    # Used in asyncio's thread only:
     latest: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
-    started: bool = False  # whether its first token is written; these two belong to the thread of asyncio
-    number: int | None = None  # in the decode loop; it belongs to the engine's thread
+    started: bool = False  # whether it has its first token
+    # Used in the worker's thread only:
+    number: int | None = None  # of the request in the decode loop
 
 
-class Engine:
+class Worker:
     """Runs the decode loop in the model's thread and hands events back to asyncio."""
 
     def __init__(self, thread: Executor, make_loop: Callable[[], DecodeLoop], observe: Observe) -> None:
-        """`thread` is the one that loaded the target. `make_loop` is called in it, once more after an error in a step.
+        """`thread` is the one that loaded the target. `make_loop` is called in it, and again after a step that failed.
 
-        No other thread computes: GNU's OpenMP keeps a pool for each that does, and once these hold more threads than
-        there are cores, waking them takes a quarter to a third of a small target's step on two cores.
+        No other thread computes: GNU's OpenMP keeps a pool for each computing thread. Once the pools hold more threads
+        than there are cores, waking them takes a quarter to a third of a small target's step on two cores.
 
-        `observe` sees each event in the thread of asyncio, when it happens, and not when a slow client has read it.
+        `observe` is called in asyncio's thread with each event as soon as it happens, before a slow client reads it.
         """
         self.thread, self.make_loop, self.observe = thread, make_loop, observe
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self.next: tuple[Callable[[], DecodeLoop], Future[None]] | None = None  # once the running rows have ended
+        self.next: tuple[Callable[[], DecodeLoop], Future[None]] | None = None  # the loop to change to
         self.jobs: dict[int, Job] = {}
         self.running = True
         self.ended: Future[None] | None = None
-        self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those that were found
-        self.cache_usage = 0.0  # that of the batch
+        self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those in the cache
+        self.cache_usage = 0.0  # the batch's
         self.failures = 0  # steps that ended in an error
         self.asyncio: asyncio.AbstractEventLoop
 
@@ -84,29 +63,30 @@ class Engine:
         """Begin to decode; events go to the asyncio loop that is running now."""
         self.asyncio = asyncio.get_running_loop()
         self.ended = self.thread.submit(self._run)
-        self.thread.shutdown(wait=False)  # a second engine would wait forever; now it is refused
+        self.thread.shutdown(wait=False)  # so that a second worker on this thread fails instead of waiting forever
 
     def submit(self, job: Job) -> None:
         if not self.alive:
-            raise ApiError(503, "the engine has stopped; restart the server")
+            raise ApiError(503, "the decode loop has stopped; restart the server")
         self.orders.put(partial(self._submit, job))
 
     def cancel(self, job: Job) -> None:
-        """End a job wherever it is; its End follows, unless it has ended already."""
+        """End a job, whether it waits or runs; its End follows, unless it has ended already."""
         self.orders.put(partial(self._cancel, job))
 
     def change_loop(self, prepare: Callable[[], Callable[[], DecodeLoop]]) -> Future[None]:
-        """Decode in another loop, once the texts that have begun are finished in this one; nothing starts meanwhile.
+        """Change to another loop once the running texts are finished; no text starts until then.
 
-        `prepare` is called in the engine's thread and returns what makes the loop; what it raises is the future's.
+        `prepare` is called in the worker's thread and returns the function that makes the loop. The future is done
+        after the change, or has the error of `prepare` or of making the loop.
         """
         done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # whoever waits for it may leave
+        done.set_running_or_notify_cancel()  # so that the caller cannot cancel it
         self.orders.put(partial(self._prepare, prepare, done))
         return done
 
     def stop(self) -> None:
-        """End the thread after the step that is running; jobs that are left end in an error."""
+        """End the thread after the current step; the remaining jobs end in an error."""
         self.orders.put(self._stop)
         if self.ended is not None:
             wait([self.ended])
@@ -131,7 +111,7 @@ class Engine:
                 self.orders.get()()
 
     def _follow_orders(self) -> None:
-        """Follow all orders; waits for one if there is nothing to decode."""
+        """Follow all orders; wait for one if there is nothing to decode."""
         try:
             self.orders.get(block=self.loop.idle and self.next is None)()
             while True:
@@ -144,16 +124,16 @@ class Engine:
             self._report([(job, stopping())])
             return
         try:
-            job.number = self.loop.submit(job.request)
+            job.number = self.loop.submit(job.choice.request)
         except ValueError as error:
             self._report([(job, ApiError(400, str(error)))])
         except Exception as error:
-            self._report([(job, own_failure(error))])
+            self._report([(job, internal_error(error))])
         else:
             self.jobs[job.number] = job
 
     def _cancel(self, job: Job) -> None:
-        if job.number is not None and self.jobs.get(job.number) is job:  # a new loop numbers from 0 again
+        if job.number is not None and self.jobs.get(job.number) is job:  # a new loop numbers requests from 0 again
             self.loop.cancel(job.number)
             self.cache_usage = self.loop.batch.cache_usage
             self._report(self._ends())
@@ -162,7 +142,7 @@ class Engine:
         if not self.running:
             done.set_exception(stopping())
         elif self.next is not None:
-            done.set_exception(ApiError(409, "another head is on its way, one at a time is allowed; wait for it"))
+            done.set_exception(ApiError(409, "another head is being loaded, one at a time is allowed; wait for it"))
         else:
             try:
                 self.next = prepare(), done
@@ -171,7 +151,7 @@ class Engine:
                 done.set_exception(error)
 
     def _change_loop(self, make_loop: Callable[[], DecodeLoop], done: Future[None]) -> None:
-        """Begin the other loop with the requests that wait; this one goes on if the other cannot be made."""
+        """Start the other loop with the waiting requests; keep this one if the other cannot be made."""
         self.next = None
         waiting = [self.jobs.pop(number) for number in self.loop.withdraw()]
         self.loop.close()
@@ -191,10 +171,10 @@ class Engine:
     def _step(self) -> None:
         try:
             blocks = self.loop.step()
-        except Exception as error:  # such as too little memory: these requests fail, the next ones begin anew
+        except Exception as error:  # such as too little memory: these requests fail, later ones get a new loop
             traceback.print_exc()
             self.failures += 1
-            lost = f"the step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
+            lost = f"a step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
             self._fail_all(ApiError(500, "decoding failed; the server's log has the reason"))
             self.cache_usage = 0.0
@@ -222,23 +202,22 @@ class Engine:
 
     def _ends(self) -> list[tuple[Job, Event]]:
         """The jobs that have ended since the last call; the loop forgets them."""
-        found: list[tuple[Job, Event]] = []
+        ends: list[tuple[Job, Event]] = []
         for number, generation in self.loop.take_ended():
-            job, error = self.jobs.pop(number), generation.error
-            if isinstance(error, NoWayOnError):
-                found.append((job, ApiError(400, str(error))))
-            else:
-                ended = End(generation.finish, generation.stats)
-                found.append((job, ended if error is None else own_failure(error)))
+            event: Event = End(generation.finish, generation.stats)
+            if generation.error is not None:
+                is_clients = isinstance(generation.error, NoWayOnError)
+                event = ApiError(400, str(generation.error)) if is_clients else internal_error(generation.error)
+            ends.append((self.jobs.pop(number), event))
             self.loop.forget(number)
-        return found
+        return ends
 
     def _fail_all(self, error: ApiError) -> None:
         jobs, self.jobs = self.jobs, {}
         self._report([(job, error) for job in jobs.values()])
 
     def _report(self, events: list[tuple[Job, Event]]) -> None:
-        """Put each event into its job's queue, all in one turn of asyncio's loop."""
+        """Put each event into its job's queue, all in one iteration of asyncio's loop."""
 
         def put() -> None:
             for job, event in events:
@@ -249,7 +228,7 @@ class Engine:
             self.asyncio.call_soon_threadsafe(put)
 
 
-def own_failure(error: Exception) -> ApiError:
-    """What the client of a failed choice is told; the log gets the traceback."""
+def internal_error(error: Exception) -> ApiError:
+    """The client's error for a choice that failed; the traceback goes to the log."""
     traceback.print_exception(error)
     return ApiError(500, f"this choice failed ({type(error).__name__}); the server's log has the reason")

@@ -1,7 +1,7 @@
 """A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
 
-They are bfloat16 numbers, to which those of the file are rounded. Weights that the file holds in 8 to 4 bits are kept
-beside them as they are (`EIGHT_BITS`), for targets in float32, whose layers read them in that form on a CPU.
+They are rounded to bfloat16. Weights in 8 to 4 bits are also stored exactly (`EIGHT_BITS`), for targets in float32,
+whose layers read them in that form on a CPU.
 
 `locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 MAGIC = b"GGUF"
-OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
+TRANSFORMERS_MIN = (5, 18)  # earlier versions take the start token for the end token
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
-MOSTLY = 0.45  # share of the bytes in bfloat16, which is 0.53 to 0.63 if all weights are kept
+EIGHT_BITS_SHARE = 0.45  # of the bytes in bfloat16; 0.53 to 0.63 if all weights have 8 bits
 FACTORS, OFFSETS = ".factors", ".offsets"  # after a weight's name
 
 
 class BlockFormat(NamedTuple):
-    """Where a block of a GGUF file keeps its numbers: spans of bytes, and what these are for a 0 and for a 1."""
+    """The layout of a block of a GGUF file: the spans of bytes with numbers, and their bytes for a 0 and for a 1."""
 
     numbers: tuple[tuple[int, int, int, int], ...]  # first, end, byte of zeros, byte of ones
-    offset: tuple[int, int] = (0, 0)  # bytes of what an offset is a multiple of, if the format has offsets
+    offset: tuple[int, int] = (0, 0)  # bytes of the unit of offsets, if the format has offsets
 
 
-# Those of llama.cpp (ggml-common.h) in which a weight is number * factor + offset.
+# The formats of llama.cpp (ggml-common.h) in which a weight is number * factor + offset.
 FORMATS = {
     "Q8_0": BlockFormat(((2, 34, 0x00, 0x01),)),
     "Q4_0": BlockFormat(((2, 18, 0x88, 0x99),)),
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as config.json, tokenizer and safetensors in bfloat16; the folder appears whole.
+    """Write the model of a GGUF file as config.json, tokenizer and bfloat16 safetensors; the folder appears complete.
 
-    Raises ValueError for a file that is no GGUF, is damaged, or holds an architecture that transformers does not read.
+    Raises ValueError for a file that is not GGUF, is damaged, or has an architecture that transformers does not read.
     """
     from gguf import GGUFReader
 
@@ -88,9 +88,9 @@ def unpack(file: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
             raise ValueError(
-                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a whole file "
-                "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
-                "give the model as a folder of safetensors"
+                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a complete "
+                "file is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, "
+                "or give the model as a folder of safetensors"
             ) from error
         if found := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
@@ -110,17 +110,17 @@ def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
-    """Whether a GGUF file holds weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
+    """Whether a GGUF file has weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
 
-    Prints a line if the memory is missing, and else nothing.
+    Prints a line if memory is missing.
     """
     if not any(tensor.tensor_type.name in FORMATS for tensor in tensors):
         return False
     needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 2 + 2)  # with scales, and in bfloat16
     if needed > (free := free_memory(torch.device("cpu"))):
         print(
-            f"{file}: its weights are rounded to bfloat16; to keep them as they are takes {decimal(needed)} of memory "
-            f"once, and {decimal(free)} is free"
+            f"{file}: its weights are rounded to bfloat16; to keep them exact takes {decimal(needed)} of memory once, "
+            f"and {decimal(free)} is free"
         )
     return needed <= free
 
@@ -182,7 +182,7 @@ def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tenso
 
 @torch.no_grad()
 def with_eight_bits(model: PreTrainedModel, folder: Path, remember: bool) -> PreTrainedModel:
-    """The model of a folder; if that is an unpacked GGUF file, its float32 weights get the numbers of the file.
+    """The model of a folder; if the folder is an unpacked GGUF file, its float32 weights get the exact numbers.
 
     With `remember`, `pack_weights` finds the form that they came from.
     """
@@ -200,20 +200,20 @@ def with_eight_bits(model: PreTrainedModel, folder: Path, remember: bool) -> Pre
 
 
 def is_mostly_in_eight_bits(folder: Path) -> bool:
-    """Whether a model's folder has most of its weights as a GGUF file holds them; experts, say, it has in bfloat16."""
-    kept, whole = folder / EIGHT_BITS, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return kept.is_file() and kept.stat().st_size > MOSTLY * whole
+    """Whether a model's folder has most of its weights in 8 bits; experts, for example, are in bfloat16."""
+    exact, rounded = folder / EIGHT_BITS, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return exact.is_file() and exact.stat().st_size > EIGHT_BITS_SHARE * rounded
 
 
 def refuse_other_file(file: Path) -> None:
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
     if start != MAGIC:
-        raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: this is no GGUF file; give another one")
+        raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: it is not a GGUF file; give another one")
 
 
 def refuse_old_transformers(file: Path) -> None:
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_MIN:
         raise ValueError(
             f"{file}: transformers {transformers.__version__} takes the start token of a GGUF file for its end token, "
             "5.18 or newer is needed: run pip install -e '.[gguf]', or give the model as a folder of safetensors"

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
+"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps only use public interfaces."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,8 +53,8 @@ class TargetModel:
         attention: str = "auto",
         folder: Path | None = None,
     ) -> None:
-        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. `folder` is
-        where the model was read from, if known."""
+        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. The model was
+        read from `folder`, if known."""
         if attention == "auto":
             use_grouped_attention(model)
         if model.device.type == "cuda":
@@ -82,8 +82,8 @@ class TargetModel:
     def load(cls, section: TargetSection, taps: tuple[int, ...], packed: bool = True) -> "TargetModel":
         """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
-        With target.split tensor, every rank of a launch must call this. Unless `packed`, the weights are those of the
-        files, which can be trained and saved.
+        With target.split tensor, every rank of a launch must call this. Unless `packed`, the model can be trained and
+        saved.
         """
         folder: Path = folder_of(section)
         config = load_config(folder, section.trust_remote_code)
@@ -127,8 +127,8 @@ class TargetModel:
 
     def also_end_as(self, template: ChatTemplate) -> str | None:
         """Add the end tokens of the tokenizer and its chat template; returns a line about new ones."""
-        found = template.end_tokens(self.end_tokens)
-        new = [token for token in found if token < self.config.vocab_size and token not in self.end_tokens]
+        ends = template.end_tokens(self.end_tokens)
+        new = [token for token in ends if token < self.config.vocab_size and token not in self.end_tokens]
         if not new:
             return None
         self.end_tokens = [*self.end_tokens, *new]
@@ -158,7 +158,7 @@ class TargetModel:
 
     @property
     def max_positions(self) -> int:
-        """The longest text, in tokens, that the model knows and that it reads the same in one pass and in several."""
+        """The longest text, in tokens, that the model supports and computes the same in one pass and in several."""
         known = self.config.max_positions
         return known if self.position_limit is None else min(known, self.position_limit)
 
@@ -172,7 +172,7 @@ class TargetModel:
         return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
 
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
-        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
+        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them or none.
 
         Raises ValueError for a tap that the target does not give.
         """
@@ -200,8 +200,8 @@ class TargetModel:
         """Continue each prompt with transformers' own `generate`: the baseline. Returns the new tokens without padding.
 
         Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
-        `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of
-        tokens. Both, and a streamer, work on one prompt at a time.
+        `prompt_lookup` is the number of tokens to draft from the prompt, `assistant` a draft model and its number of
+        tokens. Both, and a streamer, need a single prompt.
         """
         if self.unpacked is not self:
             return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer)
@@ -253,28 +253,28 @@ class TargetModel:
 
 @contextmanager
 def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> Iterator[None]:
-    """Give models these generation configs in place of their own."""
-    own = [(model, model.generation_config) for model, _ in configs]
+    """Within this context models have these generation configs instead of their own."""
+    before = [(model, model.generation_config) for model, _ in configs]
     try:
         for model, config in configs:
             model.generation_config = config
         yield
     finally:
-        for model, config in own:
+        for model, config in before:
             model.generation_config = config
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """Every token that ends a text, by the model's generation config or config."""
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    found = model.config.get_text_config().eos_token_id if found is None else found
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = model.config.get_text_config().eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def pad_token(model: PreTrainedModel) -> int | None:
     """The token that pads shorter texts, by the model's generation config or config."""
-    found = model.generation_config.pad_token_id if model.generation_config is not None else None
-    return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
+    token = model.generation_config.pad_token_id if model.generation_config is not None else None
+    return model.config.get_text_config().to_dict().get("pad_token_id") if token is None else token
 
 
 def generation_fields(sampling: Sampling) -> dict[str, Any]:

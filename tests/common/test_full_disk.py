@@ -111,7 +111,7 @@ def assert_recovers(typed: Type, run_dir: Path, expected: dict[str, bytes], disk
         said = typed(1, "train")
         assert disk.full
     assert "No space left on device" in said
-    assert "make room there" in said
+    assert "run the same command again" in said
     assert not [name for name in contents(run_dir) if ".partial" in name or "/.tmp" in name]
     typed(0, "train")
     assert files(run_dir) == expected
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
-    for name in ("report.json.partial", "report.html.partial"):
+    for name in ("report.json.partial", "report.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
             SmallDisk(patch, when_writing(name))
             assert "No space left on device" in typed(1, "report", *REPORT)
@@ -223,7 +223,6 @@ def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_p
     assert failed.returncode == 1, failed.stdout + failed.stderr
     assert "Traceback" not in failed.stderr
     assert "ile too large" in failed.stderr
-    assert "raise the limit of file sizes" in failed.stderr
     assert not list((tmp_path / "run").rglob("*.partial"))
     again = train(resource.RLIM_INFINITY)
     assert again.returncode == 0, again.stderr

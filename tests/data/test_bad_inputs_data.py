@@ -106,7 +106,7 @@ an answer first | {"messages": [{reply}, {user}]}
 a late system turn | {"messages": [{user}, {"role": "system", "content": "x"}]}
     LINE | turn 2 is by system | ORDER | FIX
 tools that are not JSON | {"messages": [{user}], "tools": "{"}
-    LINE | tools: not JSON | Expecting | FIX
+    LINE | tools: not valid JSON | Expecting | FIX
 a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
     LINE | turn 2 has a tool call | without a function name | FIX
 tokens that are text | {"tokens": "1 2"}

@@ -64,12 +64,7 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
     rows: list[dict[str, Any]] = [
         {"messages": [asked, {"role": "assistant", "tool_calls": [{"type": "function", "function": as_text}]}]},
         {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}]},
-        {
-            "conversations": [
-                {"from": "human", "value": "2+2?"},
-                {"from": "function_call", "value": json.dumps(function)},
-            ]
-        },
+        {"messages": [asked, {"role": "assistant", "tool_calls": [function]}]},
     ]
     call = {"type": "function", "function": function}
     wanted = Conversation([asked, {"role": "assistant", "content": "", "tool_calls": [call]}])
@@ -106,7 +101,7 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
         ),
         ({"tokens": [1, 2], "loss_mask": [1]}, "unknown form", "must have the same length"),
         ({"tokens": [1, "2"]}, "unknown form", "tokens holds text at place 2, a list of whole numbers is needed"),
-        ({"messages": turns("a"), "tools": "{"}, "unreadable", "tools: not JSON"),
+        ({"messages": turns("a"), "tools": "{"}, "unreadable", "tools: not valid JSON"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "wrong turn", r"turn 1 is by \['user'\]"),
         (
             {"messages": [*turns("a"), {"role": "assistant", "tool_calls": 3}]},
@@ -115,7 +110,11 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
         ),
         # These were kept, and trained on something else than the row says.
         ({"text": "2+2?", "response": "4"}, "unclear", "response is given without a prompt"),
-        ({"messages": turns("a", "b"), "response": "c"}, "unclear", "beside messages that end with an answer"),
+        (
+            {"messages": turns("a", "b"), "response": "b"},
+            "unclear",
+            "response is given in addition to messages",
+        ),
         ({"tokens": [1, 2], "loss_mask": [-100, 1]}, "unknown form", "loss_mask holds -100, 0 and 1 are allowed"),
         (
             {"messages": [*turns("a"), {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]},
@@ -130,7 +129,7 @@ def test_a_tool_calls_arguments_may_be_json_text_or_a_mapping() -> None:
         (
             {"system": "b", "messages": [{"role": "system", "content": "a"}, *turns("a", "b")]},
             "unclear",
-            "system is given beside another system turn",
+            "system is given in addition to another system turn",
         ),
     ],
 )
@@ -140,34 +139,38 @@ def test_an_unusable_row_says_why(row: dict[str, Any], kind: str, why: str) -> N
     assert refusal.value.kind == kind
 
 
-@pytest.mark.parametrize("answer", ["d", [{"role": "assistant", "content": "d"}]])
-def test_an_answer_beside_messages_without_one_was_dropped(answer: object) -> None:
-    assert parse_row({"messages": turns("a", "b", "c"), "completion": answer}) == parse_row(
-        {"messages": turns("a", "b", "c", "d")}
-    )
-    for said in ("", " ", [], "b ", [{"role": "assistant", "content": "b"}]):  # nothing, and the last turn once more
-        assert parse_row({"messages": turns("a", "b"), "response": said}) == parse_row({"messages": turns("a", "b")})
+@pytest.mark.parametrize(
+    ("more", "turn", "why"),
+    [
+        ({"labels": [-100, 1]}, {}, "the row has labels, .*; write loss_mask, with 1"),
+        ({"assistant_masks": [0, 1]}, {}, "the row has assistant_masks, .*; rename it to loss_mask"),
+        (
+            {"attention_mask": [0, 1]},
+            {},
+            "the row has attention_mask, .*; remove it, and every token",
+        ),
+        ({"functions": [{"name": "add"}]}, {}, r"the row has functions, .*; write tools: \[{type: function"),
+        ({}, {"function_call": {"name": "add"}}, r"turn 2 has function_call, .*; write tool_calls: \[{function"),
+        ({}, {"role": "function_call"}, r"turn 2 is by function_call, .*; write .* assistant with tool_calls"),
+        ({}, {"train": False}, "turn 2 has train, .*; write weight: 0"),
+        ({}, {"loss_mask": 0}, "turn 2 has loss_mask, .*; write weight: 0"),
+        ({}, {"tool_calls": [{"name": "add", "args": {}}]}, "the call of add has args, .*: rename or remove it"),
+    ],
+)
+def test_a_form_that_is_not_read_is_refused_with_its_conversion(
+    more: dict[str, Any], turn: dict[str, Any], why: str
+) -> None:
+    user, answer = turns("a", "b")
+    with pytest.raises(BadRow, match=why):
+        parse_row({"messages": [user, answer | turn], **more})
 
 
-def test_a_turn_that_train_leaves_out_was_trained_on_if_its_weight_is_null() -> None:
-    messages: list[dict[str, Any]] = [
-        *turns("a"),
-        {"role": "assistant", "content": "b", "weight": None, "train": False},
-    ]
-    found = parse_row({"messages": messages})
-    assert isinstance(found, Conversation)
-    assert found.context_only == {1}
-    messages[1]["weight"] = 1
-    assert parse_row({"messages": messages}) == found
-
-
-def test_what_says_nothing_new_refuses_no_row() -> None:
+def test_fields_without_content_refuse_no_row() -> None:
+    plain = turns("a", "b")
     assert parse_row({"text": "a b", "response": " "}) == parse_row({"text": "a b", "completion": []}) == "a b"
-    assert parse_row({"messages": turns("a or b"), "response": "b"}) == parse_row({"messages": turns("a or b", "b")})
-    chat = [{"role": "system", "content": "x"}, *turns("a", "b")]
+    assert parse_row({"messages": plain, "response": "", "labels": None}) == parse_row({"messages": plain})
+    chat = [{"role": "system", "content": "x"}, *plain]
     assert parse_row({"messages": chat, "system": "x "}) == parse_row({"messages": chat, "system": " "})
-    padded = {"tokens": [1, 2, 0], "loss_mask": [0, 1, -100], "attention_mask": [1, 1, 0]}
-    assert parse_row(padded) == parse_row({"tokens": [1, 2], "loss_mask": [0, 1]})
 
 
 # Sources
@@ -474,11 +477,6 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(tmp_path: Pa
 def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         section(**fields)
-
-
-def test_the_standard_library_has_no_replies_to_train_on() -> None:
-    with pytest.raises(ValueError, match="responses given needs conversations"):
-        DataSection(prompts="python-stdlib", heldout_prompts=Path("x"), num_prompts=1, responses="given")
 
 
 # Prompts with their answers

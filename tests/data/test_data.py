@@ -8,8 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import standard_library
 import torch
+from launches import ROOT
 from safetensors.torch import load_file, save_file
+from standard_library import SourceFile, excerpts
 from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, contents, modified, tiny_recipe
 from torch.testing import assert_close
 from transformers import AutoModelForCausalLM
@@ -19,14 +22,14 @@ from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, stored_taps
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.harvest_stages import check_teacher_logits
-from headstart.data_pipelines.prompts import python_stdlib
 from headstart.data_pipelines.prompts.prompts import make_prompts
-from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files, stdlib_prompts
 from headstart.data_pipelines.stages.stage import Stage, prompt_identities
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_taps
 from headstart.heads.target_config import TargetConfig
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes import Recipe
 from headstart.trainers.loop import SampleOrder
 
@@ -62,14 +65,6 @@ def test_a_stage_is_reused_for_the_inputs_it_was_made_from(tmp_path: Path) -> No
     assert again.is_complete()
     assert again.facts() == {"samples": 8}
     assert again.digest() == stage.digest()
-
-
-def test_a_stage_with_an_input_that_is_gone_is_reused_if_it_had_the_only_value_left(tmp_path: Path) -> None:
-    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "cut"}).finish({})
-    assert Stage("prompts", tmp_path, {"seed": 0}).is_complete()
-    Stage("prompts", tmp_path, {"seed": 0, "data.long_prompts": "drop"}).finish({})
-    with pytest.raises(ValueError, match=r"data\.long_prompts: made with 'drop'"):
-        Stage("prompts", tmp_path, {"seed": 0}).is_complete()
 
 
 @pytest.mark.parametrize("complete", [True, False])
@@ -488,42 +483,26 @@ def test_a_mark_at_the_start_of_our_own_files_is_ignored(tmp_path: Path) -> None
     assert list(read_jsonl(tmp_path / "questions.jsonl")) == [{"prompt": "good"}]
 
 
-def named(held_out: bool) -> str:
-    """A file name on this side of the split, which depends on the name alone."""
-    return next(name for number in range(1000) if SourceFile(name := f"m{number}.py", "").held_out == held_out)
+@pytest.mark.parametrize("count", [768, 8192])
+def test_the_demo_prompts_are_whole_and_none_is_held_out(count: int) -> None:
+    """Training does not depend on the installed Python's standard library, from which they were drawn."""
+    demo = ROOT / "assets/demo_target"
+    template = ChatTemplate(load_tokenizer(demo))
+    rows = list(read_jsonl(demo / f"prompts_{count}.jsonl"))
+    prompts = [tuple(row.get("tokens") or template.encode_text(row["text"])) for row in rows]
+    held_out = {tuple(template.encode_text(row["prompt"])) for row in read_jsonl(demo / "heldout_prompts.jsonl")}
+    assert [len(prompt) for prompt in prompts] == [64] * count
+    assert held_out.isdisjoint(prompts)
 
 
 def test_held_out_files_of_the_standard_library_give_no_training_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [SourceFile(named(True), "secret = 1\n" * 500), SourceFile(named(False), "public = 2\n" * 5)]
-    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter(files))
+    named = {SourceFile(name := f"m{number}.py", "").held_out: name for number in range(100)}
+    files = [SourceFile(named[True], "secret = 1\n" * 500), SourceFile(named[False], "public = 2\n" * 99)]
+    monkeypatch.setattr(standard_library, "source_files", lambda: iter(files))
     tokenizer = build_tokenizer()
-    rows = stdlib_prompts(tokenizer, count=20, length=6, seed=0)
-    assert [row["id"] for row in rows] == list(range(20))
-    assert all(len(row["tokens"]) == 6 and END_OF_TEXT not in tokenizer.decode(row["tokens"]) for row in rows)
-    assert not any("secret" in tokenizer.decode(row["tokens"]) for row in rows)
-
-
-def test_prompts_longer_than_any_file_of_the_standard_library_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They used to be drawn without end."""
-    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "public = 2\n" * 5)]))
-    with pytest.raises(ValueError, match=r"data\.prompt_tokens: 999 given, but python-stdlib has hardly a text"):
-        stdlib_prompts(build_tokenizer(), count=2, length=999, seed=0)
-
-
-def test_excerpts_that_are_held_out_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(python_stdlib, "source_files", lambda: iter([SourceFile(named(False), "a = 1\nb = 2\n" * 9)]))
-    tokenizer = build_tokenizer()
-    seen = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, count=20, length=6, seed=0)}
-    held_out = {min(seen)}
-    left = {tuple(row["tokens"]) for row in stdlib_prompts(tokenizer, 20, 6, 0, held_out)}
-    assert left == seen - held_out
-
-
-def test_the_standard_library_has_training_and_held_out_files_in_path_order() -> None:
-    names = [file.name for file in source_files()]
-    assert names == sorted(names, key=lambda name: Path(name).parts)
-    held_out = sum(SourceFile(name, "").held_out for name in names)
-    assert 0 < held_out < len(names) / 5
+    texts = [tokenizer.decode(tokens) for tokens in excerpts(ChatTemplate(tokenizer), count=20, held_out=set())]
+    assert len(texts) == 20
+    assert not any("secret" in text or END_OF_TEXT in text for text in texts)
 
 
 def test_a_target_that_scales_the_logits_of_its_lm_head_is_refused(tmp_path: Path):

@@ -153,20 +153,20 @@ def test_without_ray_the_command_says_how_to_get_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("headstart.data_pipelines.harvest.find_spec", lambda name: None)
-    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "--engine", "ray"], monkeypatch, capsys)
-    assert_refused(outcome, Says("--engine", "ray given", "not installed", "pip install -e '.[ray]'"))
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "--on", "ray"], monkeypatch, capsys)
+    assert_refused(outcome, Says("--on", "ray given", "not installed", "pip install -e '.[ray]'"))
 
 
 def test_two_drivers_and_a_driver_beside_a_part_are_refused(folder: Path) -> None:
     recipe = tiny_recipe(folder)
-    with only_run_in(recipe.run_dir, "harvest --engine ray"):
-        assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --engine ray as process | wait for it")
+    with only_run_in(recipe.run_dir, "harvest --on ray"):
+        assert_raises(lambda: run(recipe, None, "ray"), "in use by harvest --on ray as process | wait for it")
     with only_run_in(locks_of(recipe.run_dir) / "2-of-3", "harvest --part 2/3"):
         assert_raises(lambda: run(recipe, None, "ray"), "harvest --part 2/3 as process | wait for them")
 
 
 def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
-    said = Says("target.split", "tensor given with --engine ray", "null or layers is allowed", "leave --engine ray out")
+    said = Says("target.split", "tensor given with --on ray", "null or layers is allowed", "leave --on ray out")
     assert_raises(lambda: run(tiny_recipe(folder, "target.split=tensor"), None, "ray"), said)
 
 
@@ -198,7 +198,7 @@ def cluster() -> Iterator[Any]:
 
 
 def start_driver(folder: Path) -> "subprocess.Popen[bytes]":
-    command = [sys.executable, "-m", "headstart.cli", "harvest", str(folder / "recipe.yaml"), "--engine", "ray"]
+    command = [sys.executable, "-m", "headstart.cli", "harvest", str(folder / "recipe.yaml"), "--on", "ray"]
     with (folder / "log").open("w") as log:
         return subprocess.Popen(command, env=os.environ, stdout=log, stderr=log)
 
@@ -223,7 +223,7 @@ def workers_of(cluster: Any) -> list[psutil.Process]:
 
 @pytest.mark.slow
 def test_killed_workers_nodes_and_drivers_change_nothing(folder: Path, cluster: Any) -> None:
-    """benchmarks/ray_kills.py kills 20 times."""
+    """The benchmark ray_kills.py of commit a062b7c killed 20 times."""
     recipe = (folder / "recipe.yaml").read_text().replace("num_prompts: 12", "num_prompts: 80")
     recipe = recipe.replace("response_tokens: 12", "response_tokens: 90").replace(
         "shard_samples: 5", "shard_samples: 2"

@@ -34,7 +34,7 @@ from headstart.data_pipelines.prompts.conversations import parse_row
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.inference.serve.api.encode import PromptReader
+from headstart.inference.serve.api.encode import PromptEncoder
 from headstart.inference.serve.api.fields import ChatRequest
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DataSection
@@ -222,20 +222,6 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
 
 
-@pytest.mark.parametrize(
-    "turn",
-    [
-        says("", tool_calls=[{"name": "weather", "args": {"city": "Oslo"}, "type": "tool_call"}]),
-        says("", tool_calls=[{"name": "weather", "parameters": {"city": "Oslo"}}]),
-        says(None, function_call={"name": "weather", "arguments": '{"city": "Oslo"}'}),
-        {"from": "function_call", "value": json.dumps(CALL)},
-    ],
-)
-def test_all_spellings_of_a_call_mean_the_same(turn: dict[str, Any]) -> None:
-    wanted = parse_row({"messages": [user("Snow?"), says("", tool_calls=[{"function": CALL}])]})
-    assert parse_row({"messages": [user("Snow?"), turn]}) == wanted
-
-
 def test_an_unknown_part_of_a_call_is_refused_by_name() -> None:
     turn = says("", tool_calls=[{"name": "weather", "inputs": {"city": "Oslo"}}])
     with pytest.raises(BadRow, match="the call of weather has inputs, which is not known"):
@@ -247,25 +233,11 @@ def test_an_unknown_part_of_a_call_is_refused_by_name() -> None:
 
 def test_turns_of_weight_zero_are_context_only() -> None:
     turns = [user("Hi"), says("BAD", weight=0), user("Again"), says("GOOD", weight=1)]
-    names = {"role": "from", "content": "value", "weight": "train", "user": "human", "assistant": "gpt"}
-    spelled = [{names[key]: names.get(str(value), value) for key, value in turn.items()} for turn in turns]
-    for row in ({"messages": turns}, {"conversations": spelled}):
-        [(before, words)] = trained_on(template(CHATML), row)
-        assert "BAD" in before
-        assert words == "GOOD<|im_end|>"
+    [(before, words)] = trained_on(template(CHATML), {"messages": turns})
+    assert "BAD" in before
+    assert words == "GOOD<|im_end|>"
     with pytest.raises(BadRow, match=r"turn 2 has weight 0\.5"):
         parse_row({"messages": [user("Hi"), says("half", weight=0.5)]})
-
-
-def test_tokens_whose_label_is_ignored_are_not_trained_on_and_padding_is_dropped() -> None:
-    found = template(CHATML)
-    row = {"input_ids": [9, 20, 30, 40, 50, 0], "labels": [-100, -100, 30, 40, 50, -100]}
-    row["attention_mask"] = [0, 1, 1, 1, 1, 0]
-    [sample] = samples(found, row)
-    assert (sample.tokens, sample.spans) == ([20, 30, 40, 50], [(1, 4)])
-    assert encode_prompt(ChatMasks(found), parse_known(found, row)) == [20]
-    with pytest.raises(BadRow, match="labels holds 40 for token 30"):
-        parse_row(row | {"labels": [-100, -100, 40, 50, 0, -100]})
 
 
 @pytest.mark.parametrize("more", [{"images": ["a.png"]}, {"documents": [{"text": "x"}]}])
@@ -356,8 +328,8 @@ def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 
 def served_tokens(found: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
-    reader = PromptReader(found, len(found.tokenizer), 100_000)
-    return reader.from_chat(ChatRequest.model_validate({"messages": messages}))
+    encoder = PromptEncoder(found, len(found.tokenizer), 100_000)
+    return encoder.from_chat(ChatRequest.model_validate({"messages": messages}))
 
 
 PIECES = [*"ab .,:é\n\t<>{}\"'\\", "🌳", "the ", "</think>", "<think>", "<|im_end|>"]

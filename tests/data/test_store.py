@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import threading
 from collections.abc import Callable
-from itertools import count, permutations
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -287,19 +287,13 @@ def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_
 
 
 def test_stores_of_a_target_that_was_tuned_in_its_middle_were_merged(harvested: Path, tmp_path: Path) -> None:
-    sources = [tmp_path / name for name in ("tuned", "earlier")]
-    for source, sampled in zip(sources, ({"sampled": "0" * 64}, {}), strict=True):
-        shutil.copytree(harvested / "run" / "features", source)
-        about = json.loads((source / "manifest.json").read_text())
-        del about["target"]["sampled"]
-        about["target"] |= sampled
-        (source / "manifest.json").write_text(json.dumps(about))
-    (tuned, earlier), known = sources, harvested / "run" / "features"
-    for given in permutations([tuned, earlier, known]):
-        with pytest.raises(ValueError, match="cannot be merged:\n  the target's weights, sampled: "):
-            merge(tmp_path / "merged", [*given])
-    merge(tmp_path / "merged", [earlier, known])
-    assert read_manifest(tmp_path / "merged")["target"] == read_manifest(known)["target"]
+    tuned, base = tmp_path / "tuned", harvested / "run" / "features"
+    shutil.copytree(base, tuned)
+    about = json.loads((tuned / "manifest.json").read_text())
+    about["target"]["sampled"] = "0" * 64
+    (tuned / "manifest.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match="cannot be merged:\n  the target's weights, sampled: "):
+        merge(tmp_path / "merged", [base, tuned])
 
 
 def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:
@@ -542,17 +536,6 @@ def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harveste
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
     with pytest.raises(RuntimeError):
         ahead[1]
-
-
-def test_a_store_with_checksums_of_another_version_is_refused_with_advice(harvested: Path, tmp_path: Path) -> None:
-    shutil.copytree(harvested / "run" / "features", tmp_path / "features")
-    path = tmp_path / "features" / "manifest.json"
-    about = json.loads(path.read_text())
-    about["shards"][0]["sha256"] = about["shards"][0].pop("xxh3_128")
-    path.write_text(json.dumps(about))
-    for read in (lambda: FeatureStore(path.parent, "train"), lambda: verify(path.parent)):
-        with pytest.raises(ValueError, match=r"manifest\.json lists shards without xxh3_128.*harvest again"):
-            read()
 
 
 # The draft vocabulary

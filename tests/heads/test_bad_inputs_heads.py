@@ -238,7 +238,7 @@ DAMAGED: dict[str, tuple[Edit, str]] = {
     ),
     "a pickle in place of safetensors": (
         pickled("pytorch_model.bin", {}),
-        Says("pytorch_model.bin", "holds its weights as", "only model.safetensors is allowed", "headstart convert "),
+        Says("pytorch_model.bin", "holds its weights in", "only model.safetensors is allowed", "headstart convert "),
     ),
     "no config.json": (
         lambda folder: (folder / "config.json").unlink(),
@@ -329,7 +329,7 @@ our section is a list | headstart = []
 a kind that does not exist | headstart.kind = "mlp"
     config.json | a head of kind 'mlp' | only eagle1, eagle3, medusa, block, mtp | correct the kind
 the kind of another head | headstart.kind = "medusa"
-    blocks.0.layers.0.weight | is missing | every Medusa head | correct headstart.kind
+    blocks.0.layers.0.weight | is missing | every Medusa head | headstart convert
 a negative tap | headstart.taps = [-2, 3, 4]
     headstart.taps.0 | -2 | greater than or equal to 0 | correct
 a tap beyond the target | headstart.taps = [2, 3, 99]
@@ -357,7 +357,7 @@ a head of another width | target_hidden_size = 64
 a head of another vocabulary | vocab_size = 32000
     vocab_size | head 32000, target 97 | of these sizes | train one for this target
 a head of a deeper target | headstart.target_num_layers = 32
-    num_hidden_layers | head 32, target 7 | of these sizes | train one for this target
+    headstart.target_num_layers | head 32, target 7 | of these sizes | train one for this target
 a head of a target with another rope | headstart.target_rope = {"theta": 500000.0, "kind": "default", "scaling": {}}
     rope | 500000.0 | 'theta': 10000.0 | train one for this target
 a whole model | num_hidden_layers = 7
@@ -413,7 +413,7 @@ MEDUSA: dict[str, tuple[Edit, Says]] = {
     ),
     "the first block is missing": (
         tensors(lambda found: found.pop("blocks.0.layers.0.weight")),
-        Says("blocks.0.layers.0.weight", "is missing", "every Medusa head", "copy the head again"),
+        Says("blocks.0.layers.0.weight", "is missing", "exactly the tensors", "copy or export the head again"),
     ),
 }
 
@@ -562,12 +562,12 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: a head of another vocabulary": (
         config(lambda found: found.update(vocab_size=32000)),
         CONVERT,
-        Says("vocab_size", "32000", "only the target's 97 is allowed", "name the target that"),
+        Says("vocab_size", "32000", "the target's 97 is allowed", "name that one"),
     ),
     "convert: a head for another target": (
         replaced_by("foreign"),
         CONVERT,
-        Says("vocab_size", "300", "only the target's 97 is allowed", "name the target that the head was trained for"),
+        Says("vocab_size", "300", "the target's 97 is allowed", "for another target, name that one"),
     ),
     "lint: a head for another target": (
         replaced_by("foreign"),
@@ -594,7 +594,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "convert: the kind of another head": (
         own(kind="eagle1"),
         CONVERT,
-        Says("headstart.kind", "'eagle1'", "those of 'eagle3'", "correct the files"),
+        Says("headstart.kind", "'eagle1'", "'eagle3' is allowed", "correct the files"),
     ),
     "convert: a whole model": (
         replaced_by("target"),
@@ -688,8 +688,8 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     ),
     "lint: an engine that reads other layouts": (
         nothing,
-        f"{LINT} --engine medusa",
-        Says("layout", "medusa cannot read eagle3", "only vllm, sglang, tensorrt_llm, eagle, llama_cpp can", ""),
+        f"{LINT} --engine speculators",
+        Says("layout", "speculators cannot read eagle3", "only vllm, sglang, tensorrt_llm, llama_cpp can", ""),
     ),
     "lint: config.json is a list": (
         write("config.json", "[]"),
@@ -748,8 +748,8 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     ),
     "doctor: an engine that reads other layouts": (
         nothing,
-        f"{SERVED} --engine medusa",
-        Says("layout", "eagle3", "medusa cannot read eagle3, only vllm", "fix:"),
+        f"{SERVED} --engine speculators",
+        Says("layout", "eagle3", "speculators cannot read eagle3, only vllm", "fix:"),
     ),
     "doctor: samples that do not exist": (
         nothing,
@@ -851,11 +851,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         EXPORT,
         Says("run_dir", "run is a file", "a folder that exists or can be made is allowed", "choose another"),
     ),
-    "export: a format for other heads": (
-        nothing,
-        EXPORT.replace("vllm", "medusa"),
-        Says("export.format", "'medusa' given for a head of kind eagle3", "only Medusa heads", ""),
-    ),
     "report: no head, before it asks for prompts": (
         nothing,
         REPORT,
@@ -890,11 +885,6 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
         nothing,
         f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model={{place}}/head",
         Says("head", "embed_tokens.weight is missing", "all tensors of a whole model", "give a model's folder"),
-    ),
-    "report: a corpus that does not exist": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[suffix]' decode.corpus=none.jsonl",
-        Says("decode.corpus", "none.jsonl", "", ""),
     ),
     "report: no prompts": (
         nothing,

@@ -19,13 +19,12 @@ from exported import (
     read_tensors,
     same_bits,
 )
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for
-from headstart.heads.kinds.medusa import to_reference_layout
 
 MakeHead = Callable[..., Any]
 
@@ -33,6 +32,15 @@ MakeHead = Callable[..., Any]
 def forget(folder: Path) -> None:
     """Remove our own section, so that the head looks like a published one."""
     edit_config(folder, lambda config: config.pop("headstart"))
+
+
+def medusa_authors_names(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of Medusa heads of two layers under the names of the authors' files."""
+    renamed = {}
+    for name, tensor in tensors.items():
+        _, head, *layer = name.split(".")
+        renamed[f"{head}.2.weight" if name.startswith("lm_heads.") else f"{head}.{layer[1]}.linear.{layer[2]}"] = tensor
+    return renamed
 
 
 def logits(head: Any) -> Any:
@@ -43,19 +51,19 @@ def logits(head: Any) -> Any:
 
 
 ROUND_TRIPS = [
-    ("eagle3", ("native", "vllm", "eagle", "speculators")),
-    ("limited", ("native", "vllm", "eagle", "speculators")),
+    ("eagle3", ("native", "vllm", "speculators")),
+    ("limited", ("native", "vllm", "speculators")),
     ("3.1", ("vllm", "speculators")),
     ("taps", ("vllm", "speculators")),
     ("five taps", ("vllm", "speculators")),
-    ("narrow", ("vllm", "eagle")),
+    ("narrow", ("vllm",)),
     ("norm before fc", ("vllm", "speculators")),
-    ("eagle1", ("native", "vllm", "eagle")),
+    ("eagle1", ("native", "vllm")),
     ("dspark", ("native", "vllm", "speculators")),
     ("dspark limited", ("native", "vllm", "speculators")),
     ("dflash", ("native", "vllm", "speculators")),
     ("jetspec", ("native", "vllm")),
-    ("medusa", ("native", "vllm", "medusa")),
+    ("medusa", ("native", "vllm")),
     ("medusa layers", ("native", "vllm")),
     ("medusa limited", ("native",)),
 ]
@@ -279,37 +287,12 @@ def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
     published = tmp_path / "published"
     published.mkdir()
     (published / "config.json").write_text(json.dumps({"medusa_num_heads": 2, "medusa_num_layers": 2}))
-    torch.save(to_reference_layout(head.engine_tensors()), published / "medusa_lm_head.pt")
+    torch.save(medusa_authors_names(head.engine_tensors()), published / "medusa_lm_head.pt")
     inferred = convert(published, tmp_path / "back", str(target_folder))
-    assert "layout: medusa_reference" in inferred
+    assert "names: the Medusa authors', replaced by vLLM's" in inferred
     assert "num_heads: 3, counted from the tensors; config.json says 2" in inferred
     assert "medusa_fc_bias: true, because the blocks have biases" in inferred
     assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
-
-
-def test_the_heads_of_a_whole_medusa2_model_are_taken_if_the_rest_is_the_target(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
-    """It was refused with a line of all its tensors. Its heads draft for its own weights alone."""
-    head, published = make_head("medusa"), tmp_path / "published"
-    published.mkdir()
-    own = {f"medusa_head.{name}": tensor for name, tensor in to_reference_layout(head.engine_tensors()).items()}
-    rest = load_file(target_folder / "model.safetensors")
-    config = json.loads((target_folder / "config.json").read_text())
-    (published / "config.json").write_text(json.dumps({**config, "medusa_num_heads": 3, "medusa_num_layers": 1}))
-    save_file({**rest, **own}, published / "model.safetensors")
-    inferred = convert(published, tmp_path / "back", str(target_folder))
-    assert inferred[0] == f"a whole Medusa-2 model: its other {len(rest)} tensors are the target's, left out"
-    assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
-    with pytest.raises(ValueError, match="a whole Medusa-2 model, take its heads with headstart convert"):
-        load_head_for(published, frozen)
-
-    trained = "model.layers.0.mlp.up_proj.weight"
-    save_file({**rest, **own, trained: rest[trained] + 1e-3}, published / "model.safetensors")
-    said = f"whole Medusa-2 model, and 1 of its {len(rest)} other tensors are not those of --target, such as {trained}"
-    with pytest.raises(ValueError, match=said):
-        convert(published, tmp_path / "again", str(target_folder))
-    convert(published, tmp_path / "again", str(published))
 
 
 def test_a_token_map_in_any_order_is_sorted(
@@ -329,16 +312,16 @@ def test_a_token_map_in_any_order_is_sorted(
 @pytest.mark.parametrize(
     ("edit", "reason"),
     [
-        (lambda tensors: tensors.pop("1.1.weight"), "blocks.2.layers.0.weight is unknown"),
-        (lambda tensors: tensors.pop("0.1.weight"), "lm_heads.0.weight .* a matrix is required"),
-        (lambda tensors: tensors.pop("1.0.linear.bias"), "blocks.1.layers.0.bias is missing"),
-        (lambda tensors: tensors.update({"0.1.weight": torch.ones(97, 31)}), "should be"),
+        (lambda tensors: tensors.pop("lm_heads.1.weight"), "lm_heads.1.weight is missing"),
+        (lambda tensors: tensors.pop("lm_heads.0.weight"), "lm_heads.0.weight .* a matrix is required"),
+        (lambda tensors: tensors.pop("blocks.1.layers.0.bias"), "blocks.1.layers.0.bias is missing"),
+        (lambda tensors: tensors.update({"lm_heads.0.weight": torch.ones(97, 31)}), "should be"),
     ],
 )
 def test_damaged_medusa_heads_are_refused(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], object], reason: str
 ) -> None:
-    folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
+    folder = exported(make_head("medusa"), tmp_path, target_folder, "vllm")
     edit_tensors(folder, edit)
     with pytest.raises(ValueError, match=reason):
         convert(folder, tmp_path / "back", str(target_folder))

@@ -31,15 +31,13 @@ from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
-NO_HYDRA = "no engine feeds heads"
 NO_MEDUSA = {
     "sglang": "only vllm can serve",
     "tensorrt_llm": "only vllm can serve",
-    "eagle": "of kind medusa",
     "gguf": "of kind medusa",
     "speculators": "EAGLE-3 of the target's width",
 }
-NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "eagle": "of kind block", "gguf": "of kind block"}
+NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
 REFUSED = {  # head -> format -> what the refusal names
     "eagle1": {
         "tensorrt_llm": "only vllm, sglang can serve",
@@ -47,18 +45,15 @@ REFUSED = {  # head -> format -> what the refusal names
         "gguf": "of kind eagle1",
     },
     "narrow": {"speculators": "EAGLE-3 of the target's width"},
-    "3.1": {"eagle": "norm_output", "gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
-    "five taps": {"eagle": "eagle_aux_hidden_state_layer_ids", "gguf": "builds fc for 3 hidden states"},
-    "taps": {"eagle": "eagle_aux_hidden_state_layer_ids"},
-    "norm before fc": {"eagle": "norm_before_fc"},
+    "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
+    "five taps": {"gguf": "builds fc for 3 hidden states"},
     "medusa": NO_MEDUSA,
-    "medusa layers": NO_MEDUSA | {"medusa": "uses the last one's weights for all"},
-    "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some", "medusa": "no draft vocabulary"},
+    "medusa layers": NO_MEDUSA,
+    "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some"},
     "dspark": NO_BLOCK,
     "dspark limited": NO_BLOCK,
     "dflash": NO_BLOCK,
     "jetspec": NO_BLOCK | {"sglang": "markov_rank", "speculators": "causal within the block"},
-    "hydra": dict.fromkeys((*NO_MEDUSA, "vllm", "medusa"), NO_HYDRA),
 }
 
 
@@ -96,8 +91,6 @@ def test_every_export_passes_lint_or_is_refused(
 ) -> None:
     head = make_head(**EVERY_HEAD[kind])
     reason = REFUSED.get(kind, {}).get(name)
-    if name == "medusa" and head.kind != "medusa":
-        reason = "this format holds only Medusa heads"
     if reason:
         with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
             exported(head, tmp_path, target_folder, name)
@@ -105,7 +98,7 @@ def test_every_export_passes_lint_or_is_refused(
         return
     folder = exported(head, tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
-    written = {"README.md", "config.json", FORMATS[name].weights, *(["head.gguf"] if name == "gguf" else [])}
+    written = {"README.md", "config.json", "model.safetensors", *(["head.gguf"] if name == "gguf" else [])}
     assert {path.name for path in folder.iterdir()} == written
 
 
@@ -159,19 +152,6 @@ def test_an_eagle_1_bias_is_refused_for_vllm_which_would_drop_it(
     with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
         exported(head, tmp_path, target_folder, "vllm")
     assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
-    reference = exported(head, tmp_path, target_folder, "eagle")
-    assert read_config(reference)["bias"] is True
-    assert "fc.bias" in read_tensors(reference)
-
-
-def test_the_eagle_format_has_no_zero_bias_and_no_key_that_disables_the_shared_embedding(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    one = exported(make_head("eagle1"), tmp_path / "1", target_folder, "eagle")
-    assert read_config(one)["bias"] is False
-    assert "fc.bias" not in read_tensors(one)
-    three = exported(make_head(), tmp_path / "3", target_folder, "eagle")
-    assert "target_hidden_size" not in read_config(three)
 
 
 def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
@@ -212,20 +192,6 @@ def test_the_vllm_command_for_medusa_asks_for_no_more_draft_tokens_than_heads(
     assert '"method": "medusa"' in readme
     assert '"num_speculative_tokens": 2' in readme
     assert "sglang.launch_server" not in readme
-
-
-def test_the_medusa_format_has_its_authors_names_and_keys(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head("medusa"), tmp_path, target_folder, "medusa")
-    config, tensors = read_config(folder), read_tensors(folder)
-    named = {key: config[key] for key in ("base_model_name_or_path", "medusa_num_heads", "medusa_num_layers")}
-    assert named == {"base_model_name_or_path": str(target_folder), "medusa_num_heads": 3, "medusa_num_layers": 1}
-    assert [*tensors][:2] == ["0.0.linear.weight", "0.0.linear.bias"]
-    assert {"0.1.weight", "1.1.weight", "2.1.weight"} < tensors.keys()
-    for command in ("MedusaModel.from_pretrained", "vllm serve", "headstart convert"):
-        assert command in (folder / "README.md").read_text()
-    assert lint(folder, str(target_folder), ["vllm"]) == []
 
 
 def test_an_export_never_replaces_a_folder(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
@@ -327,7 +293,6 @@ def test_the_card_says_where_the_data_came_from(
 COMMANDS = {
     "native": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
     "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
-    "eagle": ["EaModel.from_pretrained", "headstart convert"],
     "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "headstart convert"],
 }
 

@@ -227,10 +227,10 @@ def test_a_rope_is_read_alike_from_either_spelling(rope: Rope) -> None:
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "hidden size": ({"hidden_size": 64}, ["hidden_size: head 32, target 64"]),
     "vocabulary": ({"vocab_size": 50}, ["vocab_size: head 97, target 50"]),
-    "layers": ({"num_layers": 8}, ["num_hidden_layers: head 7, target 8"]),
+    "layers": ({"num_layers": 8}, ["target_num_layers: head 7, target 8"]),
     "taps": (
         {"num_layers": 3},
-        ["num_hidden_layers: head 7, target 3", "taps: head [2, 3, 4], target hidden_states 0 to 3"],
+        ["target_num_layers: head 7, target 3", "taps: head [2, 3, 4], target hidden_states 0 to 3"],
     ),
     "rope base": ({"rope": Rope(5e5)}, ["rope: head {'theta': 10000.0", "target {'theta': 500000.0"]),
     "rope scaling": (
@@ -254,7 +254,7 @@ def test_a_head_for_another_target_is_refused_with_both_values(
         tmp_path / "head", dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, **changes))
     )
     assert all(part in message for part in parts), message
-    unchanged = {"hidden_size", "vocab_size", "num_hidden_layers", "rope", "taps"} - {
+    unchanged = {"hidden_size", "vocab_size", "target_num_layers", "rope", "taps"} - {
         part.partition(":")[0] for part in parts
     }
     if not name.startswith("rope"):

@@ -44,8 +44,7 @@ EAGLE1_SHAPES: list[dict[str, Any]] = [
 MEDUSA_SHAPES: list[dict[str, Any]] = [
     {"kind": "medusa"},
     {"kind": "medusa", "num_layers": 2, "bias": False},
-    {"kind": "medusa", "sequential": True},
-    {"kind": "medusa", "sequential": True, "num_layers": 3, "num_heads": 5},
+    {"kind": "medusa", "num_layers": 3, "num_heads": 5},
 ]
 MakeHead = Callable[..., Any]
 all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES, ids=str)
@@ -90,7 +89,7 @@ def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any],
     in_blocks = torch.cat(parts, dim=1)
     torch.testing.assert_close(in_blocks, at_once, atol=1e-9, rtol=1e-9)
     torch.testing.assert_close(head.logits(in_blocks), head.logits(at_once), atol=1e-9, rtol=1e-9)
-    fed_back = [head.feedback(hidden, features, tokens) for hidden in (in_blocks, at_once)]
+    fed_back = [head.feedback(hidden, features) for hidden in (in_blocks, at_once)]
     torch.testing.assert_close(*fed_back, atol=1e-9, rtol=1e-9)
 
 
@@ -111,7 +110,7 @@ def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape
         fed = tokens.roll(-k, dims=1)
         hidden = head(features, fed, positions + k, cache=cache, level=k)
         unrolled.append(hidden)
-        features = head.feedback(hidden, features, fed)
+        features = head.feedback(hidden, features)
 
     for t in range(SEQ):
         slots = empty_slots(head, SEQ)
@@ -122,8 +121,8 @@ def test_an_unroll_equals_drafting_after_every_prefix(make_head: MakeHead, shape
         slots.advance([t + 1] * BATCH)
         for k in range(min(unroll, SEQ - t)):
             if k > 0:
-                before, at = slice(t + k - 1, t + k), slice(t + k, t + k + 1)
-                features = head.feedback(hidden, features, tokens[:, before])
+                at = slice(t + k, t + k + 1)
+                features = head.feedback(hidden, features)
                 hidden = head(features, tokens[:, at], positions[at], cache=slots, level=k)
                 slots.advance([1] * BATCH)
             torch.testing.assert_close(unrolled[k][:, t], hidden[:, 0], atol=1e-9, rtol=1e-9)
@@ -253,7 +252,7 @@ def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: E
         ]
         assert torch.equal(hidden[0][:, : 6 - k], hidden[1][:, : 6 - k])
         assert (hidden[0][:, 6 - k] != hidden[1][:, 6 - k]).any()
-        features = [head.feedback(*step) for step in zip(hidden, features, inputs, strict=True)]
+        features = [head.feedback(*step) for step in zip(hidden, features, strict=True)]
 
 
 def test_only_distances_between_positions_matter(head: Eagle3Head) -> None:
@@ -280,7 +279,7 @@ def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, n
     assert torch.equal(plain.project(taps), switched.project(taps)) == (name != "fc_norm")
     features = switched.project(taps)
     hidden = switched(features, tokens, positions)
-    fed_back = switched.feedback(hidden, features, tokens)
+    fed_back = switched.feedback(hidden, features)
     assert torch.equal(fed_back, hidden) == (name != "norm_output")
     if name == "norm_output":
         assert torch.equal(fed_back, switched.norm(hidden))

@@ -1,4 +1,4 @@
-"""Laws of Medusa and Hydra heads: new ones give the target's logits, drafts follow the definition, no text changes."""
+"""Laws of Medusa heads: new ones give the target's logits, drafts follow the definition, no text changes."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from headstart.heads.calibration import Calibration, StaticTree, search_tree
 from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files, load_head_for, new_head, save_head
-from headstart.heads.kinds.medusa import MedusaHead, from_any_layout, to_reference_layout
+from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.core.cache import KVCache
@@ -29,9 +29,9 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.build import depth_for, growth_from_recipe
+from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.costs import CostAwareShape
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.generate.model import SpeculativeModel
@@ -43,8 +43,6 @@ from headstart.recipes.schema import DecodeSection, MedusaSection
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-SEQUENTIAL = [False, True]
-kinds = pytest.mark.parametrize("sequential", SEQUENTIAL, ids=["medusa", "hydra"])
 LIMITED = DraftVocab(torch.arange(0, 97, 3), 97)
 PROMPT = [5, 6, 7, 8]
 
@@ -59,15 +57,14 @@ def lossless_samplings() -> list[Sampling]:
     return [Sampling(), Sampling(0.9, seed=4), Sampling(1.0, top_p=0.8, repetition_penalty=1.2, seed=5)]
 
 
-@kinds
 @pytest.mark.parametrize("rank", [None, 4])
 @pytest.mark.parametrize("size", [None, 30])
 def test_new_heads_give_the_targets_own_logits(
-    frozen: FrozenTarget, reader: TargetModel, sequential: bool, size: int | None, rank: int | None
+    frozen: FrozenTarget, reader: TargetModel, size: int | None, rank: int | None
 ) -> None:
     """Blocks of zeros are the identity, so each head computes the target's logits from its last hidden state."""
     vocab = DraftVocab.full(97) if size is None else DraftVocab(torch.arange(size) * 3, 97)
-    section = MedusaSection(kind="medusa", medusa_heads=3, sequential=sequential, lm_head_rank=rank)
+    section = MedusaSection(kind="medusa", medusa_heads=3, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
     assert isinstance(head, LevelHead)
     output, features = reader.passes.forward(tokens), head.project(reader.passes.forward(tokens).taps)
@@ -76,7 +73,6 @@ def test_new_heads_give_the_targets_own_logits(
         torch.testing.assert_close(
             head.logits(hidden, level), output.logits[..., vocab.ids], atol=1e-4, rtol=1e-4, check_dtype=False
         )
-        features = head.feedback(hidden, features, tokens)
 
 
 def test_new_heads_of_a_target_with_softcapped_logits_give_its_own_logits(
@@ -108,16 +104,14 @@ def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: F
     assert all(weight.grad is not None and weight.grad.any() for weight in head.parameters())
 
 
-def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> list[int]:
-    """A level's tokens by the definition, likeliest first; `path` holds the root token and the draft tokens so far."""
-    known = [feature, *(head.embedding[token] for token in path)] if head.shape.sequential else [feature]
-    inputs, hidden = torch.cat(known), feature
+def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
+    """A level's tokens by the definition, likeliest first."""
+    hidden = feature
     for number in range(head.shape.num_layers):
         block = head.state_dict()[f"blocks.{level}.layers.{number}.weight"]
         bias = head.state_dict()[f"blocks.{level}.layers.{number}.bias"]
-        added = block @ inputs + bias
+        added = block @ hidden + bias
         hidden = hidden + added * torch.sigmoid(added)
-        inputs = hidden
     logits = head.state_dict()[f"lm_heads.{level}.weight"] @ hidden
     return head.vocab.ids[logits.argsort(descending=True)].tolist()
 
@@ -125,7 +119,7 @@ def guesses(head: MedusaHead, feature: Tensor, path: list[int], level: int) -> l
 class Recording(HeadDrafter):
     """Records each tree with the text before it."""
 
-    def __init__(self, head: LevelHead, growth: Growth) -> None:
+    def __init__(self, head: LevelHead, growth: GrowthPolicy) -> None:
         super().__init__(head, growth)
         self.seen: list[tuple[list[int], Tree]] = []
 
@@ -136,18 +130,14 @@ class Recording(HeadDrafter):
         return tree
 
 
-@kinds
-def test_a_drafted_tree_follows_the_papers_definition(
-    reader: TargetModel, make_head: MakeHead, sequential: bool
-) -> None:
-    """Every level's head reads the hidden state of the last token that the target has read; a sequential head also
-    reads the tokens between that one and its own.
+def test_a_drafted_tree_follows_the_papers_definition(reader: TargetModel, make_head: MakeHead) -> None:
+    """Every level's head reads the hidden state of the last token that the target has read.
 
     root - 0 - 0 - 0
          - 1 - 0
     """
     paths = ((0,), (1,), (0, 0), (1, 0), (0, 0, 0))
-    head = make_head("medusa", num_layers=2, vocab=LIMITED, sequential=sequential)
+    head = make_head("medusa", num_layers=2, vocab=LIMITED)
     drafter = Recording(head, Fixed(paths))
     generate(reader, PROMPT, 12, drafter=drafter)
     assert len(drafter.seen) > 5
@@ -156,7 +146,7 @@ def test_a_drafted_tree_follows_the_papers_definition(
         tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
         for path in sorted(paths, key=len):
             above = tokens[path[:-1]]
-            tokens[path] = [*above, guesses(head, feature, above, len(path) - 1)[path[-1]]]
+            tokens[path] = [*above, guesses(head, feature, len(path) - 1)[path[-1]]]
         parents, drafted = tree.parents[0].tolist(), tree.tokens[0].tolist()
         found = {0: [text[-1]]}
         for node, parent in enumerate(parents[1:], start=1):
@@ -164,7 +154,7 @@ def test_a_drafted_tree_follows_the_papers_definition(
         assert sorted(found.values()) == sorted(tokens.values())
 
 
-GROWTHS: list[Growth] = [
+GROWTHS: list[GrowthPolicy] = [
     Dynamic.chain(3),
     Dynamic(3, 3, 7),
     Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
@@ -173,14 +163,11 @@ GROWTHS: list[Growth] = [
 
 
 @pytest.mark.each_value
-@kinds
 @pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
 @pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
-def test_heads_change_no_text(
-    reader: TargetModel, make_head: MakeHead, growth: Growth, static: bool, sequential: bool
-) -> None:
+def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: GrowthPolicy, static: bool) -> None:
     requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
-    drafter = HeadDrafter(make_head("medusa", sequential=sequential), growth)
+    drafter = HeadDrafter(make_head("medusa"), growth)
     for batch in (requests, requests[:2]):  # with penalties and without; only the latter may be captured in a graph
         wanted = [found.tokens for found in generate_batch(reader, batch)]
         found = generate_batch(reader, batch, drafter, static=static)
@@ -206,7 +193,9 @@ def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
         drafter = load(section).drafter
         assert drafter is not None
         assert drafter.depth == 3
-    assert depth_for(DRAFTS.model_copy(update={"max_batch": 2}), head) == 3  # of chat and serve
+    assert (
+        Growth.from_section(DRAFTS.model_copy(update={"max_batch": 2}), head.max_levels).depth == 3
+    )  # of chat and serve
     with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
         load(DecodeSection(depth=5))
 
@@ -259,11 +248,10 @@ def test_expensive_nodes_give_a_small_tree() -> None:
     assert (sizes[0], sizes[-1]) == (12, 1)
 
 
-@kinds
 def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
-    reader: TargetModel, make_head: MakeHead, sequential: bool
+    reader: TargetModel, make_head: MakeHead
 ) -> None:
-    head = make_head("medusa", vocab=LIMITED, sequential=sequential)
+    head = make_head("medusa", vocab=LIMITED)
     tally = Tally.empty(torch.ones(3, 1), RANKS)
     tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
     hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
@@ -271,7 +259,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
     features = head.project(reader.passes.forward(torch.tensor([text])).taps)[0]
     for t in range(len(PROMPT) - 2, len(text) - 2):
         for level in range(min(3, len(text) - 2 - t)):
-            ranked = guesses(head, features[t], text[t + 1 : t + 2 + level], level)[:RANKS]
+            ranked = guesses(head, features[t], level)[:RANKS]
             tried[level] += 1
             if text[t + 2 + level] not in ranked:
                 break
@@ -308,7 +296,6 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
 SHAPES: list[dict[str, Any]] = [
     {},
     {"num_layers": 2, "bias": False},
-    {"sequential": True},
     {"vocab": LIMITED},
     {"lm_head_rank": 4},
     {"lm_head_rank": 4, "vocab": LIMITED},
@@ -322,7 +309,6 @@ def read(head: DraftHead, tokens: Tensor, features: Tensor) -> list[Tensor]:
     for level in range(head.max_levels or 1):
         hidden = head(features, tokens, torch.arange(tokens.shape[1]), level=level)
         found.append(head.logits(hidden, level))
-        features = head.feedback(hidden, features, tokens)
     return found
 
 
@@ -333,7 +319,7 @@ def test_loaded_heads_give_the_same_logits_as_the_saved_ones(
 ) -> None:
     head = make_head("medusa", **shape)
     if scaled:  # training scales the inputs by powers of two
-        head.input_scale = torch.tensor([4.0] * 32 + [0.5] * 96)
+        head.input_scale = torch.tensor([4.0] * 16 + [0.5] * 16)
     tokens, features = torch.randint(97, (2, 5)), torch.randn(2, 5, 32)
     save_head(head, tmp_path / "head")
     loaded = load_head_for(tmp_path / "head", frozen)
@@ -343,41 +329,14 @@ def test_loaded_heads_give_the_same_logits_as_the_saved_ones(
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
-def test_the_authors_layout_and_vllms_hold_the_same_heads(
-    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
-) -> None:
-    head = make_head("medusa", num_layers=2)
-    ours = head.engine_tensors()
-    reference = to_reference_layout(ours)
-    assert [*reference][:4] == ["0.0.linear.weight", "0.0.linear.bias", "0.1.linear.weight", "0.1.linear.bias"]
-    assert {"0.2.weight", "1.2.weight", "2.2.weight"} <= reference.keys()
-    for prefix in ("", "medusa_head."):
-        again = from_any_layout({prefix + name: tensor for name, tensor in reference.items()})
-        assert again.keys() == ours.keys()
-        assert all(again[name] is tensor for name, tensor in ours.items())
-    imported = MedusaHead.from_engine({}, reference, frozen)
-    imported.load_state_dict(reference)  # from_engine turned it into the state dict
-    tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
-    for mine, its in zip(read(head, tokens, features), read(imported, tokens, features), strict=True):
-        assert torch.equal(mine, its)
-
-
-@pytest.mark.parametrize("name", ["vllm", "medusa"])
-def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
+def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head("medusa", lm_head_rank=4)
-    config, tensors = FORMATS[name].files(head, ServedTarget("target", [], 3))
-    whole = head_from_files(Path(name), config, tensors, frozen)
+    config, tensors = FORMATS["vllm"].files(head, ServedTarget("target", [], 3))
+    whole = head_from_files(Path("vllm"), config, tensors, frozen)
     assert whole.shape == replace(head.shape, lm_head_rank=None)
     tokens, features = torch.randint(97, (1, 4)), torch.randn(1, 4, 32)
     for mine, its in zip(read(head, tokens, features), read(whole, tokens, features), strict=True):
         torch.testing.assert_close(mine, its, atol=1e-4, rtol=1e-4)
-
-
-def test_heads_that_the_authors_layout_cannot_hold_are_refused(make_head: MakeHead) -> None:
-    with pytest.raises(ValueError, match="token_map: the Medusa authors' layout"):
-        to_reference_layout(make_head("medusa", vocab=LIMITED).engine_tensors())
-    with pytest.raises(ValueError, match="more than one hidden state"):
-        to_reference_layout(make_head("medusa", sequential=True).engine_tensors())
 
 
 # The whole run
@@ -397,13 +356,12 @@ MEDUSA_RUN = (
 
 @pytest.mark.usefixtures("log_every_step")
 @pytest.mark.slow  # test_medusa2.py trains Medusa heads in the fast suite
-@kinds
-def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path, sequential: bool) -> None:
+def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path) -> None:
     build_run(tmp_path)
     shared = harvest(tiny_recipe(tmp_path)).folder  # harvested with the taps of an EAGLE-3 head
     before = modified(shared)
     places = f"run_dir={tmp_path / 'medusa'}", f"data.folder={shared.parent}"
-    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places, f"head.sequential={str(sequential).lower()}")
+    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places)
     run(recipe)
     assert modified(shared) == before
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]

@@ -135,9 +135,7 @@ def test_an_unroll_sees_what_drafting_sees(tiny: tuple[Path, str]) -> None:
     head, features, tokens = head_of(tiny[0]), torch.randn(1, 8, 32), torch.randint(97, (1, 9))
     cache, index = UnrollCache(), 4
     first = head(features, tokens[:, :8], torch.arange(8), cache=cache)
-    second = head(
-        head.feedback(first, features, tokens[:, :8]), tokens[:, 1:], 1 + torch.arange(8), cache=cache, level=1
-    )
+    second = head(head.feedback(first, features), tokens[:, 1:], 1 + torch.arange(8), cache=cache, level=1)
     drafted = torch.cat([features[:, : index + 1], first[:, index : index + 1]], dim=1)
     found = head(drafted, tokens[:, : index + 2], torch.arange(index + 2))
     torch.testing.assert_close(found[:, -1], second[:, index])

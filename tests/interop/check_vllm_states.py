@@ -25,8 +25,8 @@ import torch
 from accelerate import PartialState
 from served_heads import ROOT, WORK
 
-from headstart.data_pipelines.features.engine_states import EngineStates
 from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.data_pipelines.features.vllm_states import VllmStates
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
 from headstart.recipes import Recipe, load_recipe
@@ -71,7 +71,7 @@ def recipe(run_dir: Path, *overrides: str) -> Recipe:
 def last_state_fits(made: Recipe) -> bool:
     """Whether the check passes that is made of a target which is too large to load."""
     frozen = FrozenTarget.from_folder(Path(made.target.path), torch.float32)
-    engine = EngineStates(made, frozen.config, FeatureStore(made.features_dir, "train").taps)
+    engine = VllmStates(made, frozen.config, FeatureStore(made.features_dir, "train").taps)
     try:
         engine.refuse_other_last_state(frozen, [FeatureStore(made.features_dir, "train")[0].tokens.tolist()])
     except ValueError as error:

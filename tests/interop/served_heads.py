@@ -174,7 +174,6 @@ CASES = {
     "speculators' layout, four taps": Case(four_taps, "speculators", None),
     "EAGLE-1": Case(eagle1, method="eagle"),
     "Medusa, vLLM's layout": Case(medusa, method="medusa"),
-    "Medusa, the authors' layout": Case(medusa, "medusa", "medusa"),
     "DFlash": Case(dflash, method="dflash"),
     "DFlash, one layer, reduced": Case(dflash_reduced, method="dflash"),
     "DFlash, speculators' layout": Case(dflash, "speculators", None),

@@ -88,7 +88,7 @@ def test_an_installed_wheel_chats_imports_and_trains_from_any_folder(wheel: Path
 
     values = yaml.safe_load((ROOT / "recipes/tiny.yaml").read_text())
     values["target"]["path"] = str(ROOT / "assets/demo_target")
-    values["data"] |= {"heldout_prompts": str(ROOT / "assets/demo_target/heldout_prompts.jsonl")}
+    values["data"] |= {name: str(ROOT / values["data"][name]) for name in ("prompts", "heldout_prompts")}
     values["data"] |= {"num_prompts": 8, "response_tokens": 8, "heldout_samples": 2}
     values["train"] |= {"steps": 2, "warmup_steps": 0, "eval_prompts": 0}
     (here / "recipe.yaml").write_text(yaml.safe_dump(values))

@@ -25,7 +25,7 @@ FILE_SUFFIXES = ("json", "jsonl", "md", "png", "html", "safetensors", "gguf", "p
 
 # Texts in which other programs' options appear.
 OTHER_PROGRAMS = {
-    "data_pipelines/features/engine_states.py": "prints a command of vLLM",
+    "data_pipelines/features/vllm_states.py": "prints a command of vLLM",
     "heads/formats/commands.py": "serves exports in other engines",
     "heads/formats/export.py": "runs llama.cpp's converter",
     "inference/kernels/products.py": "runs the C++ compiler",
@@ -96,7 +96,6 @@ def test_every_recipe_field_that_a_text_names_is_in_the_schema() -> None:
     found = unknown(
         rf"(?<![\w./-])({sections})\.([a-z_0-9]+)\b(?!\()",
         lambda match: match[0] in recipe_fields() or match[2] in FILE_SUFFIXES,
-        skip=("recipes/removed.py",),
     )
     assert not found, found
 

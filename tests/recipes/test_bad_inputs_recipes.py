@@ -186,8 +186,6 @@ texts longer than the target | decode.max_new_tokens=128
     decode.max_new_tokens | 128 given | 1 to 127 | lower it
 a draft model that is not named | decode.drafter=draft_model
     decode | draft_model | needs draft_model | give decode.draft_model
-a corpus that is not named | decode.drafter=suffix
-    decode | suffix | needs corpus | give decode.corpus
 costs without a head | decode.drafter=prompt_lookup | decode.growth=cost_aware
     decode | cost_aware | allows chain or dynamic | chain or dynamic
 rejection with a dynamic tree | decode.acceptance=rejection
@@ -200,8 +198,6 @@ states of vLLM and texts of a draft head | data.states=vllm | data.draft_head=he
     data | draft_head | one of states or server, draft_head | remove states
 a store with online mode | data.online=[auto] | data.store=x
     data | online | computes the features | remove store
-given responses of the built-in corpus | data.responses=given | data.prompts=python-stdlib
-    data | given | needs conversations | name a file
 given responses of the target's own prompts | data.responses=given | data.prompts=self
     data | given | needs conversations | name a file
 own prompts held out beside a file | data.heldout_prompts=self
@@ -246,8 +242,6 @@ a row of repeats without repeats | report.baselines=[repeats] | decode.repeats=0
     decode.repeats | 0 given | 1 to 64 is allowed, because report.baselines has repeats | add it, or remove
 an assistant that is not named | report.baselines=[generate_assisted]
     decode.draft_model | nothing given | a path is allowed | add it, or remove
-a suffix row without a corpus | report.baselines=[suffix]
-    decode.corpus | nothing given | a path is allowed | add it, or remove
 a row that is unknown | report.baselines=[plane]
     report.baselines | ['plane'] given | one of plain, generate | change it
 a device called gpu | target.device=gpu

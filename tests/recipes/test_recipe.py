@@ -12,7 +12,6 @@ import yaml
 
 from headstart.recipes import Recipe, RecipeError, load_recipe, recipe_from_command_line
 from headstart.recipes.fields import recipe_fields
-from headstart.recipes.removed import REMOVED
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -32,7 +31,7 @@ def good(tmp_path: Path) -> dict[str, Any]:
         "run_dir": str(tmp_path / "run"),
         "target": {"path": str(target), "dtype": "float32"},
         "data": {
-            "prompts": "python-stdlib",
+            "prompts": str(tmp_path / "prompts.jsonl"),
             "heldout_prompts": str(tmp_path / "prompts.jsonl"),
             "num_prompts": 8,
         },
@@ -85,7 +84,7 @@ def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) ->
         (lambda r: r["train"].update(optimizer="adam"), "train.optimizer: 'adam' given", "did you mean adamw?"),
         (lambda r: r["train"].update(learning_rate=float("nan")), "train.learning_rate: nan given", "a number > 0"),
         (lambda r: r["data"].update(temperatures=[0, -1]), "data.temperatures: [0, -1] given", ">= 0"),
-        (lambda r: r["data"].update(prompts="gone.jsonl"), "data.prompts: 'gone.jsonl' given", "python-stdlib"),
+        (lambda r: r["data"].update(prompts="gone.jsonl"), "data.prompts: 'gone.jsonl' given", "an existing file"),
         (lambda r: r["target"].update(path="./gone"), "target.path: './gone' given", "config.json"),
         (lambda r: r["head"].update(taps=[8, 2]), "head.taps: [8, 2] given", "write [2, 8]"),
         (lambda r: r["head"].update(taps=[2, 2]), "head.taps: [2, 2] given", "write [2]"),
@@ -155,19 +154,12 @@ def test_a_mistake_names_its_line_or_its_override(tmp_path: Path, good: dict[str
         ("train.steps=", "train.steps: null given"),
         ("head.taps=[2", "head.taps: '[2' given"),
         ("train.steps=2024-99-99", "train.steps: '2024-99-99' given"),
-        ("decode.drafter=suffix", "drafter suffix needs corpus; give decode.corpus"),
+        ("decode.drafter=draft_model", "drafter draft_model needs draft_model; give decode.draft_model"),
     ],
 )
 def test_a_bad_override_is_reported(tmp_path: Path, good: dict[str, Any], override: str, contains: str) -> None:
     [line] = report(tmp_path, good, override)
     assert contains in line
-
-
-@pytest.mark.parametrize("key", REMOVED)
-def test_a_removed_key_says_what_to_write_instead(tmp_path: Path, good: dict[str, Any], key: str) -> None:
-    assert key not in recipe_fields()
-    lines = report(tmp_path, good, f"{key}=1")
-    assert f"{key}: 1 given, but this key was removed; {REMOVED[key]} (override {key}=1)" in lines
 
 
 def test_a_key_given_twice_is_an_error(tmp_path: Path, good: dict[str, Any]) -> None:
@@ -266,7 +258,7 @@ def test_every_shipped_recipe_loads(path: Path, tmp_path: Path, good: dict[str, 
     overrides = []
     if given["data"]["heldout_prompts"] != "self":
         overrides.append(f"data.heldout_prompts={good['data']['heldout_prompts']}")
-    if given["data"]["prompts"] not in ("python-stdlib", "self"):
+    if given["data"]["prompts"] != "self":
         overrides.append(f"data.prompts={good['data']['heldout_prompts']}")
     if given["target"]["path"].startswith("models/"):  # larger than the target that stands in for it
         overrides += [f"head.{field}=null" for field in ("draft_vocab_size", "taps") if field in given["head"]]

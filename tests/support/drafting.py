@@ -16,7 +16,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.step import start_history
 from headstart.inference.targets.model import TargetModel
@@ -25,7 +25,7 @@ TEXT = [5, 6, 7, 11, 3, 80, 41, 2, 9, 60, 33, 14]  # the last one is the root
 OTHER_TEXTS = [[1, 2, 3], [50, *range(20, 36)]]
 # These reward repetition, so a token that is missing from the history changes the tree.
 PENALTIES = Sampling(0.8, repetition_penalty=0.8, frequency_penalty=-2.0, presence_penalty=-2.0, seed=3)
-GROWTHS: list[Growth] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4, 50), Dynamic(4, 3, 7), LOPSIDED]
+GROWTHS: list[GrowthPolicy] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4, 50), Dynamic(4, 3, 7), LOPSIDED]
 
 
 def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
@@ -72,7 +72,7 @@ class Naive:
         for token in (*path, None):
             fed = torch.tensor([tokens])
             hidden = self.head(features, fed, torch.arange(features.shape[1]))[:, -1:]
-            features = torch.cat([features, self.head.feedback(hidden, features[:, -1:], fed[:, -1:])], dim=1)
+            features = torch.cat([features, self.head.feedback(hidden, features[:, -1:])], dim=1)
             if token is not None:
                 tokens = [*tokens, token]
         return self.head.logits(hidden)
@@ -83,10 +83,10 @@ class Naive:
         found = zip(top.values.tolist(), self.head.vocab.ids[top.indices].tolist(), strict=True)
         return {(*path, token): score for score, token in found if score > -math.inf}
 
-    def tree(self, growth: Growth, remaining: int = 99) -> set[tuple[int, ...]]:
+    def tree(self, growth: GrowthPolicy, remaining: int = 99) -> set[tuple[int, ...]]:
         return self.fixed(growth, remaining) if isinstance(growth, Fixed) else self.dynamic(growth, remaining)
 
-    def dynamic(self, growth: Growth, remaining: int) -> set[tuple[int, ...]]:
+    def dynamic(self, growth: GrowthPolicy, remaining: int) -> set[tuple[int, ...]]:
         """Paths of the nodes that a dynamic tree keeps (arXiv 2406.16858, section 4)."""
         pool: dict[tuple[int, ...], float] = {}
         frontier: dict[tuple[int, ...], float] = {(): 0.0}

@@ -34,7 +34,6 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
     "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
     "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},
-    "hydra": {"kind": "medusa", "sequential": True},
 }
 
 
@@ -43,7 +42,7 @@ def recipe_of(run: Path, target: Path, kind: str = "eagle3", **export_fields: An
         {
             "run_dir": str(run),
             "target": {"path": str(target), "dtype": "float32"},
-            "data": {"prompts": "python-stdlib", "heldout_prompts": "none.jsonl", "num_prompts": 8},
+            "data": {"prompts": "none.jsonl", "heldout_prompts": "none.jsonl", "num_prompts": 8},
             "head": {"kind": kind},
             "train": {"steps": 10, "unroll": 4},  # a level for each Medusa head
             "decode": {"growth": "chain", "depth": 3},
@@ -73,12 +72,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    return load_file(folder / "model.safetensors") if (folder / "model.safetensors").exists() else load_pickle(folder)
-
-
-def load_pickle(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = torch.load(folder / "medusa_lm_head.pt", weights_only=True)
-    return tensors
+    return load_file(folder / "model.safetensors")
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
@@ -90,10 +84,7 @@ def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> None:
     tensors = read_tensors(folder)
     edit(tensors)
-    if (folder / "model.safetensors").exists():
-        save_file(tensors, folder / "model.safetensors")
-    else:
-        torch.save(tensors, folder / "medusa_lm_head.pt")
+    save_file(tensors, folder / "model.safetensors")
 
 
 def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

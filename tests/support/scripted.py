@@ -21,6 +21,7 @@ from headstart.inference.drafters.costs import (
     CostAware,
     CostSurface,
     CostTable,
+    Drafted,
     Situation,
     StepCosts,
 )
@@ -226,7 +227,7 @@ class HalfRightHead(Eagle3Head):
         known = self.next[at, token].unsqueeze(-1)
         return self.table[at] + 3 * (torch.arange(VOCAB) == known)
 
-    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    def feedback(self, hidden: Tensor, features: Tensor) -> Tensor:
         return hidden
 
 
@@ -286,10 +287,7 @@ class SetCosts(CostTable):
     def now(self, at: Situation) -> StepCosts:
         return self.costs
 
-    def observe_target(self, at: Situation, nodes: int, seconds: float) -> None:
-        """Do nothing: the costs stay as they were given."""
-
-    def observe_drafting(self, at: Situation, first_level: float, levels: list[float]) -> None:
+    def observe(self, drafted: Drafted, seconds: float) -> None:
         """Do nothing: the costs stay as they were given."""
 
 

@@ -49,7 +49,7 @@ def load_served(
         template=ChatTemplate(load_tokenizer(folder)),
         make_loop=partial(DecodeLoop, target, own, max_batch, prefix_memory=prefix_memory),
         defaults=TargetDefaults.of(target),
-        most_depth=3,
+        max_depth=3,
         about={**about, "dtype": "float32", "device": "cpu", "folder": str(folder)},
         thread=ThreadPoolExecutor(1),
     )
@@ -78,7 +78,7 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
         thread.join(0.01)
         assert thread.is_alive()
     made = threading.Event()  # a loop that is being made runs the target, and so may the test
-    service.engine.orders.put(made.set)
+    service.worker.orders.put(made.set)
     assert made.wait(20)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:

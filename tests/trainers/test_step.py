@@ -164,7 +164,7 @@ def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
         "{kind: eagle3, draft_vocab_size: 80}",
         pytest.param("{kind: eagle1}", marks=pytest.mark.slow),
         pytest.param("{kind: medusa, medusa_heads: 3}", marks=pytest.mark.slow),
-        "{kind: medusa, medusa_heads: 3, sequential: true, lm_head_rank: 4}",
+        "{kind: medusa, medusa_heads: 3, lm_head_rank: 4}",
         pytest.param("{kind: block, block_size: 3}", marks=pytest.mark.slow),
         pytest.param("{kind: block, block_size: 4, markov_rank: 0}", marks=pytest.mark.slow),
     ],

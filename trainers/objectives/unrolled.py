@@ -152,7 +152,7 @@ class UnrolledHead(nn.Module):
             hidden, cache = self.step(k, features, tokens, cache)
             # A position that step k cannot predict takes index 0 of its sample here, and `score` masks it out.
             scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
-            features = head.feedback(hidden, features, tokens)
+            features = head.feedback(hidden, features)
         return torch.stack(scored)
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:

@@ -26,7 +26,7 @@ from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_taps, load_head, load_head_for, save_head
 from headstart.heads.target_config import folder_of
-from headstart.inference.drafters.build import depth_for
+from headstart.inference.drafters.growth import Growth
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
 from headstart.trainers.refresh.candidate import Snapshot, train_candidate
@@ -196,9 +196,9 @@ class Learner:
     def offer(self, made: Path, snapshot: Snapshot) -> None:
         """Judge the head in a folder on held-out traffic, print the verdict, and serve the head if it is better."""
         served = self.versions.folder / snapshot.served
-        width = 1 if self.recipe.decode.growth == "chain" else min(self.recipe.decode.width, WIDTH)
         candidate, before = load_head_for(made, self.frozen), load_head_for(served, self.frozen)
-        verdict = judge(candidate, before, snapshot.heldout, depth_for(self.recipe.decode, before), width)
+        growth = Growth.from_section(self.recipe.decode, before.max_levels)
+        verdict = judge(candidate, before, snapshot.heldout, growth.depth, min(growth.width, WIDTH))
         print(verdict, flush=True)
         current = self.versions.served
         is_chosen = verdict.is_better and current == served  # nobody has rolled back meanwhile

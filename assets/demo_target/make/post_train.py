@@ -33,13 +33,13 @@ from typing import Any, TypeVar
 import torch
 from pretrain import add_options, held_out_loss, optimizers_of, token_stream
 from rich.progress import track
+from standard_library import source_files
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.common.errors import CONTINUES, errors_as_messages
 from headstart.common.files import read_jsonl, write_text
 from headstart.common.process import keep_freed_memory
-from headstart.data_pipelines.prompts.python_stdlib import source_files
 from headstart.heads.files import give_umask_mode
 
 PROMPT_LENGTHS = (32, 40, 48, 56, 64)

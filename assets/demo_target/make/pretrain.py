@@ -22,13 +22,13 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from safetensors.torch import load_file
+from standard_library import SourceFile, source_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.common.errors import CONTINUES, errors_as_messages
 from headstart.common.files import whole_file, write_text
-from headstart.data_pipelines.prompts.python_stdlib import SourceFile, source_files
 from headstart.heads.files import give_umask_mode
 from headstart.inference.targets.loading import pick_device
 

@@ -1,4 +1,4 @@
-"""Turns the fields of requests into what the engine decodes: prompts, sampling, and the form of the text."""
+"""Turns the fields of requests into requests for the decode loop: prompts, sampling, and the form of the text."""
 
 import re
 import secrets
@@ -18,7 +18,6 @@ from headstart.inference.serve.api.fields import (
     CompletionRequest,
     Message,
     NamedTool,
-    SamplingFields,
     Templated,
     TextRequest,
     TokenizeRequest,
@@ -28,13 +27,15 @@ from headstart.inference.serve.api.fields import (
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
+from headstart.recipes.sampling import SamplingFields
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+SAMPLING = SamplingFields.model_fields.keys() - {"seed"}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
 
-class PromptReader:
-    """Encodes prompts for one target. Safe to use from one thread at a time."""
+class PromptEncoder:
+    """Encodes prompts for one target. Not safe to use from several threads at once."""
 
     def __init__(self, template: ChatTemplate, vocab_size: int, max_positions: int) -> None:
         self.template, self.tokenizer = template, template.tokenizer
@@ -45,11 +46,11 @@ class PromptReader:
         if fields.messages is not None:
             return self.from_chat(fields)
         if fields.prompt is None:
-            raise ApiError(400, "prompt: missing; a text, or messages in its place, is needed; write one", "prompt")
+            raise ApiError(400, "prompt: missing; a text, or messages instead, is needed; write one", "prompt")
         return self.from_text(fields.prompt, "prompt", fields.add_special_tokens is not False)
 
     def from_chat(self, fields: Templated) -> list[int]:
-        """The conversation through the target's chat template; raises ApiError for what the template refuses."""
+        """Apply the target's chat template; raises ApiError for messages that the template refuses."""
         messages, variables, continued = fields.messages, fields.variables, fields.continue_final_message
         if not messages:
             raise wrong("messages", messages, "a list of at least one message is", "write [{role: user, content: ...}]")
@@ -57,67 +58,65 @@ class PromptReader:
             no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
             raise ApiError(400, f"messages: {no_template}")
         if taken := self.template.reserved(variables):
-            raise wrong("chat_template_kwargs", taken, "names of the template's own variables are", "leave it out")
+            raise wrong("chat_template_kwargs", taken, "variables of the template itself are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
-        turns = [turn(f"messages[{place}]", message) for place, message in enumerate(messages)]
+        turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
         try:
             tools = None if fields.tool_choice == "none" else fields.tools or None
             text = self.template.render(turns, tools, opens_answer, continued, variables)
-        except Exception as error:  # a template is a program of its own, and raises whatever it likes
+        except Exception as error:  # a template is a program, which may raise anything
             refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
             remedy = "messages that it can render are allowed; change their roles or their order"
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         return self.from_text(text, "messages", bool(fields.add_special_tokens))
 
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special` adds those that the tokenizer puts around every text."""
+        """The tokens of a text; `special` adds the tokens that the tokenizer puts around every text."""
         longest = self.max_positions * self.longest_token
         if len(text) > longest:
             given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
             raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
         return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
 
-    def from_prompt(self, given: str | list[int], special: bool) -> list[int]:
-        """One prompt of a completion; `special` is that of `from_text`."""
-        tokens = self.from_text(given, "prompt", special) if isinstance(given, str) else given
+    def from_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
+        """One prompt of a completion; `special` as in `from_text`."""
+        tokens = self.from_text(prompt, "prompt", special) if isinstance(prompt, str) else prompt
         self.check_tokens("prompt", tokens)
         if not tokens:
-            raise wrong("prompt", given, "at least one token is", "write a prompt that is not empty")
+            raise wrong("prompt", prompt, "at least one token is", "write a prompt that is not empty")
         return tokens
 
     def check_tokens(self, name: str, tokens: list[int]) -> None:
-        """Raise ApiError for an id that is no token of the target."""
+        """Raise ApiError for an id outside the target's vocabulary."""
         if outside := next((token for token in tokens if not 0 <= token < self.vocab_size), None):
             allowed = f"token ids 0 to {self.vocab_size - 1} are"
             raise wrong(name, outside, allowed, "encode it with the target's tokenizer")
 
 
 def turn(name: str, message: Message) -> dict[str, Any]:
-    """A message as templates take it; `name` is its place in the request."""
-    found = message.model_dump(exclude_none=True)
-    content = found.get("content", "" if message.tool_calls else None)
+    """A message as templates take it; `name` is its path in the request."""
+    fields = message.model_dump(exclude_none=True)
+    content = fields.get("content", "" if message.tool_calls else None)
     if content is None:
         raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
-    found["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if not found.pop("tool_calls", []):
-        return found
-    return {**found, "tool_calls": read_calls(f"{name}.tool_calls", message.tool_calls or [])}
+    fields["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
+    if fields.pop("tool_calls", []):
+        fields["tool_calls"] = [
+            with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls or [])
+        ]
+    return fields
 
 
-def read_calls(name: str, given: list[Any]) -> list[Any]:
-    """Earlier tool calls with their arguments as objects, as templates expect them, and the client's order of keys."""
-    found = []
-    for place, call in enumerate(given):
-        if not has_function(call):
-            raise wrong(f"{name}[{place}]", call, "an object with function.name is", "give back the server's call")
-        arguments = call["function"].get("arguments", {})
-        try:
-            read = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            field = f"{name}[{place}].function.arguments"
-            raise wrong(field, arguments, "a JSON object in a string is", "correct it") from None
-        found.append({**call, "function": {**call["function"], "arguments": read}})
-    return found
+def with_arguments(name: str, call: Any) -> Any:
+    """An earlier tool call with its arguments as an object, as templates expect them, in the client's order of keys."""
+    if not has_function(call):
+        raise wrong(name, call, "an object with function.name is", "give back the server's call")
+    arguments = call["function"].get("arguments", {})
+    try:
+        parsed = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise wrong(f"{name}.function.arguments", arguments, "a JSON object in a string is", "correct it") from None
+    return {**call, "function": {**call["function"], "arguments": parsed}}
 
 
 @dataclass(frozen=True)
@@ -126,13 +125,13 @@ class ToolCalls:
 
     schemas: dict[str, Any] = field(default_factory=dict)  # of the arguments, by the tools' names
     is_forced: bool = False  # the answer is a call
-    is_named: bool = False  # the request says of which tool
+    is_named: bool = False  # the request names the tool
     only_one: bool = False
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A request as it was read. Its choices are those of the first prompt, then of the next."""
+class Encoded:
+    """A request for the decode loop. Its choices are in the order of its prompts."""
 
     fields: ChatRequest | CompletionRequest
     prompts: list[list[int]]
@@ -146,91 +145,88 @@ class Wanted:
         return isinstance(self.fields, CompletionRequest) and self.fields.echo
 
 
-class RequestReader:
-    """Reads requests for one target; a field that does not fit it raises ApiError, or ValueError beginning with it."""
+class RequestEncoder:
+    """Encodes requests for one target; raises ApiError, or ValueError beginning with the field, for a wrong field."""
 
-    def __init__(self, target: TargetModel, prompts: PromptReader, defaults: TargetDefaults, most_choices: int) -> None:
-        """A request may ask for `most_choices` choices."""
-        self.target, self.prompts, self.defaults, self.most_choices = target, prompts, defaults, most_choices
+    def __init__(self, target: TargetModel, prompts: PromptEncoder, defaults: TargetDefaults, max_choices: int) -> None:
+        """A request may ask for `max_choices` choices."""
+        self.target, self.prompts, self.defaults, self.max_choices = target, prompts, defaults, max_choices
         self.vocab_size = target.config.vocab_size
 
-    def read(self, fields: ChatRequest | CompletionRequest) -> Wanted:
+    def encode(self, fields: ChatRequest | CompletionRequest) -> Encoded:
         if isinstance(fields, ChatRequest):
             prompts, alternatives = self.chat(fields), fields.top_logprobs if fields.logprobs else None
         else:
             prompts, alternatives = self.completion(fields), fields.logprobs
         self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
-        text = partial(visible_text_of if fields.skip_special_tokens else text_of, self.prompts.tokenizer)
+        tokenizer = self.prompts.tokenizer
+        text = partial(visible_text_of if fields.skip_special_tokens else text_of, tokenizer)
         stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop)
-        shows_all = any(spells_special_token(self.prompts.tokenizer, stop) for stop in stops)
-        searched = partial(text_of, self.prompts.tokenizer) if shows_all else text
+        searches_all = any(spells_special_token(tokenizer, stop) for stop in stops)
+        stop = StopStrings(stops, partial(text_of, tokenizer) if searches_all else text) if stops else None
         ends = (*(() if fields.ignore_eos else self.target.end_tokens), *sorted({*fields.stop_token_ids}))
         seed = secrets.randbelow(RANDOM_SEEDS) if fields.seed is None else fields.seed
         if seed + fields.n > 2**63:
-            allowed = f"at most 2^63 - {fields.n}, as n = {fields.n} choices count on from it, is"
+            allowed = f"at most 2^63 - {fields.n} is, because the n = {fields.n} choices count up from it,"
             raise wrong("seed", seed, allowed, "lower it")
         calls = self.tool_calls(fields)
         sampling, grammar = self.sampling(fields), self.form(fields, calls)
-        least = fields.min_tokens if "min_tokens" in fields.model_fields_set else None
-        rooms = [self.room(prompt, fields) for prompt in prompts]
+        min_tokens = fields.min_tokens if "min_tokens" in fields.model_fields_set else None
+        lengths = [self.max_new_tokens(prompt, fields) for prompt in prompts]
         requests = [
             Request(
                 prompt,
-                room,
+                length,
                 replace(sampling, seed=seed + copy),
-                StopStrings(stops, searched) if stops else None,
+                stop,
                 alternatives is not None,
                 ends,
                 fields.priority,
                 alternatives=alternatives or 0,
                 show_trees=fields.headstart.trees,
-                constraint=self.defaults.rules(prompt, room, ends, least, grammar),
+                constraint=self.defaults.rules(prompt, length, ends, min_tokens, grammar),
                 speculative=fields.speculative,
                 prompt_logprobs=isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
             )
-            for prompt, room in zip(prompts, rooms, strict=True)
+            for prompt, length in zip(prompts, lengths, strict=True)
             for copy in range(fields.n)
         ]
-        return Wanted(fields, prompts, requests, seed, text, calls)
+        return Encoded(fields, prompts, requests, seed, text, calls)
 
     def chat(self, fields: ChatRequest) -> list[list[int]]:
         if fields.top_logprobs and not fields.logprobs:
-            raise wrong("top_logprobs", fields.top_logprobs, "0 is, as logprobs is not true,", "set logprobs to true")
+            allowed = "without logprobs true, only 0 is"
+            raise wrong("top_logprobs", fields.top_logprobs, allowed, "set logprobs to true")
         self.check_choices(1, fields.n)
         return [self.prompts.from_chat(fields)]
 
     def completion(self, fields: CompletionRequest) -> list[list[int]]:
         if fields.return_token_ids and fields.stream:
-            raise wrong("return_token_ids", True, "only false is, as stream is true,", "leave one of them out")
+            raise wrong("return_token_ids", True, "with stream true, only false is", "leave one of the two out")
         if fields.max_tokens == 0 and not fields.echo:
             raise wrong("max_tokens", 0, "a whole number of at least 1, or 0 with echo, is", "raise it")
-        given: Any = fields.prompt
-        is_one = isinstance(given, str) or not given or isinstance(given[0], int)
-        prompts = [given] if is_one else given
+        prompt: Any = fields.prompt
+        is_one = isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)
+        prompts = [prompt] if is_one else prompt
         self.check_choices(len(prompts), fields.n)
         return [self.prompts.from_prompt(each, fields.add_special_tokens) for each in prompts]
 
     def check_choices(self, prompts: int, copies: int) -> None:
-        """Raise ApiError, before any work is done, if a request asks for too many choices."""
-        if prompts * copies > self.most_choices:
+        """Raise ApiError if a request asks for too many choices, before its prompts are encoded."""
+        if prompts * copies > self.max_choices:
             name = "n" if copies > 1 else "prompt"
-            allowed = f"at most {self.most_choices} are allowed (--max-batch and --max-queue)"
-            raise ApiError(400, f"{name}: {prompts * copies} choices asked for, {allowed}; ask for fewer", name)
+            allowed = f"at most {self.max_choices} are allowed (--max-batch and --max-queue)"
+            raise ApiError(400, f"{name}: {prompts * copies} choices requested, {allowed}; request fewer", name)
 
     def sampling(self, fields: TextRequest) -> Sampling:
-        """The sampling parameters without seed: the target's own where the request names none."""
-        given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
-        if given.get("top_k") in (0, -1):
-            given["top_k"] = None
-        if given.get("temperature", 1) < 1e-8:  # logits would overflow; so small a one chooses the likeliest token
-            given["temperature"] = 0.0
+        """The sampling fields without the seed; the target's own for fields that the request leaves out."""
         bias = tuple(self.bias(token, value) for token, value in fields.logit_bias.items())
         check_bias(bias, self.vocab_size)
-        own = self.defaults.sampling
-        return replace(own, **given, logit_bias=(*own.logit_bias, *bias))
+        defaults, chosen = self.defaults.sampling, fields.model_dump(include=SAMPLING, exclude_none=True)
+        return replace(defaults, **chosen, logit_bias=(*defaults.logit_bias, *bias))
 
     def bias(self, token: str, value: Any) -> tuple[int, float]:
-        """Token ids come as strings, since JSON has no other keys."""
+        """Token ids come as strings, because JSON has no other keys."""
         last = self.vocab_size - 1
         if not token.isascii() or not token.isdigit() or len(token) > 10 or int(token) > last:
             raise wrong("logit_bias", token, f"token ids 0 to {last} are", "leave it out")
@@ -238,27 +234,27 @@ class RequestReader:
             raise wrong("logit_bias", value, f"-100 to 100 for token {token} is", "correct it or leave it out")
         return int(token), float(value)
 
-    def room(self, prompt: list[int], fields: ChatRequest | CompletionRequest) -> int:
-        """How many new tokens a prompt gets; raises ValueError for one that does not fit the context."""
-        name, most = "max_tokens", fields.max_tokens
+    def max_new_tokens(self, prompt: list[int], fields: ChatRequest | CompletionRequest) -> int:
+        """The longest answer to a prompt; raises ValueError if it does not fit the context."""
+        name, requested = "max_tokens", fields.max_tokens
         if isinstance(fields, ChatRequest) and fields.max_completion_tokens is not None:
-            name, most = "max_completion_tokens", fields.max_completion_tokens
+            name, requested = "max_completion_tokens", fields.max_completion_tokens
         left = self.target.max_positions - len(prompt)
-        check_length(self.target, prompt, max(left if most is None else most, 1), name)
-        limit = self.defaults.length(len(prompt), left) if most is None else most
+        check_length(self.target, prompt, max(left if requested is None else requested, 1), name)
+        limit = self.defaults.length(len(prompt), left) if requested is None else requested
         if fields.min_tokens > limit:
             allowed = f"at most the {limit} tokens of the longest answer are"
             raise wrong("min_tokens", fields.min_tokens, allowed, "lower it")
-        return max(limit, 1)  # where no answer is wanted, the engine still writes a token, which is not shown
+        return max(limit, 1)  # for a limit of 0 the decode loop still writes a token, which is not shown
 
     def tool_calls(self, fields: TextRequest) -> ToolCalls:
         if not isinstance(fields, ChatRequest) or fields.tool_choice == "none":
             return ToolCalls()
         choice, functions = fields.tool_choice, [tool["function"] for tool in fields.tools]
-        given = {each["name"]: each.get("parameters") for each in functions}
-        schemas = {name: NO_ARGUMENTS if schema is None else schema for name, schema in given.items()}
+        parameters = {each["name"]: each.get("parameters") for each in functions}
+        schemas = {name: NO_ARGUMENTS if schema is None else schema for name, schema in parameters.items()}
         if choice != "auto" and not schemas:
-            raise wrong("tool_choice", choice, "auto or none is, as there are no tools,", "give tools")
+            raise wrong("tool_choice", choice, "without tools, auto or none is", "give tools")
         if not isinstance(choice, NamedTool):
             return ToolCalls(schemas, choice == "required", only_one=not fields.parallel_tool_calls)
         if (name := choice.function.name) not in schemas:
@@ -266,23 +262,23 @@ class RequestReader:
         return ToolCalls({name: schemas[name]}, is_forced=True, is_named=True, only_one=True)
 
     def form(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:
-        """The form of the text, which goes with a least length of the target but not of the request."""
+        """The form of the text. The target's own minimum length applies with a form, the request's does not."""
         grammar = self.grammar(fields, calls)
         if grammar is not None:
-            allowed = "is with a format, which itself says where a text may end,"
+            because = "with a format, which says itself where a text may end,"
             if fields.ignore_eos:
-                raise wrong("ignore_eos", True, f"only false {allowed}", "leave it out")
+                raise wrong("ignore_eos", True, f"{because} only false is", "leave it out")
             if fields.min_tokens:
-                raise wrong("min_tokens", fields.min_tokens, f"only 0 {allowed}", "leave it out")
+                raise wrong("min_tokens", fields.min_tokens, f"{because} only 0 is", "leave it out")
         return grammar
 
     def grammar(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:
-        format_, own = fields.response_format, fields.structured_outputs
-        given = [name for name in ("json_", "regex", "choice") if getattr(own, name) not in (None, [])]
+        format_, outputs = fields.response_format, fields.structured_outputs
+        given = [name for name in ("json_", "regex", "choice") if getattr(outputs, name) not in (None, [])]
         if len(given) + (format_.type != "text") > 1:
             raise wrong("structured_outputs", given, "one format is", "leave the others out")
         if given and calls.is_forced:
-            allowed = "none is, as tool_choice forces a call,"
+            allowed = "with a tool_choice that forces a call, none is"
             raise wrong("structured_outputs", given, allowed, "leave one of the two out")
         name = "response_format.json_schema.schema"
         if format_.type == "json_schema" and format_.json_schema.schema_ is None:
@@ -290,14 +286,14 @@ class RequestReader:
         schema = format_.json_schema.schema_ if format_.type == "json_schema" else {"type": "object"}
         is_json = format_.type != "text"
         content = self.grammars.json_schema(schema, name) if is_json else None
-        if calls.is_forced or (calls.schemas and is_json):  # a format binds what is written in place of calls
+        if calls.is_forced or (calls.schemas and is_json):  # the format applies to answers without calls
             otherwise = schema if is_json and not calls.is_forced else None
             return self.grammars.tool_calls(calls.schemas, calls.only_one, otherwise)
         if content is not None:
             return content
-        if own.json_ is not None:
-            return self.grammars.json_schema(own.json_, "structured_outputs.json")
-        regex = "|".join(map(re.escape, own.choice)) if own.choice else own.regex
+        if outputs.json_ is not None:
+            return self.grammars.json_schema(outputs.json_, "structured_outputs.json")
+        regex = "|".join(map(re.escape, outputs.choice)) if outputs.choice else outputs.regex
         return None if regex is None else self.grammars.regex(regex, f"structured_outputs.{given[0]}")
 
     @cached_property

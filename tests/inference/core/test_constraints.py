@@ -27,11 +27,10 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.api.constraints import Grammar, Grammars
@@ -50,7 +49,7 @@ SCHEMA = {
 }
 DIGITS = r"[0-9]{1,3}(-[0-9]{2}){2}"
 GROWTH = Dynamic(4, 3, 12)
-LIMITS = TreeLimits(depth=5, width=3, nodes=12)
+LIMITS = Growth(depth=5, width=3, nodes=12)
 WRITTEN = '{"kind": "dog", "age": 7, "tame": false}{"kind": "cow", "age": 123, "tame": true}'
 
 
@@ -119,7 +118,7 @@ def plain(target: TargetModel, ruled: list[Request]) -> list[Generation]:
     "name",
     slow_unless(
         ("head of 40 tokens", "draft model", "prompt lookup"),
-        ["head", "head of 40 tokens", "draft model", "prompt lookup", "corpus lookup"],
+        ["head", "head of 40 tokens", "draft model", "prompt lookup"],
     ),
 )
 @pytest.mark.parametrize("static", [False, True])
@@ -133,7 +132,6 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
         "head of 40 tokens": HeadDrafter(head_of(target, vocab), GROWTH),
         "draft model": ModelDrafter(noisy_copy(target, 0.03), GROWTH, target),
         "prompt lookup": Lookup(LIMITS),
-        "corpus lookup": Lookup(LIMITS, SuffixAutomaton([build_tokenizer()(WRITTEN)["input_ids"]])),
     }
     found = generate_batch(target, ruled, drafters[name], 4, static)
     assert [each.tokens for each in found] == [each.tokens for each in plain]
@@ -176,7 +174,7 @@ def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: 
     drafters: dict[str, Drafter] = {
         "head without these tokens": HeadDrafter(head_of(target, others), Dynamic.chain(4)),
         "block head without these tokens": head_drafter(block_head.requires_grad_(False), Dynamic.chain(4)),
-        "lookup": Lookup(TreeLimits(depth=4, width=3, nodes=12)),
+        "lookup": Lookup(Growth(depth=4, width=3, nodes=12)),
     }
     request = Request([5, 6], 40, constraint=grammars.regex("9876543210" * 3), end_tokens=(0,))
     found = generate_batch(target, [request], drafters[name])[0]

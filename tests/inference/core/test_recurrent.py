@@ -16,8 +16,8 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import first_path
 from headstart.inference.drafters.build import build_drafter
+from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Lookup
-from headstart.inference.drafters.repeats import TreeLimits
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefixes import BLOCK
 from headstart.inference.targets import check, passes
@@ -98,7 +98,7 @@ def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel)
         Request(PROMPTS[1], NEW, Sampling(1.0, seed=2), constraint=NoThirds()),
         Request(PROMPTS[2], NEW, Sampling(0.8, top_p=0.9, seed=3), speculative=False),
     ]
-    drafter = Lookup(TreeLimits(depth=4, width=2, nodes=8))
+    drafter = Lookup(Growth(depth=4, width=2, nodes=8))
     together = generate_batch(stateful, asked, drafter, 3)
     assert [each.tokens for each in together] == [generate_batch(stateful, [each])[0].tokens for each in asked]
     assert together[0].stats.drafted
@@ -219,7 +219,7 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     source = TargetSection(path="lfm2", dtype="float32")
     drafter = build_drafter(section, target, source)
     assert isinstance(drafter, Lookup)
-    assert drafter.limits.width == 1
+    assert drafter.growth.width == 1
     said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps recurrent states"
     assert said in capfd.readouterr().err
 

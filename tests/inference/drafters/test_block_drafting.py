@@ -24,7 +24,7 @@ from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import BlockDrafter, head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import BlockSection
@@ -52,7 +52,7 @@ SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1)
 def test_a_drafted_tree_equals_the_naive_one(
     target: TargetModel,
     make_head: MakeHead,
-    growth: Growth,
+    growth: GrowthPolicy,
     sampling: Sampling,
     shape: dict[str, Any],
     vocab_size: int,
@@ -71,7 +71,7 @@ def test_a_drafted_tree_equals_the_naive_one(
 @shapes
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
-    target: TargetModel, make_head: MakeHead, growth: Growth, shape: dict[str, Any], static: bool
+    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy, shape: dict[str, Any], static: bool
 ) -> None:
     """Rows differ in length, in sampling and in how many draft tokens remain. The last row can use none."""
     head = make_head("block", **shape)
@@ -90,7 +90,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
 @growths
 @shapes
 def test_a_tree_does_not_depend_on_how_the_text_became_certain(
-    target: TargetModel, make_head: MakeHead, growth: Growth, shape: dict[str, Any]
+    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy, shape: dict[str, Any]
 ) -> None:
     """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      the blocks after 4, 5 and 8 leave no trace
 

@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +21,17 @@ from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.build import build_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed
-from headstart.inference.drafters.lookup import Lookup, SuffixAutomaton
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Continuations, TreeLimits, Trie
+from headstart.inference.drafters.repeats import Continuations, Trie
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 MakeModel = Callable[..., LlamaForCausalLM]
 NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
-LIMITS = TreeLimits(depth=5, width=3, nodes=12)
+LIMITS = Growth(depth=5, width=3, nodes=12)
 # The chain of the likeliest token at each of four depths, with branches.
 BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))
 PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -99.0),), seed=7)
@@ -64,13 +64,12 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
     )
 
 
-def drafters(target: TargetModel, draft: TargetModel, corpus: Sequence[list[int]]) -> dict[str, Drafter]:
+def drafters(target: TargetModel, draft: TargetModel) -> dict[str, Drafter]:
     return {
         "draft model, chain": ModelDrafter(draft, Dynamic.chain(4), target),
         "draft model, tree": ModelDrafter(draft, Dynamic(4, 3, 9), target),
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "prompt lookup": Lookup(LIMITS),
-        "corpus lookup": Lookup(LIMITS, SuffixAutomaton(corpus)),
     }
 
 
@@ -80,19 +79,18 @@ def plain(target: TargetModel) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def made(target: TargetModel, plain: list[list[int]]) -> dict[str, Drafter]:
-    corpus = [request.prompt + text for request, text in zip(REQUESTS, plain, strict=True)]
-    return drafters(target, noisy_copy(target, 0.03), corpus)
+def made(target: TargetModel) -> dict[str, Drafter]:
+    return drafters(target, noisy_copy(target, 0.03))
 
 
-NAMES = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "prompt lookup", "corpus lookup")
-# Without acceptance the law below would test little. The corpus holds the very texts, so it must do well; the texts of
-# a random model repeat little, so prompt lookup has no such bound.
-LEAST_ACCEPTANCE_LENGTH = {"draft model, chain": 1.3, "draft model, tree": 1.3, "corpus lookup": 3.0}
+NAMES = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "prompt lookup")
+# Without acceptance the law below would test little. The texts of a random model repeat little, so prompt lookup has no
+# such bound.
+LEAST_ACCEPTANCE_LENGTH = {"draft model, chain": 1.3, "draft model, tree": 1.3}
 
 
 # The others draft in one batch below, with any family.
-@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "corpus lookup"), NAMES))
+@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "prompt lookup"), NAMES))
 def test_every_drafter_yields_the_text_of_plain_decoding(
     target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
 ) -> None:
@@ -114,7 +112,7 @@ def test_every_drafter_works_with_every_model_family(family: str) -> None:
     prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2)]
     requests = [Request(prompt, 6, next(samplings)) for prompt in prompts]
     wanted = [generate(target, request.prompt, 6, request.sampling).tokens for request in requests]
-    for name, drafter in drafters(target, draft, prompts).items():
+    for name, drafter in drafters(target, draft).items():
         found = generate_batch(target, requests, drafter, 3)
         assert [generation.tokens for generation in found] == wanted, name
         if name == "draft model, chain":  # it equals the target, so every draft token is accepted
@@ -181,18 +179,18 @@ def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[
 
 def test_prompt_lookup_follows_the_longest_ngram_and_prefers_the_latest() -> None:
     text = [1, 2, 3, 9, 9, 7, 2, 3, 5, 8, 2, 3, 4, 1, 2, 3]
-    chain = Lookup(TreeLimits(3, 1, 3), ngram=3)
+    chain = Lookup(Growth(3, 1, 3), ngram=3)
     assert drafted_paths(chain, text) == {(9,), (9, 9), (9, 9, 7)}  # 1 2 3 occurred once before
-    bigrams = Lookup(TreeLimits(3, 1, 3), ngram=2)
+    bigrams = Lookup(Growth(3, 1, 3), ngram=2)
     assert drafted_paths(bigrams, text) == {(4,), (4, 1), (4, 1, 2)}  # 2 3 occurred three times before
-    wide = drafted_paths(Lookup(TreeLimits(2, 3, 6), ngram=2), text)
+    wide = drafted_paths(Lookup(Growth(2, 3, 6), ngram=2), text)
     assert wide == {(4,), (5,), (9,), (4, 1), (5, 8), (9, 9)}
     assert drafted_paths(chain, text, remaining=1) == {(9,)}
     assert drafted_paths(chain, [1, 2, 3]) == set()
 
 
 def test_prompt_lookup_continues_a_repetition_beyond_the_end_of_the_text() -> None:
-    assert drafted_paths(Lookup(TreeLimits(5, 1, 5), ngram=2), [3, 1, 2, 1, 2]) == {
+    assert drafted_paths(Lookup(Growth(5, 1, 5), ngram=2), [3, 1, 2, 1, 2]) == {
         (1, 2, 1, 2, 1)[:n] for n in range(1, 6)
     }
 
@@ -211,33 +209,13 @@ def test_continuations_match_a_naive_search() -> None:
             assert [place for place, _ in places.places] == (matches[best][::-1] if best else [])
 
 
-def test_a_suffix_automaton_counts_every_substring() -> None:
-    corpus = [torch.randint(3, (length,)).tolist() for length in (40, 1, 25, 40)] + [[0, 1, 2]]
-    automaton = SuffixAutomaton(corpus)
-    assert len(automaton) < 2 * sum(map(len, corpus)) + 2
-    for _ in range(60):
-        query = torch.randint(3, (12,)).tolist()
-        state, length = automaton.match(query)
-        places = {n: ends_of(corpus, query[12 - n :]) for n in range(1, 13)}
-        assert length == max((n for n in places if places[n]), default=0)
-        followed = [text[end] for text, end in places[length] if end < len(text)]
-        found = {token: count for token, count, _ in automaton.followed_by(state)}
-        assert found == {token: followed.count(token) for token in set(followed)}
-
-
-def ends_of(corpus: list[list[int]], wanted: list[int]) -> list[tuple[list[int], int]]:
-    """Every occurrence of these tokens in a corpus: the text and the index after them."""
-    size = len(wanted)
-    return [(text, i + size) for text in corpus for i in range(len(text) - size + 1) if text[i : i + size] == wanted]
-
-
 def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
     """Gumbel noise decides among tokens that followed equally often, as it will decide the target's choice."""
-    automaton = SuffixAutomaton([[1, token] for token in range(10, 90)])
-    drafter, first = Lookup(TreeLimits(1, 1, 1), automaton), set()
+    text = [token for follower in range(10, 70) for token in (1, follower)] + [5, 1]
+    drafter, first = Lookup(Growth(1, 1, 1), ngram=1), set()
     for seed in range(8):
-        verified = verified_text([5, 1], 99, Sampling(1.0, seed=seed))
-        gumbel = verified.sampling.gumbel(torch.tensor([[2]]), torch.arange(10, 90))[0, 0]
+        verified = verified_text(text, 99, Sampling(1.0, seed=seed))
+        gumbel = verified.sampling.gumbel(torch.tensor([[len(text)]]), torch.arange(10, 70))[0, 0]
         assert paths(drafter.draft(verified, NO_CACHE))[0] == {(10 + int(gumbel.argmax()),)}
         first.add(int(gumbel.argmax()))
     assert len(first) > 4
@@ -249,8 +227,8 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
     root 1 - 2 (.9) - 4 (.9)
           \\- 3 (.1) - 5 (.1)
     """
-    automaton = SuffixAutomaton([[1, 2, 4]] * 9 + [[1, 3, 5]])
-    drafted = [drafted_paths(Lookup(TreeLimits(2, 2, nodes), automaton), [7, 1]) for nodes in (1, 2, 3, 4)]
+    text = [1, 2, 4] * 9 + [1, 3, 5, 7, 1]
+    drafted = [drafted_paths(Lookup(Growth(2, 2, nodes), ngram=1), text) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
 
 
@@ -269,15 +247,12 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
         build_tokenizer().save_pretrained(folder)
     (tmp_path / "config.json").write_text((target_folder / "config.json").read_text())
     (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes())
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text('{"id": 0, "tokens": [1, 2, 3]}\n{"prompt": [1, 2], "response": [4]}\n')
 
     def build(**fields: Any) -> Any:
         return build_drafter(DecodeSection(**fields), target, source)
 
-    assert build(drafter="prompt_lookup").limits == TreeLimits(5, 4, 16)
-    assert build(drafter="prompt_lookup", growth="chain", depth=3).limits == TreeLimits(3, 1, 3)
-    assert build(drafter="suffix", corpus=corpus).automaton.match([9, 2])[1] == 1
+    assert build(drafter="prompt_lookup").growth == Growth(5, 4, 16)
+    assert build(drafter="prompt_lookup", growth="chain", depth=3).growth == Growth(3, 1, 3)
     drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="chain", depth=2)
     assert isinstance(drafter, ModelDrafter)
     assert drafter.growth == Dynamic.chain(2)
@@ -288,30 +263,14 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match=r"decode\.draft_model: .* has another tokenizer than .*, the target"):
         build(drafter="draft_model", draft_model=str(tmp_path))
-    bad = {
-        '{"text": "no tokens"}': r"fields \['text'\] given, tokens or prompt and response are allowed",
-        '{"tokens": "abc"}': "tokens is 'abc', a list of the target's token ids is allowed",
-        '{"prompt": [1], "response": "b"}': "response is 'b', a list of the target's token ids is allowed",
-        '{"tokens": [1, 500]}': "tokens holds 500, token ids 0 to 96 of the target are allowed; encode the text with",
-        '{"prompt": [-1], "response": [2]}': "prompt holds -1, token ids 0 to 96",
-        '{"tokens": [1.5]}': "tokens holds 1.5, token ids 0 to 96",
-    }
-    for row, message in bad.items():
-        corpus.write_text('{"tokens": [1]}\n' + row)
-        with pytest.raises(ValueError, match=rf"decode\.corpus: row 2 of .*corpus\.jsonl: {message}"):
-            build(drafter="suffix", corpus=corpus)
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
-        ({"drafter": "suffix"}, "drafter suffix needs corpus; give decode.corpus"),
         ({"drafter": "prompt_lookup", "growth": "cost_aware"}, "growth cost_aware needs a trained head"),
-        (
-            {"drafter": "suffix", "corpus": "x", "repeats": 4},
-            "repeats needs drafter head and acceptance seeded",
-        ),
+        ({"drafter": "prompt_lookup", "repeats": 4}, "repeats needs drafter head and acceptance seeded"),
         (
             {"acceptance": "rejection", "growth": "chain", "repeats": 4},
             "head with rejection is given; write repeats: 0",

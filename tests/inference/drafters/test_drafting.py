@@ -15,7 +15,7 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Move
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import growth_from_recipe
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
@@ -39,7 +39,7 @@ growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", 
 def test_a_drafted_tree_equals_the_naive_one(
     target: TargetModel,
     make_head: MakeHead,
-    growth: Growth,
+    growth: GrowthPolicy,
     sampling: Sampling,
     shape: dict[str, Any],
     vocab_size: int,
@@ -57,7 +57,7 @@ def test_a_drafted_tree_equals_the_naive_one(
 @growths
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
-    target: TargetModel, head: Eagle3Head, growth: Growth, static: bool
+    target: TargetModel, head: Eagle3Head, growth: GrowthPolicy, static: bool
 ) -> None:
     """Rows differ in length, in sampling and in how many draft tokens remain. The last row can use none."""
     drafter, texts = HeadDrafter(head, growth), [TEXT, *OTHER_TEXTS, [7, 8]]
@@ -73,7 +73,7 @@ def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
 
 @growths
 def test_a_tree_does_not_depend_on_how_the_text_became_certain(
-    target: TargetModel, make_head: MakeHead, growth: Growth
+    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy
 ) -> None:
     """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      what was drafted after 4, 5 and 8 leaves no trace
 
@@ -170,6 +170,6 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) 
     ids=["chain", "dynamic", "chain for rejection"],
 )
 def test_a_recipe_chooses_how_trees_grow(
-    target: TargetModel, head: Eagle3Head, section: dict[str, Any], wanted: Growth
+    target: TargetModel, head: Eagle3Head, section: dict[str, Any], wanted: GrowthPolicy
 ) -> None:
     assert growth_from_recipe(DecodeSection(**section), target, head) == wanted

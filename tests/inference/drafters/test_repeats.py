@@ -163,10 +163,9 @@ def test_costs_decide_how_many_repeats_are_verified() -> None:
     assert growth.is_worth(4, 0.51)
 
 
-def test_the_step_watch_hears_of_all_nodes_that_were_verified(target: TargetModel, make_head: MakeHead) -> None:
+def test_the_cost_table_learns_from_all_nodes_that_were_verified(target: TargetModel, make_head: MakeHead) -> None:
     growth, seen = CostAware(3, 3, 8, SetCosts()), []
-    growth.watch.costs.observe_target = lambda at, nodes, seconds: seen.append(nodes)  # type: ignore[method-assign]
-    found = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))
-    # Of the last step it is never told.
-    assert found.stats.drafted - 8 - 8 <= sum(seen) - len(seen) <= found.stats.drafted
-    assert max(seen) > 3 + 1
+    growth.costs.observe = lambda drafted, seconds: seen.append(drafted.nodes - 1)  # type: ignore[method-assign]
+    generation = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))
+    assert sum(seen) == generation.stats.drafted
+    assert max(seen) > 3

@@ -15,7 +15,7 @@ from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
 from headstart.inference.engine.prefill import read_chunk, read_prompts
@@ -330,7 +330,7 @@ def test_rejection_sampling_without_proposals_is_plain_decoding(target: TargetMo
 
 
 @pytest.mark.parametrize("growth", [Dynamic.chain(3), Dynamic(3, 3, 8)], ids=["chain", "tree"])
-def test_rejection_sampling_refuses_a_dynamic_tree(target: TargetModel, head: Eagle3Head, growth: Growth) -> None:
+def test_rejection_sampling_refuses_a_dynamic_tree(target: TargetModel, head: Eagle3Head, growth: GrowthPolicy) -> None:
     with pytest.raises(ValueError, match=r"decode\.growth: a dynamic tree chooses its nodes after it has drawn them"):
         generate_batch(target, with_rule("rejection"), HeadDrafter(head, growth))
 
@@ -342,7 +342,7 @@ def five_token_target(make_model: MakeModel) -> TargetModel:
     return TargetModel(make_model(vocab_size=5, initializer_range=0.25, intermediate_size=16, **sizes), (0, 1))
 
 
-def chi_square(target: TargetModel, growth: Growth, sampling: Sampling, num_texts: int) -> float:
+def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, num_texts: int) -> float:
     """The chi-square statistic of the second and third new tokens against their exact probabilities."""
     sizes = Eagle3Shape(
         hidden_size=16, intermediate_size=16, num_heads=1, num_kv_heads=1, head_dim=16, taps=target.taps
@@ -377,6 +377,6 @@ def test_texts_by_rejection_sampling_have_the_targets_distribution(five_token_ta
 @pytest.mark.parametrize("rule", ["rejection", "seeded"])
 @pytest.mark.parametrize("growth", [Fixed.chain(2), SHALLOW], ids=["chain", "tree"])
 def test_many_sampled_texts_have_the_targets_distribution(
-    five_token_target: TargetModel, growth: Growth, rule: Any, sampling: Sampling
+    five_token_target: TargetModel, growth: GrowthPolicy, rule: Any, sampling: Sampling
 ) -> None:
     assert chi_square(five_token_target, growth, replace(sampling, rule=rule), 2_000) < CHI_SQUARE_999[24]

@@ -81,7 +81,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
     requests = [Request([*SYSTEM, *range(number, 3 * number)], 9) for number in range(1, 6)]
     requests[2] = replace(requests[2], speculative=False)
     loop = DecodeLoop(target, drafter, 3, prefix_memory=MEBIBYTE)
-    loop.pace.chunk = 4
+    loop.schedule.chunk_with_rows = 4
     for request in requests:
         loop.submit(request)
     finish(loop)
@@ -137,7 +137,7 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         loop.submit(Request([7], 60))
         loop.step()
         loop.step()
-        loop.pace.chunk = 512
+        loop.schedule.chunk_with_rows = 512
     requests = [Request([*SYSTEM, *rest], 3) for rest in ([60], [61], [62, *range(30)])] + [
         Request([*range(70, 80)], 3)
     ]

@@ -474,10 +474,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], Says]] = {
         {"head": None, "decode": "target as the draft model"},
         Says("target", "its tokenizer cannot be loaded", "tokenizer.json", "copy or download them again"),
     ),
-    "a corpus that does not exist": (
-        {"head": None, "decode": decode(drafter="suffix", corpus=Path("none.jsonl"))},
-        Says("decode.corpus", "none.jsonl", "a JSONL file", "prompts/train.jsonl"),
-    ),
 }
 
 
@@ -551,7 +547,7 @@ def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
     says = Says("hidden_size: head 64, target 32", "vocab_size: head 5, target 97", "of these sizes", "train one for")
     assert_raises(lambda: headstart.load_head(tmp_path / "head", folders["target"]), says)
     other = replace(frozen, config=replace(frozen.config, num_layers=9))
-    says = Says("num_hidden_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
+    says = Says("target_num_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
     assert_raises(lambda: load_head_for(folders["head"], other), says)
 
 

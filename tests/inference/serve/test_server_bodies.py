@@ -192,7 +192,7 @@ def ask_for_anything(server: Running, count: int) -> None:
         client.close()
     assert len(texts) == 1, texts
     assert count < MANY or sum(answered) > 0.2 * len(answered), "nearly all were refused, so little was checked"
-    assert server.service.engine.failures == 0
+    assert server.service.worker.failures == 0
 
 
 def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from headstart.heads.target_config import TargetConfig
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.serve import command
 from headstart.inference.serve.options import serve_options
-from headstart.inference.serve.worker import Engine
+from headstart.inference.serve.worker import Worker
 from headstart.recipes.schema import DecodeSection
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -186,14 +186,14 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
         return served.make_loop()
 
     async def run() -> None:
-        engine = Engine(served.thread, make_loop, lambda job, event: None)  # type: ignore[arg-type]
-        assert not engine.alive
-        engine.start()
-        assert engine.alive
-        engine.stop()
-        assert not engine.alive
-        with pytest.raises(RuntimeError):  # a second engine on an ended thread would wait forever
-            Engine(served.thread, make_loop, lambda job, event: None).start()
+        worker = Worker(served.thread, make_loop, lambda job, event: None)  # type: ignore[arg-type]
+        assert not worker.alive
+        worker.start()
+        assert worker.alive
+        worker.stop()
+        assert not worker.alive
+        with pytest.raises(RuntimeError):  # a second worker on an ended thread would wait forever
+            Worker(served.thread, make_loop, lambda job, event: None).start()
 
     asyncio.run(run())
     assert len(seen) == 2

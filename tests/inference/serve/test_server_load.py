@@ -95,7 +95,7 @@ def check(server: Running, count: int, seed: int) -> None:
     while service.open:  # the engine lets go of the last ones after its step
         pass
     assert service.running == service.waiting == 0
-    assert service.engine.prefixes[1] > 0
+    assert service.worker.prefixes[1] > 0
 
 
 @pytest.mark.slow

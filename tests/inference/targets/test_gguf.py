@@ -25,12 +25,12 @@ from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.kernels.products import eight_bits_of, library
-from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, OLDEST, unpack
+from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, TRANSFORMERS_MIN, unpack
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 needs_reader = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
+    tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_MIN, reason="GGUF needs transformers 5.18"
 )
 HAS_KERNELS = library() is not None  # compiled into the user's cache, before tests get caches of their own
 # Names of the tensors of a layer: transformers', then GGUF's.
@@ -222,7 +222,7 @@ def test_a_missing_file_names_its_field() -> None:
 @needs_reader
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"PK\3\4 a zip file", "this is no GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "no GGUF file")],
+    [(b"PK\3\4 a zip file", "it is not a GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "not a GGUF file")],
 )
 def test_a_broken_file_is_named_and_leaves_nothing(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "broken.gguf"

@@ -29,10 +29,10 @@ from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Repeats, TreeLimits
+from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
@@ -51,7 +51,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "dspark": {"kind": "block", "markov_rank": 8},
     "dflash": {"kind": "block", "sample_from_anchor": False},
 }
-GROWTHS: dict[str, Growth] = {
+GROWTHS: dict[str, GrowthPolicy] = {
     "chain": Dynamic.chain(3),
     "dynamic": Dynamic(3, 4, 9),
     "fixed": Fixed(((0,), (1,), (0, 0), (0, 1))),
@@ -149,7 +149,7 @@ def test_tensors_of_different_devices_do_not_mix(cuda: Seen, name: str) -> None:
 
 
 def assert_captured(
-    cuda: Seen, make_model: MakeModel, head: DraftHead | None, growth: Growth, samplings: list[Sampling]
+    cuda: Seen, make_model: MakeModel, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
 ) -> None:
     """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
     head = None if head is None else copy.deepcopy(head).to(CUDA)
@@ -212,7 +212,7 @@ def test_a_captured_step_serves_these_batches_and_no_others(target: TargetModel)
 Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
 
 
-def with_head(growth: Growth, repeats: int = 0, **kind: Any) -> Build:
+def with_head(growth: GrowthPolicy, repeats: int = 0, **kind: Any) -> Build:
     def build(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
         head = copy.deepcopy(make_head(**kind)).to(target.device)
         return head_drafter(head, growth, Repeats(repeats) if repeats else None)
@@ -232,7 +232,7 @@ DRAFTERS: dict[str, Build] = {
     "chain": with_head(Fixed.chain(3), kind="eagle3"),
     "fixed tree": with_head(GROWTHS["fixed"], kind="eagle3"),
     "head and repeats": with_head(TREE, 6, kind="eagle3"),
-    "prompt lookup": lambda *_: Lookup(TreeLimits(4, 2, 8)),
+    "prompt lookup": lambda *_: Lookup(Growth(4, 2, 8)),
     "draft model": with_draft_model,
 }
 TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads

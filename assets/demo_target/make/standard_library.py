@@ -1,21 +1,29 @@
-"""The demo's corpus: the source code of the running Python's standard library, so no download is needed."""
+"""Prompts for the demo recipes: excerpts of the running Python's standard library.
+
+    python assets/demo_target/make/standard_library.py 768 > assets/demo_target/prompts_768.jsonl
+
+The bundled files were made by Python 3.11.7.
+"""
 
 import hashlib
+import json
 import random
+import sys
 import sysconfig
 from collections.abc import Iterator, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.targets.tokenizer import Tokenizer
-from headstart.recipes.schema import PYTHON_STDLIB
+from headstart.common.files import read_jsonl
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.tokenizer import load_tokenizer
 
+TARGET = Path(__file__).resolve().parents[1]
 # Skip tests, vendored copies and generated tables (code pages, help topics): people do not write such code by hand.
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"})
 HELD_OUT_PERCENT = 5
+PROMPT_TOKENS = 64
 CHARACTERS_PER_TOKEN = 12  # a generous bound, to shorten text before tokenizing
-FRUITLESS_DRAWS = 200  # draws without a single excerpt that is long enough, before giving up
 
 
 @dataclass(frozen=True)
@@ -40,25 +48,30 @@ def source_files() -> Iterator[SourceFile]:
                 yield SourceFile(relative.as_posix(), text)
 
 
-def stdlib_prompts(
-    tokenizer: Tokenizer, count: int, length: int, seed: int, held_out: Set[tuple[int, ...]] = frozenset()
-) -> list[Json]:
-    """Prompts of `length` tokens from files that are not held out; raises ValueError if few texts are that long."""
-    rng = random.Random(seed)
+def excerpts(template: ChatTemplate, count: int, held_out: Set[tuple[int, ...]]) -> list[list[int]]:
+    """`count` prompts of PROMPT_TOKENS tokens, each the beginning of some line of a file that is not held out."""
+    rng = random.Random(0)
     texts = [file.text for file in source_files() if not file.held_out]
     weights = [len(text) for text in texts]
     tokens: list[list[int]] = []
-    fruitless = 0
     while len(tokens) < count:
-        excerpts = []
+        drawn = []
         for text in rng.choices(texts, weights, k=count - len(tokens)):
             start = text.rfind("\n", 0, rng.randrange(len(text))) + 1
-            excerpts.append(text[start : start + length * CHARACTERS_PER_TOKEN])
-        encoded = [row[:length] for row in tokenizer(excerpts, verbose=False)["input_ids"] if len(row) >= length]
-        found = [row for row in encoded if tuple(row) not in held_out]
-        fruitless = 0 if found else fruitless + 1
-        if fruitless == FRUITLESS_DRAWS:
-            few = f"{PYTHON_STDLIB} has hardly a text of that many tokens; lower it, or name a file in data.prompts"
-            raise ValueError(f"data.prompt_tokens: {length} given, but {few}")
-        tokens += found
-    return [{"id": i, "tokens": row, "cut": False} for i, row in enumerate(tokens)]
+            drawn.append(text[start : start + PROMPT_TOKENS * CHARACTERS_PER_TOKEN])
+        rows = [template.encode_text(text)[:PROMPT_TOKENS] for text in drawn]
+        tokens += [row for row in rows if len(row) == PROMPT_TOKENS and tuple(row) not in held_out]
+    return tokens
+
+
+def main() -> None:
+    template = ChatTemplate(load_tokenizer(TARGET))
+    held_out = {tuple(template.encode_text(row["prompt"])) for row in read_jsonl(TARGET / "heldout_prompts.jsonl")}
+    for tokens in excerpts(template, int(sys.argv[1]), held_out):
+        text = str(template.tokenizer.decode(tokens))
+        # An excerpt that ends within a character, or within a word that would be tokenized differently, stays tokens.
+        print(json.dumps({"text": text} if template.encode_text(text) == tokens else {"tokens": tokens}))
+
+
+if __name__ == "__main__":
+    main()

@@ -54,7 +54,7 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
     return shlex.join(["vllm", "serve", recipe.target.path, "--no-enable-prefix-caching", *given])
 
 
-class EngineStates:
+class VllmStates:
     """The servers of data.server as the source of a harvest's hidden states.
 
     Raises ValueError with the command that starts a server if there is none, and for states that are not those of the

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from tiny_run import assert_same_sample, build_run, build_target, contents, tiny_recipe
 from torch import Tensor
 
-from headstart.data_pipelines.features import engine_states
+from headstart.data_pipelines.features import vllm_states
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
@@ -179,7 +179,7 @@ def test_a_server_with_other_states_is_named_before_anything_is_written(
 def test_of_a_target_too_large_to_load_the_last_state_is_checked(
     tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(engine_states, "free_memory", lambda device: 0)
+    monkeypatch.setattr(vllm_states, "free_memory", lambda device: 0)
     for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
         wrong = start(layers=(*TAPS, last))
         with pytest.raises(ValueError, match=rf"^data\.states: {wrong}: .* log-probability .* off .*{cause}"):
