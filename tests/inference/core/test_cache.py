@@ -100,15 +100,6 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
                 torch.testing.assert_close(in_tree, in_text, atol=1e-3, rtol=1e-3)
 
 
-def test_a_text_read_in_blocks_equals_the_text_read_at_once(target: TargetModel) -> None:
-    tokens = torch.randint(97, (2, 12))
-    cache, parts = target.passes.new_cache(12, batch=2), []
-    for block in tokens.split([5, 1, 4, 2], dim=1):
-        parts.append(target.passes.forward(block, cache=cache).logits)
-        cache.target.advance([block.shape[1]] * 2)
-    torch.testing.assert_close(torch.cat(parts, dim=1), target.passes.forward(tokens).logits, atol=1e-4, rtol=1e-4)
-
-
 def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
     """Slots in which every entry is a different number. The second to last axis is the slot."""
     shape = layers, 2, batch, 2, capacity, 4

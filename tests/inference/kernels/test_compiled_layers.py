@@ -17,8 +17,6 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -48,7 +46,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "Gemma 3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
     ),

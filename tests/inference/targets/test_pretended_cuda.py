@@ -84,30 +84,21 @@ def rows_of(mix: str, count: int) -> list[Sampling]:
 
 READ: dict[str, Callable[[Tensor], object]] = {
     "item": lambda x: x[0].item(),
-    "tolist": Tensor.tolist,
     "branch": lambda x: 1 if (x > 0).any() else 2,
-    "number": lambda x: range(x[0]),
-    "position": lambda x: x[x[0]],
     "slice": lambda x: x[: x[0]],
     "copy": Tensor.cpu,
-    "places": Tensor.nonzero,
     "mask": lambda x: x[x > 0],
-    "fill where": lambda x: x.clone().index_put_((x > 0,), x),
-    "repeat": lambda x: x.repeat_interleave(x),
-    "equal": lambda x: x.equal(x),
     "into the host": lambda x: torch.zeros(3).copy_(x),
 }
 CROSSED: dict[str, Callable[[Tensor], object]] = {
     "new tensor": lambda x: torch.tensor([1, 2, 3], device=x.device),
     "copy": lambda x: torch.arange(3).to(x.device),
     "index": lambda x: x[torch.tensor([1])],
-    "list": lambda x: x[[1]],
     "into the device": lambda x: x.clone().copy_(torch.arange(3)),
 }
 FREE: dict[str, Callable[[Tensor], object]] = {
     "on the device": lambda x: torch.where(x > 0, x, x.new_zeros(()))[x.argmax().view(1)],
     "number of Python": lambda x: (x + 1).masked_fill(x > 1, 0)[..., -1],
-    "range": lambda x: torch.arange(len(x), device=x.device) + x,
     "number of the host": lambda x: x * torch.tensor(2),
 }
 WRONG: dict[str, Callable[[Tensor], object]] = {
@@ -115,7 +106,6 @@ WRONG: dict[str, Callable[[Tensor], object]] = {
     "other card": lambda x: x + x.to(SECOND),
     "index of another card": lambda x: x[torch.zeros(1, dtype=torch.long, device=SECOND)],
     "list of tensors": lambda x: torch.cat([x, torch.arange(3)]),
-    "new tensor without a device": lambda x: x.scatter(0, torch.tensor([0]), 1),
 }
 
 
