@@ -22,10 +22,10 @@ from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, GrowthPolicy
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read

@@ -34,15 +34,15 @@ from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.command import machine
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers.loop import SampleOrder
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -22,7 +22,6 @@ from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.recipes.command_line import DeviceMemory, harvest_arguments, recipe_and_devices
 from headstart.recipes.other_commands import adapt_options, convert_options, doctor_options, lint_options, store_options
-from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
@@ -186,7 +185,7 @@ def imported(name: str) -> ModuleType:
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]}"
+    ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {recipe.head.script}"
     print(f"training in one process; to use several GPUs: {ranks} RECIPE", flush=True)
     run_training(recipe, given)
 

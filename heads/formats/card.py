@@ -1,11 +1,17 @@
-"""Writes the README.md of an export: what the head is, how it was trained, what was measured, how to serve it."""
+"""Writes the README.md of an export: what the head is, how it was trained, what was measured, how to serve it.
+
+The text is in card.md.jinja; this module collects its figures.
+"""
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from statistics import median
 from typing import Any
+
+from jinja2 import Environment, StrictUndefined
 
 from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
@@ -16,11 +22,8 @@ from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files,
 from headstart.heads.formats.subject import Violation
 from headstart.recipes.schema import SELF, Recipe
 
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
 KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block", "mtp": "MTP"}
-WHOLE = (
-    "This folder is the whole target with the tuned layer in place of its own. Files of weights without that layer are "
-    "links to the target's; upload or copy what they point to."
-)
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
@@ -37,34 +40,40 @@ def card(
     source = recipe.head_in_use
     is_own = source == recipe.head_dir
     recipe = as_trained(recipe) if is_own else recipe
-    format_files, is_whole = FORMATS[recipe.export.format].files, is_whole_target(head, recipe.export.format)
-    can_load = format_files in (native_files, engine_files) and not is_whole
-    unknown = f"Unknown: the head comes from `{source}`, not from this run."
-    parts = [
-        front_matter(head, target),
-        f"# {KIND_NAMES[head.kind]} draft head for {target.name}",
-        f"A draft head for speculative decoding with `{target.name}`. In every decoding step the head proposes draft "
-        f"tokens, and the target verifies all of them in a single forward pass. The text remains the target's own; "
-        f"only the number of forward passes goes down.",
-        "## What it is",
-        "\n".join(facts(head, target)),
-        "## Training data",
-        "\n".join(data(recipe, target_folder)) if is_own else unknown,
-        "## Training",
-        "\n".join(training(recipe)) if is_own else unknown,
-        "## Measured",
-        measured(recipe, source),
-        "## Serving",
-        f"The commands name the folder of this export. Once it is on the hub, ORG/NAME stands for it: `hf upload "
-        f"ORG/NAME {quote(str(folder))}`.",
-        *([WHOLE] if is_whole else []),
-        *serving_sections(head, target, folder, violations),
-        "### headstart",
-        headstart_section(target, folder, can_load),
-        "## Limits",
-        "\n".join(limits(recipe, head, is_own)),
-    ]
-    return "\n\n".join(parts) + "\n"
+    is_full_target = is_whole_target(head, recipe.export.format)
+    can_load = FORMATS[recipe.export.format].files in (native_files, engine_files) and not is_full_target
+    heldout, report = heldout_row(recipe), report_of(recipe, source)
+    jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    jinja.filters["number"] = "{:g}".format
+    return jinja.from_string(TEMPLATE.read_text()).render(
+        recipe=recipe,
+        head=head,
+        kind=KIND_NAMES[head.kind],
+        parameters=sum(parameter.numel() for parameter in head.parameters()),
+        dtype=str(next(head.parameters()).dtype).removeprefix("torch."),
+        target=target,
+        target_is_folder=Path(target.name).is_dir(),
+        template_digest=template_digest(target_folder),
+        source=source,
+        is_own=is_own,
+        store=recipe.data.store and shown(recipe.data.store),
+        num_prompts=num_prompts(recipe, "train", recipe.data.num_prompts),
+        heldout=heldout,
+        accuracies=[value for name, value in (heldout or {}).items() if name.startswith("heldout/accuracy_")],
+        lengths=acceptance_lengths(recipe),
+        num_eval_prompts=min(recipe.train.eval_prompts, num_prompts(recipe, "heldout", recipe.train.eval_prompts)),
+        curve=learning_curve(recipe),
+        report=report,
+        measurements=[] if report is None else list(measurements(report)),
+        SELF=SELF,
+        quoted_folder=quote(str(folder)),
+        is_full_target=is_full_target,
+        serving=[
+            *serving_sections(head, target, folder, violations),
+            "### headstart",
+            headstart_section(target, folder, can_load),
+        ],
+    )
 
 
 def as_trained(recipe: Recipe) -> Recipe:
@@ -81,36 +90,6 @@ def as_trained(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def front_matter(head: DraftHead, target: ServedTarget) -> str:
-    """The YAML header that a model hub reads."""
-    base = [] if Path(target.name).is_dir() else [f"base_model: {target.name}"]
-    return "\n".join(["---", *base, "tags:", "- speculative-decoding", f"- {head.kind}", "---"])
-
-
-def facts(head: DraftHead, target: ServedTarget) -> Iterator[str]:
-    parameters = sum(parameter.numel() for parameter in head.parameters())
-    yield f"- kind: {KIND_NAMES[head.kind]}, {parameters:,} parameters, hidden size {head.feature_size}"
-    yield (
-        f"- input from the target: hidden_states {list(head.taps)} of its {head.target.num_layers} layers, where "
-        f"hidden_states[i] is the input of layer i"
-    )
-    vocab = head.vocab
-    share = "all" if vocab.is_full else f"{len(vocab.ids):,}"
-    yield f"- draft vocabulary: {share} of the target's {vocab.target_size:,} tokens"
-    if target.revision:
-        yield f"- target revision: {target.revision}"
-
-
-def data(recipe: Recipe, target_folder: Path) -> Iterator[str]:
-    section = recipe.data
-    if section.store is not None:
-        yield f"- features: those stored in `{shown(section.store)}`"
-    else:
-        yield f"- prompts: {num_prompts(recipe, 'train', section.num_prompts):,} from `{section.prompts}`"
-        yield responses(recipe)
-    yield f"- chat template: {template(target_folder)}"
-
-
 def num_prompts(recipe: Recipe, split: str, asked: int) -> int:
     """The number of prompts of a split, by default as many as the recipe asks for."""
     stage = recipe.prompts_dir / "stage.json"
@@ -118,56 +97,13 @@ def num_prompts(recipe: Recipe, split: str, asked: int) -> int:
     return int(facts.get(split, asked))
 
 
-def responses(recipe: Recipe) -> str:
-    section = recipe.data
-    if section.responses == "given":
-        which = "each of the assistant's turns" if section.turns == "all" else "the assistant's last turn"
-        return f"- responses: taken from the conversations as they are, {which}"
-    temperatures = ", ".join(f"{temperature:g}" for temperature in section.temperatures)
-    target = "the target" if recipe.joint.mode is None else "the target before it was tuned"
-    return (
-        f"- responses: written by {target} itself, at most {section.response_tokens} tokens after prompts of at most "
-        f"{section.prompt_tokens}, at temperatures {temperatures} in turn"
-    )
-
-
-def template(target_folder: Path) -> str:
-    """The target's chat template with its digest: a head trained on one template drafts worse with any other."""
+def template_digest(target_folder: Path) -> str | None:
+    """A digest of the target's chat template: a head trained on one template drafts worse with any other."""
     separate, config = target_folder / "chat_template.jinja", target_folder / "tokenizer_config.json"
     text = separate.read_text() if separate.is_file() else None
     if text is None and config.is_file():
         text = read_json(config).get("chat_template")
-    if text is None:
-        return "none, the target's tokenizer has no template; prompts were continued as plain text"
-    digest = hashlib.sha256(str(text).encode()).hexdigest()[:16]
-    return f"the target's own for prompts of messages (sha256 {digest}...); plain text was continued without one"
-
-
-def training(recipe: Recipe) -> Iterator[str]:
-    section = recipe.train
-    rate = f"{section.learning_rate:g}"
-    if section.optimizer == "muon":
-        rate = f"{section.muon_learning_rate:g} (AdamW parameters: {rate})"
-    yield (
-        f"- {section.steps:,} steps of {section.batch_size} sequences with {section.optimizer}, learning rate {rate}, "
-        f"objective {section.objective or 'of the paper'}, unrolled to depth {recipe.unroll}"
-    )
-    if section.start_from is not None:
-        yield f"- warm start: from the head in `{section.start_from}`; the tokens that it had read are not counted here"
-    if recipe.joint.mode is not None:
-        yield f"- the target's layers were tuned together with the head ({recipe.joint.mode}): use the tuned target"
-    row = heldout_row(recipe)
-    if row is None:
-        yield "- held-out figures: none found"
-        return
-    depths = sum(name.startswith("heldout/accuracy_") for name in row)
-    shown = " ".join(f"{row[f'heldout/accuracy_{depth}']:.3f}" for depth in range(depths))
-    yield f"- held-out data after step {row['step']:,}: loss {row['heldout/loss_0']:.3f}, accuracy by depth {shown}"
-    if lengths := acceptance_lengths(recipe):
-        shown = ", ".join(f"{length:.2f} at temperature {temperature}" for temperature, length in lengths.items())
-        count = min(section.eval_prompts, num_prompts(recipe, "heldout", section.eval_prompts))
-        yield f"- acceptance length after that step, on {count} held-out prompts: {shown}"
-    yield from learning_curve(recipe)
+    return None if text is None else hashlib.sha256(str(text).encode()).hexdigest()[:16]
 
 
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
@@ -189,65 +125,30 @@ def exported(recipe: Recipe) -> dict[str, Any]:
     return read_json(record, "remove it, and the head is written again") if record.is_file() else {}
 
 
-def learning_curve(recipe: Recipe) -> Iterator[str]:
-    """The number of tokens read, the hours and machine, and a table of the acceptance length by tokens read."""
+@dataclass(frozen=True)
+class LearningCurve:
+    """The acceptance lengths at each temperature after so many tokens."""
+
+    temperatures: list[str]
+    rows: list[tuple[int, list[float]]]  # tokens read, then the acceptance length at each temperature
+    tokens: int  # read in all
+    hours: float | None  # of optimizer steps; None if the log does not say
+    machine: str | None
+
+
+def learning_curve(recipe: Recipe) -> LearningCurve:
     rows = [row for row in read_growing_jsonl(recipe.metrics_path) if row["step"] <= recipe.train.steps]
-    measured = {row["step"]: row for row in rows if "train/tokens" in row}
-    if not measured:
-        return
-    last = measured[max(measured)]
+    measured = sorted({row["step"]: row for row in rows if "train/tokens" in row}.items())
+    last = measured[-1][1] if measured else {}
     rates = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
-    machine = exported(recipe).get("machine")
-    if rates and machine:
-        hours = last["train/tokens"] / median(rates) / 3600
-        yield f"- {last['train/tokens']:,} tokens read, {hours:.1f} hours of optimizer steps on {machine}"
-    lengths = {name: temperature for name, temperature in LOGGED_LENGTHS.items() if name in last}
-    if not lengths:
-        return
-    yield ""
-    columns = [f"acceptance length at temperature {each}" for each in lengths.values()]
-    yield f"| {' | '.join(['tokens read', *columns])} |"
-    yield "| ---: |" + " ---: |" * len(lengths)
-    for _, row in sorted(measured.items()):
-        yield f"| {row['train/tokens']:,} | " + " | ".join(f"{row[name]:.2f}" for name in lengths) + " |"
-
-
-def measured(recipe: Recipe, source: Path) -> str:
-    """Acceptance length and speed with their conditions, if this run's report measured this head on this target."""
-    report = report_of(recipe, source)
-    if report is None:
-        return "Not measured. Run `headstart report RECIPE` and export again to fill this section."
-    lines = [
-        "| method | temperature | batch size | prompts | acceptance length | speed-up over plain decoding |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    outcomes = report["outcomes"]
-    plain = {key_of(each): each["tokens_per_second"] for each in outcomes if each["method"] == "plain"}
-    for outcome in outcomes:
-        method, (temperature, batch) = outcome["method"], key_of(outcome)
-        if method.partition(" ")[0] in report["other_heads"]:
-            continue
-        length, speedup = outcome["tau"], outcome["tokens_per_second"] / plain[temperature, batch]
-        lines.append(f"| {method} | {temperature:g} | {batch} | {outcome['prompts']} | {length:.2f} | {speedup:.2f} |")
-    return "\n".join([*lines, "", conditions(report)])
-
-
-def key_of(outcome: dict[str, Any]) -> tuple[float, int]:
-    """The temperature and batch size at which a method is compared with plain decoding."""
-    return outcome["temperature"], outcome["batch"]
-
-
-def conditions(report: dict[str, Any]) -> str:
-    recipe = report["recipe"]
-    decode, file = recipe["decode"], recipe["report"]["prompts"] or recipe["data"]["heldout_prompts"]
-    prompts = "prompts that the target wrote" if file == SELF else f"prompts of `{file}`"
-    about = ", ".join(f"{name} {value}" for name, value in report["machine"].items())
-    return (
-        "Acceptance length (tau) is the mean number of tokens that each forward pass of the target adds to the text, "
-        "including the bonus token; plain decoding adds 1. Speed-up is tokens per second relative to plain decoding. "
-        f"Measured with headstart on {prompts}, at most {decode['max_new_tokens']} new tokens each; draft "
-        f"growth {decode['growth']}, depth {decode['depth']}; acceptance rule {decode['acceptance']}; target in "
-        f"{recipe['target']['dtype']}; {about}."
+    machine, tokens = exported(recipe).get("machine"), last.get("train/tokens", 0)
+    names = [name for name in LOGGED_LENGTHS if name in last]
+    return LearningCurve(
+        temperatures=[LOGGED_LENGTHS[name] for name in names],
+        rows=[(row["train/tokens"], [row[name] for name in names]) for _, row in measured if names],
+        tokens=tokens,
+        hours=tokens / median(rates) / 3600 if last and rates and machine else None,
+        machine=machine,
     )
 
 
@@ -262,11 +163,11 @@ def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
     return report if is_same else None
 
 
-def limits(recipe: Recipe, head: DraftHead, is_own: bool) -> Iterator[str]:
-    dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    yield f"- context: {head.target.max_positions:,} tokens, the same as the target's"
-    if is_own and recipe.data.store is None:
-        longest = recipe.data.prompt_tokens + recipe.data.response_tokens
-        yield f"- length: trained on texts of at most {longest:,} tokens; acceptance after longer texts is unknown"
-    yield f"- dtype: the weights are stored in {dtype}; engines compute in the target's dtype"
-    yield "- target: for this target only; any other checkpoint, even a fine-tuned one, accepts fewer draft tokens"
+def measurements(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The figures of the head's own outcomes in a report, with the speed-up over plain decoding."""
+    rows = report["outcomes"]
+    plain = {(row["temperature"], row["batch"]): row["tokens_per_second"] for row in rows if row["way"] == "plain"}
+    for row in rows:
+        if row["way"].partition(" ")[0] not in report["other_heads"]:
+            speedup = row["tokens_per_second"] / plain[row["temperature"], row["batch"]]
+            yield {**row, "method": row["way"], "speedup": speedup}

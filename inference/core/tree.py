@@ -104,9 +104,9 @@ def first_path(tree: Tree) -> Tree:
                 chain.append(token)
                 last = node
         chains.append(chain)
-    found = Tree.of_rows(chains, [[*range(-1, len(chain) - 1)] for chain in chains], tree.tokens.device)
+    path = Tree.of_rows(chains, [[*range(-1, len(chain) - 1)] for chain in chains], tree.tokens.device)
     levels = tree.deepest if tree.levels is None else tree.levels
-    return replace(found, deepest=max(found.shape[1] - 1, 1), levels=levels)
+    return replace(path, deepest=max(path.shape[1] - 1, 1), levels=levels)
 
 
 def padded_rows(rows: Sequence[Sequence[int | float]], padding: int = 0) -> Shaped[Tensor, "rows longest"]:

@@ -7,13 +7,12 @@ from pathlib import Path
 
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import StaticTree
-from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -68,7 +67,7 @@ def say_once(line: str) -> None:
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     """A saved head that drafts for this target, in the target's fast form. Raises the errors of `load_head_for`."""
     head = load_head_for(folder, target.frozen)
-    if target.fast_form.is_packed and isinstance(head, BlockHead):
+    if target.fast_form.is_packed:
         lm_head = target.model.get_output_embeddings()
         is_shared = is_packed_linear(lm_head) and target.frozen.lm_head_bias is None
         head.hold_lm_head(lm_head if is_shared else None)

@@ -29,8 +29,8 @@ from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, accept
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name

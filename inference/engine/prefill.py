@@ -1,4 +1,4 @@
-"""Prompts on their way into the cache: whole ones in one pass, or a long one chunk by chunk while other rows decode."""
+"""Prefill: full prompts in one pass, or a long one chunk by chunk while other rows decode."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,7 +13,7 @@ from headstart.inference.core.request import EmittedTokens, Request, Sequence, T
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import PendingTokens, causal_block
-from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
+from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch, PartialPrompt
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
 from headstart.inference.targets.model import TargetModel
@@ -26,11 +26,11 @@ ROWS_PER_FREE_SLOT = (
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens of a prompt that are read next."""
+    """Tokens of a prompt that are prefilled in the next pass."""
 
     row: Sequence
     place: int  # the row's, in the cache
-    before: int  # tokens of the prompt that the place holds already
+    before: int  # tokens of the prompt that are cached already
     count: int
 
     @property
@@ -39,11 +39,11 @@ class PromptChunk:
 
     @property
     def is_scored(self) -> bool:
-        """Whether logits are wanted after each of its tokens, and not after the last one alone."""
+        """Whether logits are needed after each of its tokens, and not only after the last one."""
         return self.row.request.prompt_logprobs
 
     def score(self, logits: Float[Tensor, "count vocab"]) -> None:
-        """Add the log-probabilities of the tokens after these."""
+        """Add the log-probabilities of the tokens that follow."""
         following = self.row.text[self.before + 1 : self.before + 1 + self.count]
         tokens = torch.tensor(following, dtype=torch.long, device=logits.device)
         scores = token_scores(self.row.request, logits[: len(following)], tokens)
@@ -54,23 +54,23 @@ class PromptChunk:
         )
 
 
-class PromptReader:
-    """Reads prompts into the places after a batch's rows, and lets their rows join."""
+class Prefill:
+    """Prefills prompts in the places after a batch's rows, and lets their rows join."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.target = batch, batch.target
 
     def may_join(self, requests: list[Request], most: int) -> bool:
-        """Whether the last request may be read in one pass of at most `most` tokens together with the others.
+        """Whether the last request fits into one pass of at most `most` tokens together with the others.
 
-        It may not if it would find more of its prefix in the cache after the others were read, if there is no memory
-        for it, or if prefixes are known and the target cannot read parts side by side.
+        It has to wait if the others would cache more of its prefix, if memory is short, or if prefixes are cached and
+        the target cannot read parts side by side.
         """
         batch, prefixes = self.batch, self.batch.prefixes
         prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
         known = [
-            0 if own or prefixes is None else prefixes.known_tokens(prompt)
-            for prompt, own in zip(prompts, scores, strict=True)
+            0 if is_scored or prefixes is None else prefixes.known_tokens(prompt)
+            for prompt, is_scored in zip(prompts, scores, strict=True)
         ]
         rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
         if sum(rests) > most:
@@ -90,7 +90,7 @@ class PromptReader:
         return batch.fits(requests)
 
     def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
-        """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
+        """The next chunks, of at most `most` tokens: the prompts of these rows, or more of the partial prompt."""
         batch = self.batch
         if rows:
             index = batch.prefixes
@@ -103,15 +103,15 @@ class PromptReader:
             place = len(batch.rows)
             batch.make_room(len(row.text) + batch.nodes)
             batch.take_place(row, place, prefix)
-            batch.reading = Reading(row, place, known_tokens(prefix), stop)
-        reading = batch.reading
-        assert reading is not None
-        end = reading.stop if reading.count < reading.stop else len(reading.row.text)
-        count = min(most, end - reading.count)
-        return [PromptChunk(reading.row, reading.place, reading.count, count)]
+            batch.partial = PartialPrompt(row, place, known_tokens(prefix), stop)
+        partial = batch.partial
+        assert partial is not None
+        end = partial.states_at if partial.cached < partial.states_at else len(partial.row.text)
+        count = min(most, end - partial.cached)
+        return [PromptChunk(partial.row, partial.place, partial.cached, count)]
 
     def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
-        """Give rows the places after those of the running ones; their whole prompts are read in the next pass."""
+        """Give rows the places after the running rows; the next pass prefills their full prompts."""
         batch = self.batch
         held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
         batch.make_room(max(held, *(len(row.text) for row in rows)) + batch.nodes)
@@ -130,19 +130,19 @@ class PromptReader:
             for chunk, row in zip(chunks, rows, strict=True)
         ]
 
-    def read(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
-        """Read chunks in a pass of their own; returns the target's output for each, with the logits that it needs."""
+    def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
+        """Prefill chunks in a pass of their own; returns the target's output for each."""
         tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
         if len(chunks) == 1:
-            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
+            return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
         if any(chunk.before or chunk.is_scored for chunk in chunks):
             return self.target.passes.side_by_side(self.parts(chunks))
-        return read_prompts(self.target, tokens, rows)
+        return prefill_prompts(self.target, tokens, rows)
 
-    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
-        """Continue after a pass over chunks; returns the first new tokens of the prompts that end with them.
+    def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
+        """Record a pass over chunks; returns the first new tokens of the prompts that are complete.
 
-        `feeds`: the drafter reads a chunk at once, as drafts pay at present.
+        `feeds`: the drafter reads the chunks at once, as drafts pay at present.
         """
         batch = self.batch
         for chunk, output in zip(chunks, outputs, strict=True):
@@ -154,26 +154,26 @@ class PromptReader:
                 chunk.row.trace.add(output.taps[0])
             if chunk.is_scored:
                 chunk.score(output.logits[0])
-        reading = batch.reading
-        if reading is not None:
+        partial = batch.partial
+        if partial is not None:
             (chunk,) = chunks
-            reading.count += chunk.count
-            if reading.count < len(reading.row.text):
+            partial.cached += chunk.count
+            if partial.cached < len(partial.row.text):
                 if feeds:
-                    batch.feed(reading.row, reading.place, CATCH_UP + chunk.count)
-                # Chunk by chunk, as copies of a whole prompt would stall the rows.
-                at = reading.count if reading.count == reading.stop else 0
-                batch.remember(reading.row, reading.place, reading.count, at)
+                    batch.feed(partial.row, partial.place, CATCH_UP_POSITIONS + chunk.count)
+                # Chunk by chunk: copying a full prompt at once would stall the rows.
+                at = partial.cached if partial.cached == partial.states_at else 0
+                batch.remember(partial.row, partial.place, partial.cached, at)
                 return []
-            batch.reading = None
-            if reading.place != len(batch.rows):  # another row has ended meanwhile
-                batch.cache.move(reading.place, len(batch.rows), reading.count)
+            batch.partial = None
+            if partial.place != len(batch.rows):  # another row has ended meanwhile
+                batch.cache.move(partial.place, len(batch.rows), partial.cached)
         return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0, -1:] for output in outputs]))
 
     def _start(self, rows: list[Sequence], logits: Float[Tensor, "rows 1 vocab"]) -> list[EmittedTokens]:
-        """Let rows decode whose prompts were read. The logits after these give the first new tokens.
+        """Let rows decode after their prefill; the logits give their first tokens.
 
-        The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
+        The drafter reads the prompts with the next step, so that the first token does not wait for it.
         """
         refuse_nan(logits, self.target)
         device, requests = self.target.device, [row.request for row in rows]
@@ -187,7 +187,7 @@ class PromptReader:
             try:
                 scores = token_scores(row.request, logits[number], choices[number])
                 added = row.add_tokens(choices[number].tolist(), scores)
-            except Exception as error:  # it ends this text, and no other row's
+            except Exception as error:  # it ends this row alone
                 row.fail(error)
             else:
                 blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
@@ -195,10 +195,10 @@ class PromptReader:
         return [block for block in blocks if block.tokens]
 
 
-def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
-    """Read each prompt into the cache of its own row, all in one pass; the logits are those after each prompt.
+def prefill_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
+    """Prefill each prompt in the cache of its own row, all in one pass; returns the logits after each prompt.
 
-    The prompts lie one after another without padding, and a mask hides them from each other.
+    The prompts are concatenated without padding, and a mask hides them from each other.
     """
     device = target.device
     lengths = [len(prompt) for prompt in prompts]
@@ -216,13 +216,13 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
         row.target.write(0, 0, together.target.kv(0, end - length, end))
     taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
-    return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
+    return [TargetOutput(*parts) for parts in zip(logits, taps, hidden, strict=True)]
 
 
-def read_chunk(
+def prefill_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
-    """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    """Prefill the next tokens of a prompt after the first `before`, which are cached; `last_only` as in `forward`."""
     if row.recurrent is not None:
         inputs = torch.tensor([tokens], device=target.device)
         return target.passes.prefill(inputs, row, before, [len(tokens) - 1] if last_only else None)
@@ -234,14 +234,14 @@ def read_chunk(
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:
-    """A chunk of a prompt as a part of a pass with other parts."""
+    """A chunk of a prompt as part of a pass."""
     row.set_lengths([before])
     inputs = torch.tensor([tokens], device=target.device)
     return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only)
 
 
 def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:
-    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    """Raise ValueError if the logits are NaN or infinite: a token would be chosen from them all the same."""
     if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
         raise ValueError(
             f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from headstart.heads.base import DraftHead
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, growth_for, growth_from_recipe, load_draft_model
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.generate.loading import OWN_HEAD

@@ -92,9 +92,9 @@ def unpack(file: Path, folder: Path) -> None:
                 "file is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, "
                 "or give the model as a folder of safetensors"
             ) from error
-        if found := eight_bits_of_all(model, scales):
+        if exact := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
-            save_file(found, partial / EIGHT_BITS)
+            save_file(exact, partial / EIGHT_BITS)
         model.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         for weights in partial.rglob("*.safetensors"):
@@ -131,13 +131,13 @@ def scales_of(reader: "GGUFReader", config: PreTrainedConfig, copy: Path) -> dic
     With 0 for all numbers a file yields its offsets; with 1, and no offsets, its factors. transformers reads such
     copies of the file, so that each scale gets into the row of its weight.
     """
-    found = []
+    scales = []
     for ones in (True, False):
         write_scales(reader, copy, ones)
         weights = load(copy, config, torch.float32).named_parameters()
-        found.append({name: each.detach()[:, ::SCALE_INPUTS].clone() for name, each in weights if has_blocks(each)})
+        scales.append({name: each.detach()[:, ::SCALE_INPUTS].clone() for name, each in weights if has_blocks(each)})
         copy.unlink()
-    factors, offsets = found
+    factors, offsets = scales
     return {name: (factors[name], offsets[name]) for name in factors}
 
 
@@ -172,12 +172,12 @@ def has_blocks(weight: Tensor) -> bool:
 
 def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """The weights in float32 that have an exact form in 8 bits, by name, with their factors and offsets."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if name in scales and (exact := EightBits.of(weight.detach(), *scales[name])) is not None:
-            found |= {name: exact.numbers, name + FACTORS: exact.factors}
-            found |= {} if exact.offsets is None else {name + OFFSETS: exact.offsets}
-    return found
+            tensors |= {name: exact.numbers, name + FACTORS: exact.factors}
+            tensors |= {} if exact.offsets is None else {name + OFFSETS: exact.offsets}
+    return tensors
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from headstart.common.files import append_jsonl, read_jsonl
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.prompts import candidates as self_prompts
-from headstart.data_pipelines.prompts.candidates import CandidateWriter, UserTemplate
+from headstart.data_pipelines.prompts.candidates import CandidateWriter, UserTemplate, next_candidates
 from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts_alone
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.selection import (
@@ -104,9 +104,8 @@ def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch:
     assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 20])
 def test_a_killed_run_goes_on_after_its_last_candidate(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """candidates   0..7 | 8..14 | torn line   killed   the torn one and all after it by the same command"""
     recipe = own_recipe(folder, tmp_path, "data.generate_batch=2")
@@ -114,9 +113,9 @@ def test_a_killed_run_goes_on_after_its_last_candidate(
 
     def killed_in(journal: Path, found: list[Json]) -> None:
         append_jsonl(journal, found)
-        was_killed = len(written) >= count
+        was_killed = len(written) >= 20
         written.extend(row["candidate"] for row in found)
-        if not was_killed and len(written) >= count:
+        if not was_killed and len(written) >= 20:
             journal.write_text(journal.read_text()[:-20])  # the last line is torn
             raise KeyboardInterrupt
 
@@ -316,6 +315,15 @@ def test_the_first_prompts_are_held_out() -> None:
     )
 
 
+def test_a_target_that_always_writes_the_same_is_given_up_after_500_candidates(folder: Path) -> None:
+    recipe = tiny_recipe(folder)
+    selection = Selection(recipe.data)
+    numbers, _ = next_candidates(own_recipe(folder, folder / "other"), selection)
+    assert len(numbers) <= RECENT_CANDIDATES  # no more are written before the selection may give up
+    with pytest.raises(ValueError, match=r"data\.num_prompts: 8 given, .* in the last 500 .* up to 0 .* lower it"):
+        selection.take_all({number: candidate(number, WORDS) for number in range(RECENT_CANDIDATES)})
+
+
 def test_near_duplicates_are_found_among_many_texts() -> None:
     """Every text of 2,000 is found again after one letter has changed, and no other is."""
     seen, numbers = SeenTexts(), range(2000)
@@ -378,12 +386,6 @@ REFUSED: list[tuple[str, Callable[[Path], None], list[str], Says]] = [
         ["data.prompt_tokens=6"],
         Says("data.prompt_tokens", "6 given", "7 or more are allowed", "raise it"),
     ),
-    (
-        "a target that always writes the same",
-        unchanged,
-        ["data.self_temperature=0.01", "data.generate_batch=64", "data.self_prompt_tokens=24"],
-        Says("data.num_prompts: 8", "in the last 500", "up to", "lower it"),
-    ),
 ]
 
 
@@ -396,7 +398,6 @@ def test_what_rules_out_the_targets_own_prompts_is_named(
     recipe = own_recipe(folder, tmp_path, f"target.path={tmp_path / 'target'}", *overrides)
     assert_raises(lambda: make_prompts_alone(recipe), says)
     assert not (recipe.prompts_dir / "train.jsonl").exists()
-    assert len(self_prompts.read_candidates(recipe.prompts_dir)) < 2 * RECENT_CANDIDATES
 
 
 def test_prompts_of_its_own_without_rensa_are_refused_before_any_work(

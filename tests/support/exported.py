@@ -11,7 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads.base import DraftHead
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats.export import CONVERTER, export
+from headstart.heads.formats.layouts import FORMATS, ServedTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.vocab import DraftVocab
@@ -55,6 +57,12 @@ def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: A
     """Save the head, export it in the named format and return the export's folder."""
     save_head(head, run / "head")
     return export(recipe_of(run, target, head.kind, format=name, **fields))
+
+
+def files_in_memory(head: DraftHead, name: str) -> HeadFiles:
+    """What an export in the named format holds, without writing it."""
+    config, tensors = FORMATS[name].files(head, ServedTarget("target", ["LlamaForCausalLM"], draft_tokens=3))
+    return HeadFiles(Path("head"), json.loads(json.dumps(config)), {key: each.clone() for key, each in tensors.items()})
 
 
 def pretended_converter(folder: Path, patch: pytest.MonkeyPatch) -> Path:

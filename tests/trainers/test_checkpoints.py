@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.parallel.head_on_ranks import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 

@@ -5,14 +5,12 @@ import json
 import re
 import reprlib
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
-from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.api.errors import ApiError, wrong
-from headstart.recipes.sampling import Range, SamplingFields
+from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
 # Accepted without effect, because they concern OpenAI's service: the caller, its cache, its tools.
 IGNORED = frozenset({
@@ -31,19 +29,6 @@ STOPS = f"a text, or a list of at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MA
 TOP_LOGPROBS_MAX = 20
 # The escapes of a JSON text; one outside the group is half of a surrogate pair.
 ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Refuses values of another type with these words. A list is refused at its first wrong item."""
-
-    words: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        schema = handler(source)
-        if schema["type"] == "list":
-            schema["fail_fast"] = True
-        return custom_error_schema(schema, "not_allowed", custom_error_message=self.words)
 
 
 def read_json(text: str) -> Any:

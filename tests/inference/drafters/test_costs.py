@@ -37,7 +37,8 @@ from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.kernels import FastForm
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection, Eagle3Section
+from headstart.recipes.schema import DecodeSection
+from headstart.recipes.schema_heads import Eagle3Section
 
 PROMPT, NEW_TOKENS = [5, 17, 3], 24
 SURFACE = CostSurface((1, 2, 8, 32), (1.0, 1.1, 1.3, 2.0), 32, (1e-4, 4e-4), (0.1, 0.3), (0.2, 1e-5), (0.1, 1e-5))

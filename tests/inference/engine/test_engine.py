@@ -17,7 +17,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
@@ -317,7 +317,7 @@ def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None
     loop.submit(Request(LONG, 5))
     loop.step()
     loop.step()
-    assert loop.batch.reading is not None
+    assert loop.batch.partial is not None
     loop.cancel(0)
     assert loop.idle
     assert loop.generations[0].finish == "cancelled"
@@ -406,7 +406,7 @@ def test_what_a_drafter_has_read_moves_with_its_row(
     target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
     """The drafter catches up with the second row, in several steps without a draft, when it moves to another place."""
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
     loop, switch = DecodeLoop(target, HeadDrafter(make_head(), Dynamic(3, 3, 8)), max_batch=2), Switch()
     loop.decode_step.speculation = switch  # type: ignore[assignment]
     loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
@@ -588,7 +588,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     some rows fail.
     """
     for module in ("step", "prefill"):
-        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP", 8)
+        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP_POSITIONS", 8)
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
     memory = None if static else 12 * 128 * (512 + 128)

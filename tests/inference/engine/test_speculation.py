@@ -63,7 +63,7 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
     """
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 10)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 10)
     always, by_load = Watched(make_head(), GROWTH), Watched(make_head(), GROWTH)
     alone = generate(target, LONG.prompt, LONG.max_new_tokens, drafter=always)
     loop = DecodeLoop(target, by_load, 3, static, costs=LoadCosts())
@@ -112,7 +112,7 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their noise was looked up at the positions where the head stood: an index error under load."""
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
     monkeypatch.setattr(SpeculationByLoad, "observe", lambda self, *seen: setattr(self, "steps", 1.0))
     loop = DecodeLoop(target, HeadDrafter(make_head(), GROWTH), 3, costs=LoadCosts())
     assert loop.decode_step.speculation is not None

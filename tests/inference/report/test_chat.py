@@ -32,7 +32,8 @@ from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
-from headstart.recipes.schema import Eagle3Section, TargetSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_heads import Eagle3Section
 
 ESCAPE = "\x1b"
 

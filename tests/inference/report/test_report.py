@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_run import build_run, tiny_recipe
 
-from headstart.heads.formats.card import measured
+from headstart.heads.formats.card import measurements, report_of
 from headstart.heads.formats.export import export
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
@@ -22,7 +22,7 @@ from headstart.inference.report.methods import build_methods
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
+from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers import run
 
 
@@ -125,9 +125,11 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
     assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
     assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
-    card = measured(recipe, recipe.head_dir)
-    assert card.count("| tree |") == 2  # a row for each batch size
-    assert "early" not in card
+    of_run = report_of(recipe, recipe.head_dir)
+    assert of_run is not None
+    methods = [row["method"] for row in measurements(of_run)]
+    assert methods.count("tree") == 2  # one for each batch size
+    assert not [method for method in methods if "early" in method]
     with pytest.raises(ValueError, match=r"with report\.other_heads, chain, tree, cost_aware or repeats is needed"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
 

@@ -374,12 +374,12 @@ def test_a_client_that_leaves_the_queue_prefill_or_decoding_takes_no_further_wor
             batch = service.worker.loop.batch
             if place == "prefill":
                 gate.steps.release(2)
-                until(lambda: batch.reading is not None and batch.reading.count == 8)
+                until(lambda: batch.partial is not None and batch.partial.cached == 8)
             if place == "decoding":
                 until(lambda: service.running == 1, gate=gate)
                 assert not stream or client.recv(1)
         until(lambda: service.running + service.waiting == len(others), gate=gate)
-        assert batch.reading is None
+        assert batch.partial is None
         assert len(batch.rows) == len(others)
         until(lambda: len(service.open) == len(others) and bool(server.lines))
         line = json.loads(server.lines[-1])
