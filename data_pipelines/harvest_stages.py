@@ -333,6 +333,6 @@ def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardProm
 
 def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
     """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
-    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
+    output = target.passes.forward(torch.tensor([prompt], device=target.device), last_only=True)
     frozen = FrozenTarget.from_folder(folder_of(recipe.target), target.dtype, target.device)
     frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)

@@ -132,7 +132,7 @@ def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
 ) -> Iterator[LevelScores]:
     """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
-    yield from score_taps(head, target.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
+    yield from score_taps(head, target.passes.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
 
 
 def score_taps(

@@ -93,7 +93,7 @@ class VllmStates:
         """
         for text in texts:
             with torch.inference_mode():
-                taps, last_hidden = target.states(torch.tensor([text], device=target.device))
+                taps, last_hidden = target.passes.hidden_states(torch.tensor([text], device=target.device))
             own = {tap: state[0] for tap, state in enumerate([*taps[: self.config.num_layers], last_hidden])}
             own[AFTER_NORM] = target.frozen.norm(last_hidden)[0]
             for answer, states in self._of_each_server(text):

@@ -25,15 +25,13 @@ from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.kernels.fast_layers import forms_of
-from headstart.inference.kernels.products import kernel_name
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
@@ -76,11 +74,11 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     They are measured, which takes seconds, unless an earlier run of the same kind left them on disk. `batch` is the
     number of rows that will be decoded together, if that is known.
     """
-    if target.layout.has_states:
+    if target.passes.layout.is_recurrent:
         nodes += WINDOW  # accepted tokens that a pass reads again
     key = cost_key(target, head, width, nodes, batch)
     digest = digest_of(key)[:24]
-    tables = target.kept(KnownTables)
+    tables = target.singleton(KnownTables)
     if digest not in tables:
         files: list[CostFile] = []
 
@@ -113,9 +111,9 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
-        "packed_weights": target.is_packed and [kernel_name(), *forms_of(target.model)],
+        "packed_weights": target.fast_form.packed_as(target.model),
         "waiting": os.environ.get("GOMP_SPINCOUNT"),
-        "compiled": target.compiles or target.compiler is not None,
+        "compiled": target.fast_form.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
         "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),
         "width": width,
@@ -210,7 +208,7 @@ class Bench:
     def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
         self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
         self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
-        self.cache = target.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
+        self.cache = target.passes.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
         self.cache.set_lengths([context] * batch)
         self.step = StaticStep(target, PLAIN, self.cache) if target.may_capture else None
 
@@ -220,14 +218,14 @@ class Bench:
         rows = self.rows[sampling]
         tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
         parents = torch.arange(nodes, device=device).expand(self.batch, -1) - 1
-        if self.target.grows_trees:
+        if self.target.passes.verifies_trees:
             parents = parents.clamp(max=0)
         tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts
             drawn = min(nodes, NOISE_POSITIONS)
             rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
-            logits = self.target.forward_tree(tree, self.cache).logits
+            logits = self.target.passes.tree(tree, self.cache).logits
             # A chain is deeper than the noise that is drawn here; its last nodes use that of one position.
             choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1)
         else:

@@ -1,13 +1,12 @@
 """Trees that grow level by level from a head's scores, for all rows of a batch at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from headstart.common.errors import wrong_value
@@ -123,10 +122,6 @@ class TreeDrafter(ABC):
     @property
     def static_shapes(self) -> bool:
         return self.growth.static_shapes and self.repeats is None
-
-    @property
-    def compilable_layers(self) -> Sequence[nn.Module]:
-        return self.head.decoder_layers
 
     @abstractmethod
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:

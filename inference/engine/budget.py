@@ -141,9 +141,9 @@ class StepMemory:
     @classmethod
     def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
         """The sizes on one device: its layers, and the key heads that this rank holds of them."""
-        layers = zip(target.layout.shapes, target.layout.devices, strict=True)
+        layers = zip(target.passes.layout.shapes, target.passes.layout.devices, strict=True)
         entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
-        states = target.layout.state_bytes
+        states = target.passes.layout.state_bytes
         return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize, states)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
@@ -161,7 +161,7 @@ class StepMemory:
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
     """Raise ValueError if a device of the target lacks memory for `rows` texts with trees of `nodes` nodes."""
-    for device in {*target.layout.devices}:
+    for device in {*target.passes.layout.devices}:
         refuse_large_trees(StepMemory.on(device, target), device, rows, nodes, length)
 
 

@@ -52,7 +52,7 @@ ONLY_IN = {
         "heads/layers.py",  # the formulas of scaled rotary embeddings
         "inference/core/cache.py",  # the cache is a transformers Cache
         "inference/core/side_by_side.py",  # so is a row's part of it
-        "inference/kernels/compiled.py",  # what it compiles are layers of transformers
+        "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
     ),
     "tokenizers": ("data_pipelines/",),
@@ -196,6 +196,14 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     imports = {file: imported_files(file) for file in our_files()}
     assert sum(map(len, imports.values())) > len(imports)
     assert not circle_in(imports), " -> ".join(str(file.relative_to(ROOT)) for file in circle_in(imports))
+
+
+def test_kernels_are_behind_one_door() -> None:
+    """Other source files import from the package itself, so that speed on a CPU is one thing to know."""
+    inside = re.compile(r"headstart\.inference\.kernels\.\w")
+    others = [file for file in our_files() if ROOT / "inference/kernels" not in file.parents]
+    assert inside.search("from headstart.inference.kernels.compiled import Compiler")
+    assert not [str(file) for file in others if inside.search(file.read_text())]
 
 
 def test_a_circle_of_imports_is_found() -> None:

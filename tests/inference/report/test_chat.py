@@ -66,7 +66,6 @@ class KnowsTheText:
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     max_nodes, depth, static_shapes = 5, 4, False
-    compilable_layers: tuple[torch.nn.Module, ...] = ()
 
     def __init__(self, target: TargetModel, stop_at: int | None = None) -> None:
         self.target, self.stop_at, self.steps = target, stop_at, 0
