@@ -49,7 +49,7 @@ def growth_for(section: DecodeSection, target: TargetModel, max_levels: int | No
     if not target.passes.verifies_drafts:
         raise ValueError(
             f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: "
-            f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
+            f"in a running text, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
     chain = growth.as_chain()
@@ -65,7 +65,10 @@ def say_once(line: str) -> None:
 
 
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
-    """A saved head that drafts for this target, in the target's fast form. Raises the errors of `load_head_for`."""
+    """A saved head that drafts for this target, in the target's fast form.
+
+    Rounding float32 weights to half precision may change draft tokens, never the text. Raises as `load_head_for` does.
+    """
     head = load_head_for(folder, target.frozen)
     if target.fast_form.is_packed:
         lm_head = target.model.get_output_embeddings()
@@ -139,7 +142,7 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
 def searched_tree(head: DraftHead) -> StaticTree:
     if head.calibration.tree is None:
         raise ValueError(
-            "decode.growth: searched given, which is allowed for a head with a fitted tree, and this head has none; "
-            "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
+            "decode.growth: searched given, which is allowed for a head with a fitted tree; fit one with headstart "
+            "calibrate RECIPE, or choose another growth, such as dynamic"
         )
     return head.calibration.tree

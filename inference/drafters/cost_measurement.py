@@ -1,4 +1,4 @@
-"""Times the parts of a decode step, before any request waits for one, and keeps the times on disk for later runs."""
+"""Times the parts of a decode step before the first request, and keeps the times on disk for later runs."""
 
 import hashlib
 import json
@@ -167,11 +167,11 @@ def cost_path(digest: str) -> Path:
 def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int) -> CostSurface:
     """The costs of steps whose levels expand `width` nodes, with up to `nodes` draft tokens, and of about `batch` rows.
 
-    It takes as many passes of the target as there is time for: ranks that must pass together call `carry_out`.
+    The number of target passes depends on the time they take: ranks that must run the same passes call `carry_out`.
     """
     most = min(size_bucket(nodes + 1), NODES[-1])
     spare = most + width * TIMED_LEVELS
-    # Nothing is decoded beyond the target's positions.
+    # No step is decoded beyond the target's positions.
     short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT_CONTEXT, LONG_CONTEXT))
     near, far = (Bench(target, head, width, context, 1, spare) for context in (short, long))
     levels = min(TIMED_LEVELS, head.max_levels or TIMED_LEVELS)
@@ -198,12 +198,12 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
 
 
 def sizes_between(most: int, captured: bool) -> list[int]:
-    """Sizes of a tree between 1 and `most`, the telling ones first; graphs are captured for powers of two alone."""
+    """Sizes of a tree between 1 and `most`, the most informative first; graphs are only captured for powers of two."""
     return [size for size in (8, 6, 16, 4, 12, 32, 2) if size < most and (not captured or size == size_bucket(size))]
 
 
 class Bench:
-    """A cache of zeros, filled to one context length; the contents of the slots do not change how long a step takes."""
+    """A cache of zeros, filled to one context length; the time of a step does not depend on the values."""
 
     def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
         self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
@@ -226,7 +226,7 @@ class Bench:
             drawn = min(nodes, NOISE_POSITIONS)
             rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
             logits = self.target.passes.tree(tree, self.cache).logits
-            # A chain is deeper than the noise that is drawn here; its last nodes use that of one position.
+            # A chain is deeper than the noise drawn here; its last nodes share the noise of one position.
             choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1)
         else:
             choices = self.step.verify(tree, rows).choices
@@ -259,8 +259,8 @@ class Bench:
 def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:
     """Seconds of each piece of work, the least of a few runs.
 
-    They take turns, so that a slow moment of the machine affects all of them and each finds the processor's caches as a
-    decode step would. After enough time, only those that were timed by then are in the answer.
+    They take turns, so that a slow moment of the machine affects all of them, and each starts with the processor's
+    caches in the state of a decode step. Works that were not timed within the time limit are left out.
     """
     times: dict[Work, list[float]] = defaultdict(list)
     began, enough = time.perf_counter(), SECONDS_ON_CPU if device.type == "cpu" else SECONDS_ON_GPU
@@ -287,7 +287,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:
-    """The costs as functions, from the seconds of those pieces of work that were timed."""
+    """The costs as functions, from the seconds of the timed pieces of work."""
     ends = (1, most)
     # Of one row, with one node and with the most.
     per_position = [slope(times["target", size], times.get(("far", size)), long - short) for size in ends]
@@ -301,7 +301,7 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
         if part == "batch":
             points[batch * size] = times[part, size] - batch * attention[size]
     tokens = sorted(points)
-    # Whatever disturbs a measurement makes it longer, so a pass takes no longer than a larger one did.
+    # Disturbances only make a measurement longer, so no pass can take longer than a larger one did.
     least = [max(points[size], times["target", 1] / 10) for size in tokens]
     seconds = numpy.minimum.accumulate(least[::-1])[::-1]
     first = slope(times["first", short], times.get(("first", long)), long - short)
@@ -320,7 +320,7 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
 
 
 def slope(near: float, far: float | None, distance: int) -> float:
-    """The rise per step of the distance, which is not negative; 0 if there is nothing to compare."""
+    """The rise per step of the distance, at least 0; 0 without a second time."""
     return 0.0 if far is None or distance == 0 else max(far - near, 0.0) / distance
 
 

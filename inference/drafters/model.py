@@ -1,6 +1,4 @@
-"""Speculative decoding with a small causal LM as the drafter (Leviathan et al., arXiv 2211.17192), which grows trees as
-a head does.
-"""
+"""Speculative decoding with a small causal LM as the drafter (Leviathan et al., arXiv 2211.17192)."""
 
 from collections.abc import Sequence
 
@@ -30,7 +28,7 @@ class ModelAsHead:
     def __init__(self, model: TargetModel, target: TargetModel) -> None:
         """The vocabularies may differ by padding or added tokens.
 
-        Only tokens that both have are drafted, and those that a constraint forces.
+        Only tokens that both have are drafted, and tokens that a constraint forces.
         """
         self.decoder_layers: Sequence[nn.Module] = model.layers
         self.cache_shape: Shape = model.passes.layout.shapes
@@ -65,8 +63,8 @@ class ModelDrafter(HeadDrafter):
             )
         if not model.passes.verifies_trees:
             raise ValueError(
-                f"decode.draft_model: a {model.config.model_type!r} model given, one whose cache can be cut back after "
-                f"a rejected draft is allowed; choose another draft model"
+                f"decode.draft_model: a {model.config.model_type!r} model given, a model whose cache can be cut back "
+                f"after a rejected draft is allowed; choose another draft model"
             )
         if model.max_positions < target.max_positions:
             raise ValueError(

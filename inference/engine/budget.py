@@ -171,14 +171,13 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
     nodes, width = Growth.from_section(recipe.decode).max_nodes, recipe.decode.width
-    given = (
-        "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
-    )
-    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
+    is_limited_by_nodes = nodes == recipe.decode.nodes + 1
+    field = "decode.nodes" if is_limited_by_nodes else f"decode.width: {width} given, draft tokens per tree"
+    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, field)
 
 
 def refuse_large_trees(
-    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, field: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
     if needed < CHECKED_STEP_BYTES_MIN or needed <= (free := free_memory(device)):
@@ -193,7 +192,7 @@ def refuse_large_trees(
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
-        f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
+        f"{field}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
         f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
-        f"{given.partition(':')[0]}{fewer}"
+        f"{field.partition(':')[0]}{fewer}"
     )

@@ -38,7 +38,7 @@ class DecodeStep:
         self.speculation = None if costs is None else SpeculationByLoad(costs)
         self.costs = growth.costs if isinstance(growth, Costly) else costs
         self.drafts = False  # whether the next step, or else the last one, drafts for any row
-        self.drafted: Drafted | None = None  # what the step, or else the last one, has drafted
+        self.drafted: Drafted | None = None  # the tree of the current or last step; None without draft tokens
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
         self._changes = 0  # the batch's count of changes for which the following were made:
         self.sampling: BatchSampling

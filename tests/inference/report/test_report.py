@@ -73,7 +73,7 @@ def test_a_head_without_a_searched_tree_is_refused_before_the_work(
     searched = trained.decode.model_copy(update={"growth": "searched"})
     quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
-    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* a head with a fitted tree"):
         report(trained.model_copy(update={"decode": searched, "report": quick}))
 
 
