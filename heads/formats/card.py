@@ -165,8 +165,8 @@ def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:
 def measurements(report: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The figures of the head's own outcomes in a report, with the speed-up over plain decoding."""
     rows = report["outcomes"]
-    plain = {(row["temperature"], row["batch"]): row["tokens_per_second"] for row in rows if row["way"] == "plain"}
+    plain = {(row["temperature"], row["batch"]): row["tokens_per_second"] for row in rows if row["method"] == "plain"}
     for row in rows:
-        if row["way"].partition(" ")[0] not in report["other_heads"]:
+        if row["method"].partition(" ")[0] not in report["other_heads"]:
             speedup = row["tokens_per_second"] / plain[row["temperature"], row["batch"]]
-            yield {**row, "method": row["way"], "speedup": speedup}
+            yield {**row, "speedup": speedup}

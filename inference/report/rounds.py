@@ -37,7 +37,7 @@ class Round:
     runs: list[Run]  # one for each method
 
     def of_category(self, category: str) -> "Round | None":
-        """The round with the prompts of one category; None if it has none. Times stay the whole batch's."""
+        """The round with the prompts of one category; None if it has none. Times stay the batch's."""
         members = [i for i, prompt in enumerate(self.prompts) if prompt.category == category]
         runs = [
             replace(run, texts=[run.texts[i] for i in members], stats=[run.stats[i] for i in members])

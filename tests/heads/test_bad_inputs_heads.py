@@ -734,12 +734,12 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "doctor: an export with NaN": (
         put(UP, with_value(NAN)),
         SERVED,
-        Says(f"dtype: EXPORT's {UP}", "NaN or infinity", "finite numbers, as HEAD has", "fix: export HEAD again"),
+        Says(f"dtype: damaged: tensor {UP}", "infinity or NaN", "only finite numbers", "fix: correct the files"),
     ),
     "doctor: an export of another head": (
         another_head,
         SERVED,
-        Says("files: EXPORT's weights", "differ from HEAD's by", "HEAD's own weights", "fix: export HEAD again"),
+        Says("files: EXPORT's ", "differs from HEAD's by", "HEAD's own weights", "fix: export HEAD again"),
     ),
     "doctor: an export of another kind": (
         replaced_by("medusa"),
@@ -809,7 +809,7 @@ COMMANDS: dict[str, tuple[Edit, str, Says]] = {
     "doctor: a manifest that is no JSON": (
         lambda folder: (folder.parent / "manifest.json").write_text("hello"),
         f"{DOCTOR} --manifest {{tmp}}/manifest.json",
-        Says("--manifest", "is no JSON object", "manifest.json in a folder of features", "name another"),
+        Says("--manifest", "is not JSON", "manifest.json in a folder of features", "or harvest again"),
     ),
     "doctor: a manifest that does not exist": (
         nothing,
