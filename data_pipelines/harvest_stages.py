@@ -262,9 +262,9 @@ class Harvest:
             identities = self.identities(shards)
             remove_grown_shards(recipe, shards, identities)
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
-            whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
-            if len(whole) < len(names):
-                self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
+            complete = [name for name in names if shard_is_whole(folder / name, identities[name])]
+            if len(complete) < len(names):
+                self.make_features([shard for shard in shards if shard.features_file not in complete], identities)
 
     def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
         """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
@@ -318,8 +318,8 @@ class Harvest:
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     """The head's taps; or all taps of an existing store, finished or not, if it includes the head's."""
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
-    found = Stage("features", recipe.features_dir, {}).claimed_for()
-    return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
+    recorded = Stage("features", recipe.features_dir, {}).claimed_for()
+    return tuple(recorded["taps"]) if recorded is not None and set(taps) <= set(recorded["taps"]) else taps
 
 
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
