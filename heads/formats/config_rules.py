@@ -3,22 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
+from headstart.heads.formats.subject import Subject, Violation, config_error
 from headstart.heads.kinds.checkpoint import target_misfits
 from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
 
-BLOCK_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
-ARCHITECTURES = {
-    ("eagle3", "vllm"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle3", "sglang"): {"LlamaForCausalLMEagle3"},
-    ("eagle3", "tensorrt_llm"): {"LlamaForCausalLMEagle3", "EAGLE3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle3", "llama_cpp"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle1", "vllm"): {"EagleLlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
-    **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
-}
 MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's norms that an engine does not have
 # Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
@@ -47,7 +37,7 @@ REFUSED = {
 
 
 def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
-    allowed = ARCHITECTURES.get((subject.layout, engine))
+    allowed = subject.layout.architectures.get(engine)
     named = subject.files.config.get("architectures") or []
     if allowed is not None and not allowed & set(named):
         yield config_error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
@@ -109,8 +99,6 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
-    if size is None and subject.layout in BLOCK:
-        return
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         allowed = f"1 to {vocab_size} is allowed: the number of tokens that the head drafts, even if it drafts all"
         yield config_error(engine, "draft_vocab_size", size, allowed)
@@ -133,7 +121,7 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     before_residual = config.get("norm_before_residual")
     if before_residual and engine in ("sglang", "tensorrt_llm"):
         yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
-    if before_residual is None and subject.layout == "speculators":
+    if before_residual is None and subject.layout.is_speculators:
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
         yield config_error(engine, "norm_before_residual", None, allowed)
     for key in MISSING_NORMS.get(engine, ()):

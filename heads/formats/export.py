@@ -24,9 +24,11 @@ from torch import Tensor
 from headstart.common.files import read_json
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
-from headstart.heads.formats.layouts import FORMATS, GGUF, ServedTarget, is_whole_target
-from headstart.heads.formats.lint import RULES, violations
-from headstart.heads.formats.subject import Violation, layout_of
+from headstart.heads.formats.commands import GGUF
+from headstart.heads.formats.kinds.registry import layout_of
+from headstart.heads.formats.layouts import FORMATS, is_whole_target
+from headstart.heads.formats.lint import violations
+from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
 from headstart.heads.target_config import folder_of
@@ -85,9 +87,9 @@ def export(recipe: Recipe) -> Path:
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
     """The violations of each engine's contract in files of this format, for all engines that read it."""
     layout, own = layout_of(files), FORMATS[name].engine
-    if layout == "mtp" and own is None:
+    if layout.kind.is_target_layer and own is None:
         return {}  # engines draft with the layer of their target, see `write_whole_target`
-    engines = [engine for engine in RULES[layout] if engine == own or {engine, own}.isdisjoint(OWN_FORMAT)]
+    engines = [engine for engine in layout.rules if engine == own or {engine, own}.isdisjoint(OWN_FORMAT)]
     return {engine: violations(files, frozen, [engine]) for engine in engines}
 
 
