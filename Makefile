@@ -64,10 +64,9 @@ lint: $(INSTALLED) ## check style, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(INSTALLED) ## run every benchmark (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
+bench: $(INSTALLED) ## time decoding and training (PEERS="--peer specforge=VENV --peer speculators=VENV" adds the peers)
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
-	@set -e; for script in decode drafters gumbel lossless; do echo "== benchmarks/$$script.py"; \
-		$(BIN)/python benchmarks/$$script.py recipes/tiny_full.yaml decode.head=assets/demo_head; done
+	$(BIN)/python benchmarks/decode.py recipes/tiny_full.yaml decode.head=assets/demo_head report.threads=1
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
 	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
@@ -128,15 +127,13 @@ check-clients: $(INSTALLED) ## use the server with OpenAI's clients, agents and 
 
 # The browser is the system's own; playwright only drives it.
 BROWSER ?= chromium
-PAGE ?= runs/tiny/report/report.html
 
-.venv-page/.installed: tests/interop/check_page.py tests/interop/check_chat_page.py
+.venv-page/.installed: tests/interop/check_chat_page.py
 	$(PYTHON) -m venv .venv-page
 	.venv-page/bin/python -m pip install playwright axe-playwright-python
 	touch $@
 
-check-page: $(INSTALLED) .venv-page/.installed ## check the report's page and the chat page in a headless browser (BROWSER=chromium PAGE=FILE)
-	.venv-page/bin/python tests/interop/check_page.py $(PAGE) "$$(command -v $(BROWSER))" runs/page
+check-page: $(INSTALLED) .venv-page/.installed ## check the chat page in a headless browser (BROWSER=chromium)
 	.venv-page/bin/python tests/interop/check_chat_page.py $(BIN)/headstart "$$(command -v $(BROWSER))" runs/page
 
 walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny form (before a release)

@@ -1,18 +1,15 @@
-"""What a plain decoding step costs on a CPU, on a quiet machine and beside a busy process.
+"""The cost of a plain decoding step on a CPU, and of drafting a tree.
 
     headstart smollm2
     python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct --head assets/smollm2_head
 
-The first table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
+The table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
 products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's
-in bfloat16). They take turns, and the figures are medians. The line below it compares drafting a tree to a plain step.
-The second table has tokens/s of plain decoding by compiled layers, alone and while another process takes a core: with
-headstart's setting for threads that wait, and with OpenMP's own.
+in bfloat16). They take turns, and the figures are medians. A line compares drafting a tree to a plain step.
 """
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -29,11 +26,9 @@ from torch import nn
 
 from headstart import SpeculativeModel
 from headstart.heads.base import DraftHead
-from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.cost_measurement import GREEDY, Bench
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels.compiled import CompiledForward
 from headstart.inference.kernels.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
 from headstart.inference.targets.loading import processor_name
@@ -42,10 +37,8 @@ from headstart.recipes.schema import TargetSection
 
 CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
 KINDS = ("own code", "compiled", "products alone", "torch's products")
-NEW_TOKENS = 96
 WIDTH, LEVELS = 4, 4  # of the drafted tree
 WARM = 5
-BUSY = "while True: pass"
 
 
 @contextmanager
@@ -148,40 +141,16 @@ def drafting(options: argparse.Namespace) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def rate(options: argparse.Namespace) -> dict[str, float]:
-    """Plain decoding: the better of two texts."""
-    target = load(options)
-    assert target.compiler is not None
-    request, rates = Request([*range(300, 400)], NEW_TOKENS), []
-    for turn in range(3):
-        started = time.perf_counter()
-        generate_batch(target, [request])
-        if turn:  # the first compiles
-            rates.append(NEW_TOKENS / (time.perf_counter() - started))
-        target.compiler.finish()
-    return {"tokens/s": max(rates)}
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"passes": passes, "drafting": drafting}
 
 
-def measured(options: argparse.Namespace, part: str, busy: int = 0, **changed: str) -> dict[str, float]:
-    """A part in a process of its own, beside busy ones. This one has imported headstart, which says how threads wait
-    before torch is imported."""
-    others = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(busy)]
-    try:
-        command = [sys.executable, __file__, "--target", options.target, "--dtype", options.dtype, "--part", part]
-        command += ["--head", options.head] if options.head else []
-        done = subprocess.run(command, env={**os.environ, **changed}, capture_output=True, text=True, check=True)
-    finally:
-        for other in others:
-            other.kill()
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
-    "passes": passes,
-    "drafting": drafting,
-    "rate": rate,
-}
+def measured(options: argparse.Namespace, part: str) -> dict[str, float]:
+    """A part in a process of its own."""
+    command = [sys.executable, __file__, "--target", options.target, "--dtype", options.dtype, "--part", part]
+    command += ["--head", options.head] if options.head else []
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    figures: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return figures
 
 
 def main() -> None:
@@ -209,11 +178,6 @@ def main() -> None:
         console.print(
             f"drafting {nodes} nodes on {LEVELS} levels: {found['drafting']:.1f} ms, {share:.2f} of a plain step"
         )
-    table = Table("tokens/s", "alone", "one core busy")
-    for name, changed in (("headstart's waiting", {}), ("OpenMP's default", {"GOMP_SPINCOUNT": "300000"})):
-        rates = [measured(options, "rate", busy, **changed)["tokens/s"] for busy in (0, 1)]
-        table.add_row(name, *(f"{each:.1f}" for each in rates))
-    console.print(table)
 
 
 if __name__ == "__main__":

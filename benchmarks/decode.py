@@ -22,10 +22,10 @@ from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, GrowthPolicy
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
@@ -41,7 +41,6 @@ SWEEP = [
     ),
     Dynamic(5, 8, 32),
 ]
-FINALISTS, AGAIN = 3, 2  # best trees of the sweep that run again, and how often
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
 
 
@@ -103,14 +102,14 @@ def ours(target: TargetModel, drafter: Drafter | None, new_tokens: int, sampling
     return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter, static=False).stats
 
 
-def transformers_own(target: TargetModel, new_tokens: int, lookup: int | None = None) -> Callable[..., DecodeStats]:
+def transformers_own(target: TargetModel, new_tokens: int) -> Callable[..., DecodeStats]:
     """transformers' `generate` of the same model; every forward after the first is a step."""
 
     def run(prompt: list[int]) -> DecodeStats:
         calls = []
         hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
         started = time.perf_counter()
-        written = target.generate([prompt], new_tokens, prompt_lookup=lookup)[0]
+        written = target.generate([prompt], new_tokens)[0]
         seconds = time.perf_counter() - started
         hook.remove()
         return DecodeStats(steps=len(calls) - 1, tokens=len(written) - 1, seconds=seconds)
@@ -133,20 +132,10 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
 
 def overhead_table(rows: list[Row]) -> Table:
     table = Table(
-        title="ms per step, greedy; overhead is the rest, in % of the step; bytes moved within the cache per step"
+        "method", title="ms per step, greedy; overhead: the rest of a step, in %; bytes moved within the cache"
     )
-    for column in (
-        "method",
-        "acceptance\nlength",
-        "tokens/s",
-        "speed-up\nover\ngenerate",
-        "step",
-        "target",
-        "head",
-        "overhead",
-        "bytes\nmoved",
-    ):
-        table.add_column(column, justify="left" if column == "method" else "right")
+    for column in ("tokens\na step", "tokens/s", "x generate", "step", "target", "head", "overhead", "bytes\nmoved"):
+        table.add_column(column, justify="right")
     base = next(row.rate for row in rows if row.name == "generate")
     for row in rows:
         steps = row.stats.steps
@@ -166,7 +155,7 @@ def overhead_table(rows: list[Row]) -> Table:
 def growth_table(rows: list[Row], best: float, title: str) -> Table:
     """`best` is the tokens/s of the sweep's fastest tree."""
     table = Table(title=title)
-    for column in ("growth", "acceptance\nlength", "draft tokens\nper step", "tokens/s", "over the\nsweep's best"):
+    for column in ("growth", "tokens\na step", "draft tokens\na step", "tokens/s", "over the\nsweep's best"):
         table.add_column(column, justify="left" if column == "growth" else "right")
     for row in rows:
         nodes = row.stats.drafted / row.stats.steps
@@ -200,7 +189,6 @@ def run(recipe: Recipe) -> None:
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),
         Row("generate", transformers_own(target, new_tokens)),
-        Row("generate_lookup", transformers_own(target, new_tokens, lookup=5)),
         Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
         Row("tree", with_head(growth_from_recipe(recipe.decode, target, head))),
     ]
@@ -215,11 +203,6 @@ def run(recipe: Recipe) -> None:
         rows = [*sweep, chain, cost_aware]
         measure(rows, prompts, target, head, title)
         console.print(growth_table(rows, max(row.rate for row in sweep), title))
-        # The maximum of many noisy rates is biased upwards, so the best trees run again.
-        best = sorted(sweep, key=lambda row: row.rate)[-FINALISTS:]
-        rows = [Row(row.name, row.run) for row in (*best, cost_aware)]
-        measure(rows, prompts * AGAIN, target, head, f"{title}, best trees again")
-        console.print(growth_table(rows, max(row.rate for row in rows[:FINALISTS]), f"{title}, best trees again"))
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Trie
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts
-from headstart.inference.report.rounds import TokenTimes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -73,6 +72,19 @@ class FirstMatch(Lookup):
                             break
                         node = child
                     return
+
+
+class BlockSizes:
+    """A streamer for transformers' `generate` that records how many tokens arrive together; the prompt comes first."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.sizes.append(value.numel())
+
+    def end(self) -> None:
+        """Do nothing: the last tokens came with the last `put`."""
 
 
 def first_layers_alone(target: TargetModel, count: int) -> TargetModel:
@@ -122,14 +134,14 @@ def run(recipe: Recipe) -> None:
         return lambda prompt: (generate(target, prompt, new_tokens, drafter=drafter).tokens, 1)
 
     def assisted(prompt: list[int]) -> tuple[list[int], int]:
-        times = TokenTimes()
-        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=times)[0]
-        return text, times.blocks[1][1]
+        blocks = BlockSizes()
+        text = target.generate([prompt], new_tokens, assistant=(draft, depth), streamer=blocks)[0]
+        return text, blocks.sizes[1]
 
     def lookup(prompt: list[int]) -> tuple[list[int], int]:
-        times = TokenTimes()
-        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=times)[0]
-        return text, times.blocks[1][1]
+        blocks = BlockSizes()
+        text = target.generate([prompt], new_tokens, prompt_lookup=depth, streamer=blocks)[0]
+        return text, blocks.sizes[1]
 
     rows = [
         Row("plain", ours(None)),

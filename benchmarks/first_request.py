@@ -19,10 +19,10 @@ from rich.table import Table
 
 from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe, load_drafting_head
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.loop import DecodeLoop

@@ -15,7 +15,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,10 +23,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-from torch.profiler import ProfilerActivity, profile
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.data_pipelines.features.batches import Batch, Sample
@@ -42,12 +38,11 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
 from headstart.inference.kernels.fast_layers import join_linears
-from headstart.inference.targets.attention import attention_by_parts, cudnn_attention
-from headstart.inference.targets.cuda_graph import Graphed, SpareSteps, StaticStep
+from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.objectives.unrolled import Teacher
@@ -79,7 +74,6 @@ TOY: dict[str, Any] = {
 }
 LLAMA3_8B = LlamaConfig(**(SIZES if CUDA else TOY), bos_token_id=None, eos_token_id=None)
 PACKAGES = ("torch", "transformers", "accelerate", "triton", "safetensors", "numpy", "pydantic", "peft", "datasets")
-KERNELS = {"cuDNN": [SDPBackend.CUDNN_ATTENTION], "efficient": [SDPBackend.EFFICIENT_ATTENTION]}
 TREE = Dynamic(7, 10, 59) if CUDA else Dynamic(3, 3, 7)  # EAGLE-3's tree of 60 nodes, the root counted
 
 
@@ -133,25 +127,6 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
     return round(1000 * seconds(work, repeats), 3)
 
 
-def kernels(work: Callable[[], object], most: int = 14) -> dict[str, Any]:
-    """The kernels that take the most time of one call: name, count, milliseconds."""
-    work()
-    synchronise()
-    with profile(activities=[ProfilerActivity.CUDA if CUDA else ProfilerActivity.CPU]) as seen:
-        work()
-        synchronise()
-    rows = [
-        (each.key[:90], each.count, (each.self_device_time_total if CUDA else each.self_cpu_time_total) / 1000)
-        for each in seen.key_averages()
-    ]
-    rows.sort(key=lambda row: -row[2])
-    return {
-        "kernels": [[name, count, round(taken, 3)] for name, count, taken in rows[:most]],
-        "launches": sum(count for _, count, _ in rows),
-        "device_ms": round(sum(taken for *_, taken in rows), 2),
-    }
-
-
 @dataclass(frozen=True)
 class Setting:
     """A target of an 8B model's shape and an EAGLE-3 head, both with random weights, and a length of prompt."""
@@ -161,7 +136,7 @@ class Setting:
     prompt: int
 
     @classmethod
-    def random(cls, fused: bool = True) -> "Setting":
+    def random(cls) -> "Setting":
         torch.manual_seed(0)
         default = torch.get_default_dtype()
         with DEVICE:
@@ -173,7 +148,7 @@ class Setting:
         vocab = DraftVocab(torch.arange(min(32000, LLAMA3_8B.vocab_size)), LLAMA3_8B.vocab_size)
         section = load_recipe(ROOT / "recipes/llama3_8b.yaml").head.model_copy(update={"taps": None})
         head = new_head(section, target.frozen, vocab, seed=0).to(DEVICE, DTYPE)
-        if CUDA and fused:
+        if CUDA:
             target.pack_weights(lambda: target)
             join_linears(head)
         return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
@@ -203,18 +178,6 @@ def decode_rate(setting: Setting, drafter: Drafter | None, static: bool, new_tok
         synchronise()
         rate = (len(loop.generations[0].tokens) - before) / (time.perf_counter() - started)
     return round(rate, 1)
-
-
-def generate_rate(setting: Setting, new_tokens: int) -> float:
-    """The same for transformers' `generate`, from the difference between a long and a short run."""
-    times = []
-    for count in (4, 8, 8 + new_tokens):
-        synchronise()
-        started = time.perf_counter()
-        setting.target.generate([setting.tokens], count)
-        synchronise()
-        times.append(time.perf_counter() - started)
-    return round(new_tokens / (times[2] - times[1]), 1)
 
 
 def pages(capacity: int) -> int:
@@ -285,16 +248,10 @@ def decoding(results: Results) -> None:
         results.measure(f"EAGLE-3 {name}, ms", partial(milliseconds, decode_step(setting, growth)))
     sampled = decode_step(setting, TREE, 1, Sampling(1.0))
     results.measure("EAGLE-3 tree at temperature 1, ms", partial(milliseconds, sampled))
-    for nodes in (1, 64):
-        results.measure(f"kernels of a target step of {nodes} nodes", partial(kernels, target_step(setting, nodes)))
-    results.measure("kernels of an EAGLE-3 tree", partial(kernels, decode_step(setting, TREE), 40))
     results.measure("capture of a target step, s", partial(first_call, target_step(setting, 32)))
     setting.forget()
-    for allowed in (True, False):
-        with cudnn_attention(allowed):
-            ours = partial(decode_rate, setting, None, False, 16)
-            results.measure("plain, changing shapes, tokens/s", ours, cudnn=allowed)
-            results.measure("transformers' generate, tokens/s", partial(generate_rate, setting, 12), cudnn=allowed)
+    ours = partial(decode_rate, setting, None, False, 16)
+    results.measure("plain, changing shapes, tokens/s", ours)
 
 
 def copy_bandwidth() -> float:
@@ -332,54 +289,6 @@ def graphs(results: Results) -> None:
             torch.cuda.empty_cache()
         held = torch.cuda.memory_reserved() - before if CUDA else 0
         results.add(f"graphs of {rows} rows x 60 nodes together, GiB", value=round(held / 2**30, 2))
-
-
-@torch.inference_mode()
-def attention(results: Results) -> None:
-    """Which attention kernel serves a step best: 32 layers' attention in one graph, so that no cache holds the keys."""
-    shapes = ((1, 1, 2304), (1, 64, 2304), (1, 64, 8192), (8, 64, 2304), (64, 1, 2304)) if CUDA else ((1, 4, 64),)
-    for rows, nodes, keys in shapes:
-        made = [torch.randn(2, rows, 8, keys, 128, device=DEVICE, dtype=DTYPE) for _ in range(32)]
-        query = torch.randn(rows, 8, 4 * nodes, 128, device=DEVICE, dtype=DTYPE)
-        mask = torch.zeros(rows, 1, 4 * nodes, keys, device=DEVICE, dtype=DTYPE)
-        mask[..., keys - 63 :] = torch.finfo(DTYPE).min
-        ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-            name: partial(attend_by, kinds, query, mask) for name, kinds in KERNELS.items()
-        }
-        if CUDA and rows == 1:
-            ways["8 parts of the keys"] = partial(attend_in_parts, query, mask)
-        for name, attend in ways.items():
-            facts = {"rows": rows, "nodes": nodes, "keys": keys}
-            results.measure(f"attention of 32 layers, {name}, ms", partial(replayed, attend, made), **facts)
-    for allowed in (True, False):
-        with cudnn_attention(allowed):
-            results.measure("a call of each of five new lengths, ms", new_lengths, cudnn=allowed)
-
-
-def attend_by(kinds: list[SDPBackend], query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    with sdpa_kernel(kinds) if CUDA else nullcontext():
-        return scaled_dot_product_attention(query, key, value, mask)
-
-
-def attend_in_parts(query: Tensor, mask: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return attention_by_parts(query, key, value, mask, None, 8)
-
-
-def replayed(attend: Callable[[Tensor, Tensor], Tensor], layers: list[Tensor]) -> float:
-    def every_layer() -> tuple[Tensor, ...]:
-        return tuple(attend(key, value) for key, value in layers)
-
-    return milliseconds(partial(Graphed(lambda _: every_layer()), layers[0][0, 0, 0, 0]))
-
-
-def new_lengths() -> dict[str, Any]:
-    """What the first call of a shape costs, as in a prefill or a harvest of texts of all lengths."""
-    times = []
-    for length in (700, 701, 815, 977, 1203):
-        query, key, value = (torch.randn(4, heads, length, 128, device=DEVICE, dtype=DTYPE) for heads in (32, 8, 8))
-        call = partial(scaled_dot_product_attention, query, key, value, is_causal=True, enable_gqa=True)
-        times.append(round(1000 * first_call(call), 2))
-    return {"value": max(times[1:]), "all": times}
 
 
 @dataclass(frozen=True)
@@ -463,7 +372,6 @@ def training(results: Results) -> None:
         batch = f"{count} x {length}"
         results.measure(f"{kind}: collating {batch}, ms", partial(milliseconds, lesson.collate, 3))
         results.measure(f"{kind}: step of {batch}, bfloat16, s", partial(lesson.cost, "bfloat16", False))
-        results.measure(f"{kind}: kernels of a step", partial(kernels, lesson.stepping("bfloat16"), 24))
         if kind == "EAGLE-3":
             results.measure(f"{kind}: step of {batch}, float32, TF32, s", partial(lesson.cost, "float32", True))
             results.measure(f"{kind}: step of {batch}, float32, s", partial(lesson.cost, "float32", False))
@@ -524,18 +432,7 @@ def tapping_rate(setting: Setting, texts: list[list[int]]) -> int:
     return round(sum(map(len, texts)) / seconds(partial(tap, setting.target, texts), 5, 1))
 
 
-@torch.inference_mode()
-def compiled(results: Results) -> None:
-    """Target steps with compiled layers (target.compile), and what compiling costs."""
-    setting = Setting.random(fused=False)
-    setting.target.compiles = True
-    for nodes in (1, 64):
-        step = target_step(setting, nodes)
-        results.measure(f"compiling for {nodes} nodes, s", partial(first_call, step))
-        results.measure(f"compiled target step of {nodes} nodes, ms", partial(milliseconds, step))
-
-
-PARTS = {each.__name__: each for each in (environment, decoding, training, harvesting, attention, graphs, compiled)}
+PARTS = {each.__name__: each for each in (environment, decoding, training, harvesting, graphs)}
 
 
 def main() -> None:

@@ -34,8 +34,8 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.doctor.command import held_out, load_target, replay
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, right_guesses
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import machine

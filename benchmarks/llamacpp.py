@@ -41,13 +41,14 @@ from headstart.common.progress import Progress
 from headstart.heads.formats.export import CONVERTER, export
 from headstart.heads.formats.layouts import GGUF
 from headstart.heads.target_config import TargetConfig, folder_of
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.loading import OWN_HEAD, taps_to_read
 from headstart.inference.report.command import machine, report_prompts
 from headstart.inference.report.methods import Method, build_methods
 from headstart.inference.report.questions import Chat
-from headstart.inference.report.rounds import run_batch
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import has_bfloat16
 from headstart.inference.targets.model import TargetModel
@@ -103,10 +104,16 @@ def our_rows(recipe: Recipe, path: str | Path, dtype: str, name: str) -> Iterato
 
     def decoding(method: Method) -> Callable[[list[int]], Decoded]:
         def decode(prompt: list[int]) -> Decoded:
-            run = run_batch(method, target, [prompt], recipe.decode.max_new_tokens, Sampling())
+            loop = loop_of(target, [Request(prompt, recipe.decode.max_new_tokens, Sampling())], method.drafter, 1)
+            steps = loop.run()
+            next(steps)  # the prefill and the first token
+            started = time.perf_counter()
+            for _ in steps:
+                pass
+            seconds, [generation] = time.perf_counter() - started, loop.generations.values()
             if target.compiler is not None:
                 target.compiler.finish()
-            return Decoded(run.texts[0], run.seconds - run.first_token[0], run.stats[0].steps)
+            return Decoded(generation.tokens, seconds, generation.stats.steps)
 
         return decode
 
@@ -173,15 +180,11 @@ def wait_for(http: httpx.Client, server: "subprocess.Popen[bytes]", log: Path) -
 
 
 def completion(http: httpx.Client, prompt: list[int], most: int) -> dict[str, Any]:
-    greedy = {
-        "samplers": ["top_k"],
-        "top_k": 1,
-        "temperature": 0,
-    }  # no other sampler reads the logits
+    greedy = {"samplers": ["top_k"], "top_k": 1, "temperature": 0}  # no other sampler reads the logits
     body = {"prompt": prompt, "n_predict": most, "cache_prompt": False, "return_tokens": True, **greedy}
     answer = http.post("/completion", json=body).raise_for_status()
-    found: dict[str, Any] = answer.json()
-    return found
+    content: dict[str, Any] = answer.json()
+    return content
 
 
 def decoded(answer: dict[str, Any]) -> Decoded:

@@ -26,7 +26,7 @@ from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import folder_of
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import taps_to_read

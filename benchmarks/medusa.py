@@ -25,8 +25,8 @@ from headstart.heads.target_config import folder_of
 from headstart.inference.calibrate import fit_calibration, score_text
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import load_drafting_head, searched_tree
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts

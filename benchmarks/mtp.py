@@ -40,13 +40,13 @@ from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.states import WINDOW
 from headstart.inference.doctor.command import held_out, load_target
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import machine
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.other_commands import Options
-from headstart.recipes.schema import MtpSection
+from headstart.recipes.schema_heads import MtpSection
 
 sys.path.insert(0, str(ROOT / "assets" / "demo_target" / "make"))
 from pretrain import learning_rate_factor, sample_batch, token_stream

@@ -2,29 +2,24 @@
 
     python benchmarks/scale.py
 
-Three tables: the costs, the same arithmetic beside budgets that others have published, and a simulated harvest whose
-machines fail, with the tasks of a harvest on Ray. Speeds are those of one H100 that was measured (docs/gpu.md); no run
-of this size has been made. docs/scale.md explains the numbers.
+Two tables: the costs, and the same arithmetic next to budgets that others have published. The speeds were measured on
+one H100 (docs/gpu.md); no run of this size has been made. docs/scale.md explains the numbers.
 """
 
 import argparse
-import random
-import statistics
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import simpy
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 from transformers import LlamaConfig, Qwen3Config
 
 from headstart.data_pipelines.features.shard_files import bytes_per_token
-from headstart.data_pipelines.on_ray import LOSSES, shards_in_task
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.new_head import head_without_weights
@@ -160,109 +155,10 @@ def beside_others() -> Table:
     return table
 
 
-@dataclass
-class Harvest:
-    """A harvest on Ray: each machine takes a task, and a task of a machine that fails begins anew on another."""
-
-    environment: simpy.Environment
-    waiting: list[int]  # tasks, by how often each was begun
-    seconds: float  # of a task
-    start: float  # seconds until a machine has loaded its target
-    away: float  # seconds until a machine that failed is back
-    between: float  # seconds between failures of one machine, on average
-    chance: random.Random
-    done: float = 0.0  # seconds of finished tasks
-    lost: float = 0.0  # of tasks that a failure ended, and of loading the target again
-    most_losses: int = 0
-    left: int = 0
-
-    def machine(self) -> Generator[simpy.Event, Any, None]:
-        failed = False
-        while self.left:
-            fails, began = self.environment.now + self.chance.expovariate(1 / self.between), self.environment.now
-            yield self.environment.timeout(min(self.start, fails - began))
-            self.lost += self.environment.now - began if failed else 0.0
-            while self.left and self.environment.now < fails:
-                if not self.waiting:  # another machine may fail
-                    yield self.environment.timeout(min(1.0, fails - self.environment.now))
-                    continue
-                losses, began = self.waiting.pop(0), self.environment.now
-                yield self.environment.timeout(min(self.seconds, fails - began))
-                if self.environment.now < fails:
-                    self.done, self.left = self.done + self.seconds, self.left - 1
-                else:
-                    self.lost += self.environment.now - began
-                    self.most_losses = max(self.most_losses, losses + 1)
-                    self.waiting.insert(0, losses + 1)
-            failed = True
-            yield self.environment.timeout(self.away)
-
-
-def repeated(samples: int, machines: int, failures_a_day: float, seed: int) -> tuple[float, float, int]:
-    """The share of work done twice, the hours, and the most machines that one task lost."""
-    recipe, cost = recipe_and_cost("llama3_70b")
-    shards = -(-samples // recipe.data.shard_samples)
-    size = shards_in_task(recipe.data.model_copy(update={"generate_batch": TEXTS}), shards, machines)
-    written = cost.responses(ANSWER, TEXTS, PROMPT + ANSWER // 2, NODE) + cost.features(PROMPT + ANSWER)
-    of_task = size * recipe.data.shard_samples * written / NODE
-    tasks = -(-shards // size)
-    environment = simpy.Environment()
-    run = Harvest(
-        environment,
-        waiting=[0] * tasks,
-        seconds=of_task,
-        start=cost.weights / 2e9,  # from a disk that delivers 2 GB/s
-        away=600.0,
-        between=86_400 / failures_a_day,
-        chance=random.Random(seed),
-        left=tasks,
-    )
-    for _ in range(machines):
-        environment.process(run.machine())
-    while run.left:
-        environment.step()
-    return run.lost / run.done, environment.now / 3600, run.most_losses
-
-
-def failures(seeds: int) -> Table:
-    columns = (
-        "samples",
-        "machines",
-        "failures of each a day",
-        "hours",
-        "work repeated, mean",
-        "most",
-        "losses of a task",
-    )
-    table = Table(*columns, title=f"A harvest on Ray whose machines fail ({seeds} seeds)", box=None)
-    for samples, machines, rate in (
-        (1_300_000, 8, 1.0),
-        (1_300_000, 64, 1.0),
-        (13_000_000, 64, 1.0),
-        (13_000_000, 64, 4.0),
-    ):
-        found = [repeated(samples, machines, rate, seed) for seed in range(seeds)]
-        shares, hours, losses = zip(*found, strict=True)
-        mean, most = statistics.mean(shares), max(shares)
-        row = [
-            f"{samples:,}",
-            str(machines),
-            f"{rate:g}",
-            f"{statistics.mean(hours):.2f}",
-            f"{mean:.2%}",
-            f"{most:.2%}",
-        ]
-        table.add_row(*row, f"{max(losses)} of {LOSSES}")
-    return table
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=50, help="of the simulation (default: 50)")
-    options, console = parser.parse_args(), Console(width=160, highlight=False)
-    for table in (costs(), beside_others(), failures(options.seeds)):
-        console.print(table)
-        console.print()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    console = Console(width=160, highlight=False)
+    console.print(costs(), beside_others(), sep="\n\n")
 
 
 if __name__ == "__main__":

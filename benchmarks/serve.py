@@ -34,17 +34,8 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-COLUMNS = (
-    "clients",
-    "server",
-    "tokens/s",
-    "over the first",
-    "by round",
-    "TTFT p50 (s)",
-    "p95",
-    "ms per token p50",
-    "p95",
-)
+TIMES = ("TTFT p50 (s)", "p95", "ms per token p50", "p95")
+COLUMNS = ("clients", "server", "tokens/s", "over the first", "by round", *TIMES)
 SERVER = re.compile(r"(?:([^=]*)=)?(https?://[^#]+)(?:#(.+))?")
 QUESTIONS = (
     "Why is the sky blue?",

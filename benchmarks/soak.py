@@ -7,14 +7,12 @@ What follows `--` goes to `headstart serve`. In this order:
 texts       200 mixed requests of 16 clients (greedy and seeded, stop strings, schemas, shared beginnings, clients that
             leave); each finished text is asked for again, alone and without drafts, and must be the same.
 schemas     100 answers under a JSON schema, with drafts and without: all valid, and the same text.
-prefix      a system prompt of 1,000 tokens comes again: time to the first token, beside that of its first time.
-            Acceptance lengths can only be equal where no step time decides on drafts: with --always-draft and a recipe
-            whose decode.growth is dynamic.
+prefix      a system prompt of 1,000 tokens comes again: time to the first token, over that of its first time.
 drops       1,000 connections that break off at random moments: rows, waiting requests and open files as before.
 memory      minutes of mixed load: the growth of the process's memory from the first third of them to the last.
 shutdown    SIGTERM while 16 clients stream: each gets its whole answer or an error, and the process ends with code 0.
 
-Exit code 1 if a bar is missed. --only names the parts to run.
+Exit code 1 if a check fails. --only names the parts to run.
 """
 
 import argparse
@@ -35,8 +33,6 @@ from typing import Any, Literal
 import httpx
 import psutil
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from rich.console import Console
-from rich.table import Table
 
 CLIENTS = 16
 PATIENCE = 900.0  # seconds for one answer
@@ -73,7 +69,7 @@ class Answer:
     text: str = ""
     finish: str | None = None
     first: float | None = None  # seconds to the first text
-    length: float | None = None  # acceptance length, where there were drafts
+    length: float | None = None  # acceptance length, with drafts
     error: bool = False
     cached: int = 0  # tokens of the prompt that were not read again
 
@@ -84,7 +80,7 @@ class Server:
 
     process: subprocess.Popen[str]
     url: str
-    checks: list[tuple[str, str, str, bool]] = field(default_factory=list)  # what, seen, allowed, held
+    checks: list[bool] = field(default_factory=list)
 
     @property
     def memory(self) -> int:
@@ -95,8 +91,8 @@ class Server:
         return psutil.Process(self.process.pid).num_fds()
 
     def check(self, what: str, seen: str, allowed: str, held: bool) -> None:
-        self.checks.append((what, seen, allowed, held))
-        print(f"{'ok' if held else 'MISSED':6} {what}: {seen} (allowed: {allowed})", flush=True)
+        self.checks.append(held)
+        print(f"{'ok' if held else 'FAILED':6} {what}: {seen} (allowed: {allowed})", flush=True)
 
 
 def start(options: list[str]) -> Server:
@@ -201,10 +197,9 @@ async def schemas_hold(server: Server, http: httpx.AsyncClient, count: int) -> N
         }
         for number in range(count)
     ]
-    ways = [{}, {"speculative": False}]
     with_drafts, without = [
-        await in_parallel([lambda body=body, way=way: ask(http, {**body, **way}) for body in bodies], 4)  # type: ignore[misc]
-        for way in ways
+        await in_parallel([lambda body=body, extra=extra: ask(http, {**body, **extra}) for body in bodies], 4)  # type: ignore[misc]
+        for extra in ({}, {"speculative": False})
     ]
     valid = sum(map(is_valid, with_drafts)), sum(map(is_valid, without))
     equal = sum(a.text == b.text for a, b in zip(with_drafts, without, strict=True))
@@ -224,29 +219,22 @@ def is_valid(answer: Answer) -> bool:
 
 
 async def prefix_is_reused(server: Server, http: httpx.AsyncClient) -> None:
-    ratios, lengths = [], []
+    ratios = []
     for number in range(3):
         draw = random.Random(number)
         system = " ".join(f"Rule {rule}: {draw.choice(WORDS)} before {draw.choice(WORDS)}." for rule in range(1, 121))
-        found = []
-        for question in QUESTIONS[:2]:
+        answers = []
+        for question in (QUESTIONS[0], QUESTIONS[1], QUESTIONS[1]):  # the last one with all of its prompt reused
             messages = [{"role": "system", "content": system}, {"role": "user", "content": question}]
-            found.append(await ask(http, {"messages": messages, "max_tokens": 24, "temperature": 0}))
-        again = await ask(http, {"messages": messages, "max_tokens": 24, "temperature": 0})  # now with its last part
-        first, second = (answer for answer in found if answer is not None)
-        assert again is not None
+            answers.append(await ask(http, {"messages": messages, "max_tokens": 24, "temperature": 0}))
+        first, second, again = (answer for answer in answers if answer is not None)
         assert first.first is not None
         assert second.first is not None
         assert second.cached >= 900, second
         assert again.text == second.text
         ratios.append(second.first / first.first)
-        lengths.append((second.length, again.length))
     seen = f"{median(ratios):.2f} ({', '.join(f'{ratio:.2f}' for ratio in ratios)})"
     server.check("first token of a repeated 1,000-token prompt", seen, f"{MOST_TTFT}", median(ratios) <= MOST_TTFT)
-    drafted = [(once, again) for once, again in lengths if once is not None and again is not None]
-    shown = ", ".join(f"{once:.2f} and {again:.2f}" for once, again in drafted)
-    what = "acceptance length with more of the prompt reused, where both drafted"
-    server.check(what, shown, "equal", bool(drafted) and all(once == again for once, again in drafted))
 
 
 async def dropped_connections(server: Server, http: httpx.AsyncClient, count: int) -> None:
@@ -286,7 +274,7 @@ async def idle(http: httpx.AsyncClient) -> None:
     async with asyncio.timeout(120):
         while True:
             page = (await http.get("/metrics")).text
-            counts = re.findall(r"^headstart:num_requests_(?:running|waiting)\{.*\} (\S+)$", page, re.MULTILINE)
+            counts = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", page, re.MULTILINE)
             assert len(counts) == 2, page
             if not any(map(float, counts)):
                 return
@@ -307,11 +295,6 @@ async def memory_stays(server: Server, http: httpx.AsyncClient, minutes: float) 
         while time.monotonic() < ends:
             await asyncio.sleep(5)
             samples.append(server.memory)
-            if len(samples) % 24 == 0:
-                print(
-                    f"       {len(samples) * 5 / 60:.0f} minutes: {samples[-1] / 2**20:.0f} MiB, {sent} requests",
-                    flush=True,
-                )
 
     await asyncio.gather(watch(), *(client(number) for number in range(8)))
     third = len(samples) // 3
@@ -349,19 +332,14 @@ async def run(server: Server, arguments: argparse.Namespace) -> None:
         await refuse_silent_server(http)
         for name, part in parts.items():
             if name in arguments.only:
-                started = time.monotonic()
                 await part(http)
-                print(f"       {name} took {time.monotonic() - started:.0f} s", flush=True)
 
 
 async def refuse_silent_server(http: httpx.AsyncClient) -> None:
     """Every part would hold on a server that answers nothing, such as one whose target has no chat template."""
     answer = await http.post("/v1/chat/completions", json={**HELLO, "max_tokens": 4})
     if answer.status_code != 200:
-        raise SystemExit(
-            f"the server answers a chat with {answer.status_code}, but 200 is required: {answer.text[:200]}; "
-            f"name a target with a chat template"
-        )
+        raise SystemExit(f"status {answer.status_code}: {answer.text[:200]}; name a target with a chat template")
 
 
 PARTS = ("texts", "schemas", "prefix", "drops", "memory", "shutdown")
@@ -386,11 +364,7 @@ def main() -> None:
         if server.process.poll() is None:
             os.kill(server.process.pid, signal.SIGKILL)
         pump.wait()
-    table = Table("what", "seen", "allowed", "held")
-    for what, seen, allowed, held in server.checks:
-        table.add_row(what, seen, allowed, "yes" if held else "NO")
-    Console().print(table)
-    sys.exit(not all(held for *_, held in server.checks))
+    sys.exit(not all(server.checks))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """Does the decode loop stay right, and the same size, under mixed traffic? In this process, without a server.
 
-    PYTHONPATH=tests python benchmarks/soak_loop.py --minutes 20
+    PYTHONPATH=tests/support python benchmarks/soak_loop.py --minutes 20
 
 Requests of all kinds come in bursts and leave at random: with drafts and without, greedy and sampled, with shared
 beginnings, long prompts that are read in pieces, stop strings, grammars, lengths up to the end of the context, and
 some whose own work fails. After each step `tests/support/sound_loop.py` checks the loop's state. Each text that ends
 must be the one that its request writes alone and without drafts, each that is cut or fails must begin that text, and
-memory must stay flat. Exit code 1 if a bar is missed.
+memory must stay flat. Exit code 1 otherwise.
 """
 
 import argparse
@@ -164,7 +164,7 @@ def soak(loop: DecodeLoop, traffic: Traffic, minutes: float) -> tuple[Counter[st
         if kinds and draw.random() < CANCELS:
             loop.cancel(draw.choice([*kinds]))
         if draw.random() < 0.1:
-            loop.pace.chunk = draw.randint(1, 64)
+            loop.schedule.chunk_with_rows = draw.randint(1, 64)
         if draw.random() < SWITCH:  # rows draft always for a while, or only where that pays
             loop.decode_step.speculation = draw.choice([None, by_load])
         loop.step()

@@ -6,10 +6,9 @@ trainers/eagle.py trains ours with the recipe's settings. Theirs is trained in a
 (train_step.py says how to make it) with its own model, whose lm_head stays the target's, its loss (KL, equal weights
 for all unroll steps), optimizers (Muon and AdamW), linear schedule and clipping; architecture, number of unroll steps
 and batches are the recipe's. Both learning rates are the best of a sweep of shorter runs, by acceptance length on
-separate prompts; a sweep whose best rate is the first or the last one goes on beyond it. The table shows the seconds
-of training and the acceptance length (tau) of both heads on the recipe's held-out prompts, as a chain and with the
-recipe's tree, without calibration. If theirs trains for longer, a last row has a head of ours that trained for as many
-steps as take its seconds.
+separate prompts. The table shows the seconds of training and the acceptance length (tau) of both heads on the recipe's
+held-out prompts, as a chain and with the recipe's tree, without calibration. If theirs takes longer, a last row has a
+head of ours that trained for the same time.
 """
 
 import argparse
@@ -35,21 +34,21 @@ from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.report.command import machine
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import recipe_from_command_line
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers.loop import SampleOrder
 
 ROOT = Path(__file__).resolve().parents[1]
 OURS, PEER = "headstart", "speculators"
-OUR_RATES = (0.5, 1.0, 2.0)  # factors of the recipe's learning rates
-THEIR_RATES = (1e-2, 3e-2, 9e-2)  # the default of both its Muon and its AdamW is 1e-3
+OUR_RATES = (0.25, 0.5, 1.0, 2.0, 4.0)  # factors of the recipe's learning rates
+THEIR_RATES = (3e-3, 1e-2, 3e-2, 9e-2, 2.7e-1)  # the default of both its Muon and its AdamW is 1e-3
 SWEEP_SHARE = 4  # runs of the sweep have a quarter of the steps
 SWEEP_PROMPTS = 6
 TEMPERATURES = (0.0, 1.0)
@@ -135,28 +134,16 @@ def acceptance_length(
     return DecodeStats.sum_of(text.stats for text in texts).acceptance_length
 
 
-def swept(rates: tuple[float, ...], measure: Callable[[float], float]) -> dict[float, float]:
-    """What `measure` finds at each rate, and at further ones until the best has a neighbour on either side."""
-    found, factor = {rate: measure(rate) for rate in rates}, rates[1] / rates[0]
-    while (best := max(found, key=found.__getitem__)) in (min(found), max(found)):
-        further = best * factor if best == max(found) else best / factor
-        found[further] = measure(further)
-    return found
-
-
 def best_rate(
     train: Train, rates: tuple[float, ...], steps: int, measure: Callable[[Path], float], console: Console
 ) -> float:
-    """The rate of the sweep whose head has the largest acceptance length."""
-
-    def measured(rate: float) -> float:
+    """The rate whose head has the largest acceptance length."""
+    lengths: dict[float, float] = {}
+    for rate in rates:
         with tempfile.TemporaryDirectory() as folder:
-            length = measure(train(rate, steps, Path(folder)))
-        console.print(f"  rate {rate:g}, {steps} steps: acceptance length {length:.2f}")
-        return length
-
-    found = swept(rates, measured)
-    return max(found, key=found.__getitem__)
+            lengths[rate] = measure(train(rate, steps, Path(folder)))
+        console.print(f"  rate {rate:g}, {steps} steps: acceptance length {lengths[rate]:.2f}")
+    return max(lengths, key=lengths.__getitem__)
 
 
 def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
@@ -170,7 +157,8 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
         trainers[PEER] = (partial(train_theirs, peers[PEER], recipe, folder), THEIR_RATES)
     else:
         console.print(f"{PEER} is not measured; benchmarks/train_step.py --help says how to install it")
-    everything = held_out_prompts(with_prompts(recipe, recipe.report.num_prompts + SWEEP_PROMPTS))
+    report = recipe.report.model_copy(update={"num_prompts": recipe.report.num_prompts + SWEEP_PROMPTS})
+    everything = held_out_prompts(recipe.model_copy(update={"report": report}))
     prompts, apart = everything[: recipe.report.num_prompts], everything[recipe.report.num_prompts :]
     taps = recipe.head.taps if isinstance(recipe.head, Eagle3Section) else None
     target = TargetModel.load(recipe.target, taps or TargetConfig.from_folder(folder).default_taps())
@@ -205,10 +193,6 @@ def run(recipe: Recipe, arguments: list[str], peers: dict[str, str]) -> None:
     if PEER in spent and spent[PEER] > spent[OURS]:
         add_row(f"{OURS}, as many seconds", OURS, round(recipe.train.steps * spent[PEER] / spent[OURS]))
     console.print(table)
-
-
-def with_prompts(recipe: Recipe, number: int) -> Recipe:
-    return recipe.model_copy(update={"report": recipe.report.model_copy(update={"num_prompts": number})})
 
 
 def main() -> None:

@@ -1,17 +1,15 @@
-"""What a training step (forward and backward) of an EAGLE-3 or block head costs, beside SpecForge's and speculators'.
+"""The cost of a training step (forward and backward) of an EAGLE-3 head, next to SpecForge's and speculators'.
 
     python benchmarks/train_step.py
     python benchmarks/train_step.py --peer specforge=VENV --peer speculators=VENV
-    python benchmarks/train_step.py --heads block --peer speculators=VENV
 
 On a CPU with one thread it measures CPU seconds, and how much resident memory grows over what the process had before
-its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine hits all of
-them; rely on the ratios only. A second table shows how our memory grows with the sequence length, a third which of our
-goals are met. Block heads (DFlash) are measured beside speculators alone. On CUDA it measures EAGLE-3 at the shapes of
-Llama-3-8B, one contender after the other: tokens per second, and the peak memory that a step allocates.
+its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine slows all of
+them down; rely on the ratios only. A second table shows how our memory grows with the sequence length. On CUDA it
+measures the shapes of Llama-3-8B, one contender after the other: tokens per second, and the peak memory of a step.
 
 A peer is a virtual environment with these packages. Its own requirements include a serving engine, so it is installed
-without them (`--no-deps`); torch is the version that we are measured with, as a CUDA build if there is a device.
+without them (`--no-deps`). torch has our version, as a CUDA build if there is a device.
 
     python -m venv VENV && VENV/bin/pip install torch==2.13.0
     VENV/bin/pip install --no-deps specforge==0.2.0
@@ -33,10 +31,8 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +44,6 @@ from rich.table import Table
 
 FOLDER = Path(__file__).resolve().parent
 PEERS = ("specforge", "speculators")
-HEADS = ("eagle3", "block")
 OURS = "headstart"
 
 SMALL, LONG, LONGEST, LARGE_VOCAB = "2 x 256", "1 x 1024", "1 x 4096", "2 x 256, V 32000"
@@ -73,37 +68,6 @@ LLAMA3_8B = Case(
 )
 DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
-RIVAL = "specforge"  # the fastest peer on a CPU
-SPEED_BARS = {SMALL: 1.0, LARGE_VOCAB: 1.0, LONG: 1.5, LONGEST: 6.0}  # our speed over its, at least
-MEMORY_BAR = 0.2  # our memory growth over its at the longest case, at most
-LINEAR_BAR = 1.1  # memory growth per token over that at half the length, at most
-
-# DFlash with 128 blocks, the whole vocabulary as usual for it: as speculators trains it by default, and a smaller one.
-BLOCK_LONG = Case(
-    batch=1,
-    seq=1024,
-    vocab=4096,
-    draft_vocab=4096,
-    num_taps=5,
-    block_size=16,
-    anchors=128,
-    head_layers=5,
-    to_text=True,
-)
-BLOCK_CASES = {
-    "5 layers, blocks of 16, text": BLOCK_LONG,
-    "2 layers, blocks of 8, soft CE": replace(BLOCK_LONG, block_size=8, head_layers=2, to_text=False),
-    "5 layers, blocks of 16, half the vocabulary": replace(BLOCK_LONG, draft_vocab=2048),
-}
-BLOCK_RIVAL = "speculators"
-BLOCK_BAR = 0.8  # our CPU seconds over its, at most
-BLOCK_LENGTHS = (1024, 2048, 4096, 8192)
-TOKENS_PER_BLOCK = 8  # at every length
-
-
-def block_case(length: int) -> Case:
-    """One sequence with a block for every eighth token."""
-    return replace(BLOCK_LONG, seq=length, anchors=length // TOKENS_PER_BLOCK)
 
 
 @dataclass(frozen=True)
@@ -115,22 +79,13 @@ class Cost:
     growth: float  # MiB of memory on top of what was in use before the first step
 
 
-@dataclass(frozen=True)
-class Bar:
-    """A goal for our training step, and what was measured."""
-
-    text: str
-    value: float
-    met: bool
-
-
 class Contender:
     """A process of benchmarks/peers that runs a training step on request."""
 
     def __init__(self, name: str, python: str, case: Case) -> None:
         # The process sets torch's number of threads itself; this is for other libraries.
         environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
-        command = [python, "-W", "ignore", "-m", f"peers.{name}_{case.script}", json.dumps(asdict(case))]
+        command = [python, "-W", "ignore", "-m", f"peers.{name}_step", json.dumps(asdict(case))]
         self.name = name
         self.process = subprocess.Popen(
             command, cwd=FOLDER, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -143,8 +98,8 @@ class Contender:
         line = self.process.stdout.readline()
         if not line:
             raise ValueError(f"{self.name}: its process ended with code {self.process.wait()}; its error is above")
-        found: dict[str, Any] = json.loads(line)
-        return found
+        answer: dict[str, Any] = json.loads(line)
+        return answer
 
     def step(self) -> dict[str, Any]:
         assert self.process.stdin is not None
@@ -156,19 +111,12 @@ class Contender:
         self.process.communicate()  # the process exits at the end of its input
 
 
-@contextmanager
-def contenders(pythons: dict[str, str], case: Case) -> Iterator[list[Contender]]:
-    with ExitStack() as stack:
-        found = []
-        for name, python in pythons.items():
-            found.append(Contender(name, python, case))
-            stack.callback(found[-1].close)
-        yield found
-
-
 def measure(pythons: dict[str, str], case: Case, repeats: int) -> tuple[dict[str, Cost], dict[str, Any]]:
     """The cost and the versions of each contender; they alternate step by step after one warm-up step."""
-    with contenders(pythons, case) as rivals:
+    with ExitStack() as stack:
+        rivals = [Contender(name, python, case) for name, python in pythons.items()]
+        for rival in rivals:
+            stack.callback(rival.close)
         answers: dict[str, list[dict[str, Any]]] = {rival.name: [] for rival in rivals}
         for _ in range(1 + repeats):
             for rival in rivals:
@@ -243,50 +191,12 @@ def device_table(pythons: dict[str, str], repeats: int) -> Table:
     return table
 
 
-def lengths_table(growths: dict[int, float], title: str = "") -> Table:
-    table = Table(title=f"our memory growth, by length of one sequence{title}")
+def lengths_table(growths: dict[int, float]) -> Table:
+    table = Table(title="our memory growth, by length of one sequence")
     for column in ("tokens", "MiB of growth", "KiB per token"):
         table.add_column(column, justify="right")
     for length, growth in growths.items():
         table.add_row(str(length), f"{growth:.0f}", f"{1024 * growth / length:.0f}")
-    return table
-
-
-def peer_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
-    bars = []
-    for case, least_ratio in SPEED_BARS.items():
-        if case in costs:
-            ratio = times_ours(costs[case], RIVAL, "cpu")
-            text = f"{case}: at least {least_ratio:g} times the speed of {RIVAL}"
-            bars.append(Bar(text, ratio, ratio >= least_ratio))
-    if LONGEST in costs:
-        share = 1 / times_ours(costs[LONGEST], RIVAL, "growth")
-        bars.append(Bar(f"{LONGEST}: at most {MEMORY_BAR:g} of the memory of {RIVAL}", share, share <= MEMORY_BAR))
-    return bars
-
-
-def block_bars(costs: dict[str, dict[str, Cost]]) -> list[Bar]:
-    shares = {case: 1 / times_ours(found, BLOCK_RIVAL, "cpu") for case, found in costs.items() if BLOCK_RIVAL in found}
-    return [
-        Bar(f"{case}: at most {BLOCK_BAR:g} of the CPU seconds of {BLOCK_RIVAL}", share, share <= BLOCK_BAR)
-        for case, share in shares.items()
-    ]
-
-
-def linear_bar(growths: dict[int, float]) -> Bar:
-    per_token = [growth / length for length, growth in growths.items()]
-    worst = max(after / before for before, after in pairwise(per_token))
-    lengths = f"{min(growths)} to {max(growths)}"
-    text = (
-        f"memory linear in the length, {lengths} tokens: per token at most {LINEAR_BAR:g} times that at half the length"
-    )
-    return Bar(text, worst, worst <= LINEAR_BAR)
-
-
-def bars_table(bars: list[Bar]) -> Table:
-    table = Table("goal", "measured", "", title="goals")
-    for bar in bars:
-        table.add_row(bar.text, f"{bar.value:.2f}", "met" if bar.met else "MISSED")
     return table
 
 
@@ -312,9 +222,6 @@ def arguments() -> argparse.Namespace:
         help=f"measure a peer too: {' or '.join(PEERS)}",
     )
     parser.add_argument(
-        "--heads", nargs="+", choices=HEADS, default=HEADS, help="kinds of heads to measure (default: all)"
-    )
-    parser.add_argument(
         "--repeats", type=int, default=3, help="steps to measure per contender and case (default: %(default)s)"
     )
     parser.add_argument(
@@ -332,53 +239,29 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    given, console = arguments(), Console()
-    pythons = {OURS: sys.executable, **dict(given.peer)}
+    options, console = arguments(), Console()
+    pythons = {OURS: sys.executable, **dict(options.peer)}
     console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
     try:
-        if "eagle3" in given.heads:
-            run_eagle3(console, pythons, given.repeats, given.longest)
-        if "block" in given.heads:
-            run_block(console, pythons, given.repeats, given.longest)
+        measure_on_cpu(console, pythons, options.repeats, options.longest)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if missing := [name for name in PEERS if name not in pythons]:
         console.print(f"not measured: {', '.join(missing)}; --help says how to install a peer and pass it as --peer")
-    if not torch.cuda.is_available():
-        console.print("no CUDA device found: the shapes of Llama-3-8B are not measured")
-    elif "eagle3" in given.heads:
-        console.print(device_table(pythons, given.repeats))
+    if torch.cuda.is_available():
+        console.print(device_table(pythons, options.repeats))
+    else:
+        console.print("no CUDA device: the shapes of Llama-3-8B are not measured")
 
 
-def run_eagle3(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
+def measure_on_cpu(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
     cases = {name: case for name, case in CASES.items() if case.seq <= longest}
     costs, versions = measure_all(console, pythons, cases, repeats)
     growths = memory_by_length(console, {n: replace(CASES[LONG], seq=n) for n in LENGTHS if n <= longest})
-    say_versions(console, versions)
+    for name, packages in versions.items():
+        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in packages.items()), highlight=False)
     console.print(cpu_table(costs, "EAGLE-3, unroll 7"))
     console.print(lengths_table(growths))
-    say_bars(console, (peer_bars(costs) if RIVAL in pythons else []), growths)
-
-
-def run_block(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
-    pythons = {name: python for name, python in pythons.items() if name in (OURS, BLOCK_RIVAL)}
-    costs, versions = measure_all(console, pythons, BLOCK_CASES, repeats)
-    growths = memory_by_length(console, {n: block_case(n) for n in BLOCK_LENGTHS if n <= longest})
-    say_versions(console, versions)
-    console.print(cpu_table(costs, "DFlash, 1 x 1024 tokens, 128 blocks"))
-    console.print(lengths_table(growths, ", a block for every eighth token"))
-    say_bars(console, block_bars(costs), growths)
-
-
-def say_versions(console: Console, versions: dict[str, Any]) -> None:
-    for name, found in versions.items():
-        console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), highlight=False)
-
-
-def say_bars(console: Console, bars: list[Bar], growths: dict[int, float]) -> None:
-    bars = bars + ([linear_bar(growths)] if len(growths) > 1 else [])
-    if bars:
-        console.print(bars_table(bars))
 
 
 if __name__ == "__main__":

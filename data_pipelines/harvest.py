@@ -46,7 +46,7 @@ from headstart.recipes import Recipe, run_command
 
 
 def run(recipe: Recipe, part: Part | None = None, on: str | None = None) -> None:
-    """The command: harvest on all ranks of the launch, or one part in this process, or all on a cluster."""
+    """The command: harvest on all ranks of the launch, one part in this process, or on a cluster."""
     end_with_launcher()
     state = start_processes()
     if part is not None:
@@ -59,8 +59,8 @@ def run(recipe: Recipe, part: Part | None = None, on: str | None = None) -> None
 
         refuse_for_parts(recipe, "--on ray", state)
         if recipe.data.draft_head is not None:
-            found = f"data.draft_head: {recipe.data.draft_head} given, for which each worker would need two targets"
-            raise ValueError(f"{found}; leave it out (null), or harvest in parts (--part)")
+            given = f"data.draft_head: {recipe.data.draft_head} given, for which each worker would need two targets"
+            raise ValueError(f"{given}; leave it out (null), or harvest in parts (--part)")
         check_harvest(recipe, is_here=False)
         return print(f"complete in {shown(harvest_on_ray(recipe, state).folder)}")
     with run_together(recipe, "harvest", partial(check_harvest, recipe)):
@@ -85,14 +85,16 @@ def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
     folder, command, interrupts = recipe.data_folder, f"harvest --part {part}", Interrupts()
     with ExitStack() as own, harvest_of(recipe, state, lambda: interrupts.received is not None) as stages:
         with entrance(folder, command):
-            refuse_parts_at_work(folder, beside=part.lock.removeprefix(str(part.number)))
+            refuse_parts_at_work(folder, allowed_suffix=part.lock.removeprefix(str(part.number)))
             own.enter_context(only_run_in(locks_of(folder) / part.lock, command))
             refuse_other_code(folder)
             prompts, responses = stages.begin()
         with interrupts:
             stages.make(part.share(stages.shards))
         if interrupts.received is not None:
-            print(f"{interrupts.number.name}: what is finished is kept; the same command continues", flush=True)
+            print(
+                f"{interrupts.number.name}: finished texts and shards are saved; the same command continues", flush=True
+            )
             raise SystemExit(128 + interrupts.number)
         with entrance(folder, command, wait=True):  # a command that finds this part at work holds the folder so long
             own.close()
@@ -106,16 +108,16 @@ def harvest_part(recipe: Recipe, part: Part, state: PartialState) -> None:
         print(f"part {part} is made; the last part to finish writes the manifest, or the command without --part does")
 
 
-def refuse_for_parts(recipe: Recipe, way: str, state: PartialState) -> None:
-    """Raise ValueError if the harvest cannot be made by processes that know nothing of each other, the `way` chosen."""
+def refuse_for_parts(recipe: Recipe, option: str, state: PartialState) -> None:
+    """Raise ValueError if independent processes, which `option` asks for, cannot make the harvest."""
     if recipe.data.store is not None:
-        raise ValueError(f"data.store: {recipe.data.store} given, so there is nothing to harvest; leave {way} out")
+        raise ValueError(f"data.store: {recipe.data.store} given, so there is nothing to harvest; leave {option} out")
     if state.num_processes > 1:
-        advice = f"start one process for each part, or leave {way} out"
-        raise ValueError(f"{way}: {state.num_processes} ranks launched, a single process is allowed; {advice}")
+        advice = f"start one process for each part, or leave {option} out"
+        raise ValueError(f"{option}: {state.num_processes} ranks launched, a single process is allowed; {advice}")
     if recipe.target.split == "tensor":
         allowed = "null or layers is allowed, as a target split by tensor needs the ranks of a launch"
-        raise ValueError(f"target.split: tensor given with {way}, {allowed}; choose one, or leave {way} out")
+        raise ValueError(f"target.split: tensor given with {option}, {allowed}; choose one, or leave {option} out")
 
 
 @contextmanager

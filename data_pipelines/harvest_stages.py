@@ -1,4 +1,4 @@
-"""The stages before training, in one process: prompts, responses and features, whole or some shards of them."""
+"""The stages before training, in one process: prompts, responses and features, all shards or some of them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,8 +49,8 @@ from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
 
 STORE_FORMAT = 3  # version of the shards and of the manifest
-CHECKED_TEXTS, LONGEST_CHECK = 3, 64  # prompts, and tokens of each, whose states by vLLM are compared with our own
-LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding stays well below it
+CHECKED_PROMPTS, CHECKED_TOKENS_MAX = 3, 64  # whose hidden states by vLLM are compared with our own
+LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding errors are much smaller
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def harvest_of(recipe: Recipe, state: PartialState, ending: Ending = never) -> I
 class Harvest:
     """The stages before training. One that is complete and matches the recipe is reused.
 
-    If there are more prompts than before, what was made from the others is kept. Every stage raises ValueError if its
-    files were made from other inputs.
+    If prompts were added, the responses and features of the earlier ones are kept. Every stage raises ValueError if
+    its files were made from other inputs.
     """
 
     recipe: Recipe
@@ -78,7 +78,7 @@ class Harvest:
     config: TargetConfig
     taps: tuple[int, ...]
     load: Callable[[], TargetModel]
-    ending: Ending = never  # whether to finish only what has begun
+    ending: Ending = never  # once true, finish running texts and start no new ones
 
     def say(self, line: str) -> None:
         if self.state.is_main_process:
@@ -86,7 +86,7 @@ class Harvest:
 
     @contextmanager
     def main_rank_first(self) -> Iterator[None]:
-        """Let the other ranks begin when the main one has ended, with what it wrote."""
+        """Let the other ranks begin after the main one, with its files."""
         with self.state.main_process_first():
             pull(self.recipe.data_folder)
             yield
@@ -115,15 +115,15 @@ class Harvest:
         return responses
 
     def open_responses(self, prompts: Stage) -> Stage:
-        """The stage, with earlier responses taken over; raises ValueError if a disk cannot hold all features."""
+        """The stage, with earlier responses taken over; raises ValueError if the disk cannot hold all features."""
         recipe, rows = self.recipe, [row for shard in self.shards for row in shard.rows]
         responses = responses_stage(recipe, prompts)
         with self.main_rank_first():
             take_over_responses(recipe, responses, self.shards)
         if not responses.is_complete() and recipe.data.online is None:
-            given = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
+            prompt_tokens = sum(len(row["text"] if "text" in row else row["tokens"]) for row in rows)
             written = recipe.data.response_tokens * len(rows) if recipe.data.responses == "target" else 0
-            self.say(check_disk(recipe, self.config, self.taps, given, given + written))
+            self.say(check_disk(recipe, self.config, self.taps, prompt_tokens, prompt_tokens + written))
         return responses
 
     def make_responses(self, shards: Sequence[ShardPrompts]) -> None:
@@ -194,7 +194,7 @@ class Harvest:
         ranks.carry_out(tap_texts, work)
 
     def features_stage(self, responses: Stage | None) -> Stage:
-        """The last stage; without responses, which may not all be there, it can only tell what else it is made from."""
+        """The last stage; its input `responses` is None while some may be missing."""
         recipe = self.recipe
         inputs = {
             "responses": None if responses is None else digest_of(responses.facts()["files"]),
@@ -209,7 +209,7 @@ class Harvest:
         return Stage.of(recipe, "features", inputs)
 
     def finish_features(self, features: Stage, prompts: Stage, responses: Stage) -> None:
-        """Write the manifest: the shards and everything that they depend on."""
+        """Write the manifest: the shards and all of their inputs."""
         data, target = self.recipe.data, self.recipe.target
         origin = TargetOrigin.of(folder_of(target))
         about = {
@@ -228,24 +228,24 @@ class Harvest:
 
     @cached_property
     def vllm(self) -> VllmStates:
-        """The servers of data.states, whose states of a few prompts are the target's own."""
+        """The servers of data.states, whose hidden states of a few prompts were compared with the target's."""
         recipe, states = self.recipe, VllmStates(self.recipe, self.config, self.taps)
-        texts = [row["tokens"][:LONGEST_CHECK] for row in self.shards[0].rows[:CHECKED_TEXTS]]
+        texts = [row["tokens"][:CHECKED_TOKENS_MAX] for row in self.shards[0].rows[:CHECKED_PROMPTS]]
         if not self.state.is_main_process:
             return states
         if (target := own_target(recipe, self.config)) is not None:
             check_teacher_logits(recipe, target, texts[0])
             states.refuse_other_states(target, texts)
         else:
-            self.say(f"{recipe.target.path} is too large to load here: of vLLM's states only the last one is checked")
+            self.say(f"{recipe.target.path} is too large to load here, so only vLLM's last state is checked")
             frozen = FrozenTarget.from_folder(folder_of(recipe.target), getattr(torch, recipe.target.dtype))
             states.refuse_other_last_state(frozen, texts)
         return states
 
-    # For processes that know nothing of each other: parts of the harvest, and workers of a cluster
+    # For independent processes: parts of the harvest, and workers of a cluster
 
     def begin(self) -> tuple[Stage, Stage]:
-        """Make the prompts, and record what the shards are made from; the process that calls this holds the folder."""
+        """Make the prompts, and record the inputs of the shards; the caller holds the folder."""
         prompts = self.prompts()
         responses = self.open_responses(prompts)
         if not responses.is_complete():
@@ -255,7 +255,7 @@ class Harvest:
         return prompts, responses
 
     def make(self, shards: Sequence[ShardPrompts]) -> None:
-        """The responses of these shards, and then their features; what is there is kept."""
+        """Make the responses and then the features of these shards; existing files are kept."""
         recipe, missing = self.recipe, [shard for shard in shards if not responses_path(self.recipe, shard).exists()]
         if missing:
             self.make_responses(missing)
@@ -279,7 +279,7 @@ class Harvest:
         return {shard.features_file: digest_of([common, texts[shard.responses_file]]) for shard in shards}
 
     def finish(self, prompts: Stage, responses: Stage) -> Stage | None:
-        """Write the manifest if all shards are there, else None; the process that calls this holds the folder."""
+        """Write the manifest if all shards exist, else return None; the caller holds the folder."""
         recipe, shards = self.recipe, self.shards
         if self.missing():
             return None
@@ -296,14 +296,14 @@ class Harvest:
         return features
 
     def missing(self) -> list[ShardPrompts]:
-        """The shards that have no responses, or no features of these."""
+        """The shards without responses, or without features of these responses."""
         pull(self.recipe.data_folder)
         recipe, shards = self.recipe, self.shards
         made = {path.name for path in files_in(recipe.features_dir, ".safetensors")}
 
         def is_there(shard: ShardPrompts) -> bool:
-            read = recipe.data.online is not None or shard.features_file in made
-            return read and responses_path(recipe, shard).exists()
+            has_features = recipe.data.online is not None or shard.features_file in made
+            return has_features and responses_path(recipe, shard).exists()
 
         absent = [shard for shard in shards if not is_there(shard)]
         if absent or recipe.data.online is not None:

@@ -1,7 +1,7 @@
-"""A harvest on the workers of a Ray cluster: each holds a target and makes the shards it is given.
+"""A harvest on the workers of a Ray cluster: each holds a target and makes the shards assigned to it.
 
-Ray starts the workers and notices when one is lost; its shards then go to another. Results go straight to the run's
-folder, which all machines share, and only notes come back to the driver, which this file's `harvest_on_ray` is.
+Ray starts the workers and notices when one is lost; its shards then go to another. Workers write to the run's folder,
+which all machines share; the driver (`harvest_on_ray`) receives only counts.
 """
 
 import logging
@@ -40,22 +40,22 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema import DataSection
 
 COMMAND = "harvest --on ray"
-OF_WORKERS = ".worker"  # ends the names of the locks that workers hold
-WAIT_SECONDS = 1.0  # how often the driver looks for machines that have joined
-BATCHES = 8  # of responses in one task, whose last batch is not full
-TASKS = 4  # for each worker at least, if there are enough shards, so that none waits long for the others
-LOSSES = 10  # after so many workers were lost on the same shards, the shards are to blame
+WORKER_LOCK_SUFFIX = ".worker"
+JOIN_CHECK_SECONDS = 1.0  # how often the driver looks for new machines
+BATCHES_PER_TASK = 8  # of responses; the last batch of a task is not full
+TASKS_PER_WORKER_MIN = 4  # if there are enough shards, so that workers finish at about the same time
+TASK_LOSSES_MAX = 10  # worker losses on one task before giving up on it
 
 
 def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
     """Run the missing stages on all workers of a cluster; returns the last stage.
 
-    Raises ValueError for a second driver, for a worker of other code or without the run's folder, and with
-    the message of one who cannot go on.
+    Raises ValueError for a second driver, for a worker with other code or without the run's folder, and with the
+    message of a worker that failed.
     """
     folder = recipe.data_folder
     with only_run_in(folder, COMMAND) as owner, harvest_of(recipe, state) as stages:
-        refuse_parts_at_work(folder, beside=OF_WORKERS)
+        refuse_parts_at_work(folder, allowed_suffix=WORKER_LOCK_SUFFIX)
         with Workers(recipe, owner.token) as workers:
             for _ in workers.carry_out([Task("the prompts", "begin")]):
                 pull(folder)
@@ -67,9 +67,9 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
 
 
 def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]) -> None:
-    """Let the workers make shards, and show the progress."""
+    """Let the workers make the missing shards, and show the progress."""
     samples = sum(len(shard.rows) for shard in missing)
-    size = shards_in_task(stages.recipe.data, len(missing), workers.places())
+    size = shards_in_task(stages.recipe.data, len(missing), workers.capacity())
     groups = [missing[start : start + size] for start in range(0, len(missing), size)]
     tasks = {Task(described(group), "make", tuple(shard.name for shard in group)): group for group in groups}
     total, started, tokens = sum(len(shard.rows) for shard in stages.shards), time.perf_counter(), 0
@@ -83,8 +83,8 @@ def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]
 
 def shards_in_task(data: DataSection, missing: int, workers: int) -> int:
     """How many shards a worker makes at a time."""
-    full = math.ceil(BATCHES * data.generate_batch / data.shard_samples)
-    return max(1, min(full, missing // (TASKS * workers)))
+    full = math.ceil(BATCHES_PER_TASK * data.generate_batch / data.shard_samples)
+    return max(1, min(full, missing // (TASKS_PER_WORKER_MIN * workers)))
 
 
 def described(group: Sequence[ShardPrompts]) -> str:
@@ -96,20 +96,20 @@ def described(group: Sequence[ShardPrompts]) -> str:
 class Task:
     """A call of a worker's method."""
 
-    what: str  # is made by it
+    label: str  # names its result, for messages
     method: str
     names: tuple[str, ...] = ()  # of shards
 
 
 class Worker:
-    """One process of the cluster, with a target; it runs the code that a part of a harvest runs."""
+    """One process of the cluster, with a target; it runs the same code as a part of a harvest."""
 
     def __init__(self, recipe: Json, token: str, current: str) -> None:
         self.values, self.token, self.current = recipe, token, current
         self.held = ExitStack()  # until the process ends
 
     def about(self) -> tuple[str, Facts]:
-        """Who this is, and what it must share with the driver."""
+        """The worker's name, and the facts that it must share with the driver."""
         if os.path.isdir(self.current):  # relative paths of the recipe start there
             os.chdir(self.current)
         folder = folder_fact(self.recipe.data_folder, self.token)
@@ -121,23 +121,23 @@ class Worker:
 
     @cached_property
     def stages(self) -> Harvest:
-        """Kept, with the target, for all shards."""
+        """Created once, with the target, for all shards."""
         return self.held.enter_context(harvest_of(self.recipe, start_processes()))
 
     def begin(self) -> None:
-        with only_run_in(locks_of(self.recipe.data_folder) / f"prompts{OF_WORKERS}", COMMAND, wait=True):
+        with only_run_in(locks_of(self.recipe.data_folder) / f"prompts{WORKER_LOCK_SUFFIX}", COMMAND, wait=True):
             self.stages.begin()
 
     def make(self, *names: str) -> int:
-        """Responses and features of these shards; returns the number of their tokens.
+        """Make responses and features of these shards; returns the number of their tokens.
 
-        Waits for a worker that Ray takes for lost, or whose driver has died, until it is really gone.
+        Waits until a worker that Ray reports lost, or whose driver has died, has really exited.
         """
         pull(self.recipe.data_folder)  # what other machines made, if it is in a store
         shards = [shard for shard in self.stages.shards if shard.name in names]
         with ExitStack() as held:
             for shard in shards:
-                lock = locks_of(self.recipe.data_folder) / f"{shard.name}{OF_WORKERS}"
+                lock = locks_of(self.recipe.data_folder) / f"{shard.name}{WORKER_LOCK_SUFFIX}"
                 held.enter_context(only_run_in(lock, COMMAND, wait=True))
             self.stages.make(shards)
         texts = [text for shard in shards for text in read_texts(responses_path(self.recipe, shard))]
@@ -145,7 +145,7 @@ class Worker:
 
 
 class Workers:
-    """A context manager that connects to a cluster, or starts one here, and has workers on all of its places."""
+    """A context manager that connects to a cluster, or starts one here, and runs workers on all of it."""
 
     def __init__(self, recipe: Recipe, token: str) -> None:
         self.arguments = recipe.model_dump(mode="json"), token, os.getcwd()
@@ -158,42 +158,42 @@ class Workers:
 
     def __enter__(self) -> "Workers":
         ray.init(log_to_driver=False, include_dashboard=False, logging_level=logging.ERROR)
-        self.say(f"Ray: {len([node for node in ray.nodes() if node['Alive']])} nodes with {self.places()} workers")
+        self.say(f"Ray: {len([node for node in ray.nodes() if node['Alive']])} nodes with {self.capacity()} workers")
         return self
 
     def __exit__(self, *exc: object) -> None:
         ray.shutdown()
 
     def needs(self) -> dict[str, int]:
-        """What a worker takes of a machine: a GPU, or all if the target is split over them, or a CPU core."""
+        """The resources of a worker: a GPU, or all GPUs of a machine for a target split over them, or a CPU core."""
         gpus = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
         if not any(gpus):
             return {"num_cpus": 1}
         return {"num_gpus": min(filter(None, gpus)) if self.whole_machine else 1}
 
-    def places(self) -> int:
-        """How many workers the cluster has room for at present."""
+    def capacity(self) -> int:
+        """The number of workers that the cluster can run at present."""
         ((resource, count),) = self.needs().items()
-        there = ray.cluster_resources().get({"num_cpus": "CPU", "num_gpus": "GPU"}[resource], 0)
-        return max(1, int(there) // count)
+        available = ray.cluster_resources().get({"num_cpus": "CPU", "num_gpus": "GPU"}[resource], 0)
+        return max(1, int(available) // count)
 
     def count(self) -> str:
         return "1 worker" if len(self.names) == 1 else f"{len(self.names)} workers"
 
     def carry_out(self, tasks: Sequence[Task]) -> Iterator[tuple[Task, Any]]:
-        """Yield each task with its result, as it is done; what a lost worker was doing is done again by another.
+        """Yield each task with its result when it is done; the task of a lost worker is given to another worker.
 
         Raises the error of a task that fails, and ValueError if a worker differs from the driver.
         """
         waiting, left, losses = deque(tasks), len(tasks), dict.fromkeys(tasks, 0)
         while left:
-            for _ in range(len(self.idle) + len(self.busy), min(self.places(), left)):
+            for _ in range(len(self.idle) + len(self.busy), min(self.capacity(), left)):
                 worker: Any = ray.remote(Worker).options(**self.needs()).remote(*self.arguments)
                 self.busy[worker.about.remote()] = worker, None
             while waiting and self.idle:
                 worker, task = self.idle.pop(), waiting.popleft()
                 self.busy[getattr(worker, task.method).remote(*task.names)] = worker, task
-            for call in ray.wait(list(self.busy), timeout=WAIT_SECONDS)[0]:
+            for call in ray.wait(list(self.busy), timeout=JOIN_CHECK_SECONDS)[0]:
                 worker, done = self.busy.pop(call)
                 try:
                     result = ray.get(call)
@@ -213,8 +213,8 @@ class Workers:
                     yield done, result
 
     def _welcome(self, name: str, facts: Facts) -> str:
-        own = {**running_code(), "the run's folder": "the same folder"}
-        if different := differences(facts, own, "{} there, {} here"):
+        expected = {**running_code(), "the run's folder": "the same folder"}
+        if different := differences(facts, expected, "{} there, {} here"):
             lines = "\n  ".join([f"a worker of the Ray cluster differs from this driver ({name}):", *different])
             advice = f"install the same on all machines, and give a run_dir that all of them share ({PAGE})"
             raise ValueError(f"{lines}\n{advice}")
@@ -227,10 +227,11 @@ class Workers:
         self.lost_starts += task is None
         if task is not None:
             losses[task] += 1
-        name, what = self.names.pop(worker, "a worker that was starting"), "nothing" if task is None else task.what
-        if max(self.lost_starts, *losses.values()) >= LOSSES:
+        name, label = self.names.pop(worker, "while starting"), "no task" if task is None else task.label
+        if max(self.lost_starts, *losses.values()) >= TASK_LOSSES_MAX:
             raise ValueError(
-                f"{LOSSES} workers were lost with {what}, the last one ({name}) so: {error}\n"
-                "correct the cause, which their logs in Ray's session folder may tell, and run the same command again"
+                f"{TASK_LOSSES_MAX} workers failed on {label}; last error ({name}): {error}\n"
+                "correct the cause, which the workers' logs in Ray's session folder may show, and run the same command "
+                "again"
             )
-        self.say(f"lost {name}" + ("" if task is None else f"; another worker goes on with {task.what}"))
+        self.say(f"lost {name}" + ("" if task is None else f"; another worker continues with {task.label}"))

@@ -1,8 +1,9 @@
 """The interface of every draft head: one forward that training, drafting and export all use."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -12,8 +13,8 @@ from headstart.heads.calibration import Calibration
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache, LayerShape, power_of_two_scales, rotary_table
 from headstart.heads.target_config import TargetConfig, TargetOrigin
+from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import HeadSection
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
 ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
@@ -25,13 +26,39 @@ Mask = Float[Tensor, "*axes seq keys"]  # additive
 Hidden = Float[Tensor, "batch seq hidden"]
 
 
+@dataclass(frozen=True)
+class TrainingPasses:
+    """The sizes of a micro-batch in training, from which its memory follows.
+
+    A pass is what activation checkpointing computes again: an unroll step, or a layer where one pass has all levels.
+    """
+
+    count: int
+    positions: int  # that go through a layer, in all passes together
+    scored: int  # positions whose hidden states are kept for the loss
+    kept: int = 0  # more elements that are kept until the backward pass
+    kept_in_float32: int = 0  # elements per position of `positions` that are kept in float32 in any precision
+
+
 class DraftHead(nn.Module, ABC):
     """Predicts a target's next tokens from its hidden states: what all kinds of heads have in common.
 
-    A LevelHead drafts one level of a tree in each call, a BlockHead (heads.block) all levels in one.
+    A kind of head is a subclass in heads/kinds. It says here what the trainers, drafters, exports and the doctor have
+    to know about it; its section in recipes/schema_heads.py says what is known without building a head.
     """
 
-    kind: str
+    kind: ClassVar[str]  # the value of head.kind
+    title: ClassVar[str]  # its name in text
+    trained_by: ClassVar[str]  # a key of trainers.step.TRAINED: how its loss is computed
+    drafted_by: ClassVar[str]  # a key of inference.drafters.for_heads.DRAFTERS: how it drafts
+    has_rope: ClassVar[bool] = True  # whether it has rotary embeddings, which must then match the target's
+    reads_tokens: ClassVar[bool] = True  # whether it reads the token after each position
+    repeats_layers: ClassVar[bool] = True  # whether all levels run the same layers
+    chooses_taps: ClassVar[bool] = False  # whether its config.json names the taps
+    max_layers: ClassVar[int | None] = 1  # decoder layers that it may have; None is any number
+    vocab_map: ClassVar[str] = "d2t"  # the tensor that holds its draft vocabulary
+    # Keys of config.json that are true or false without a trace in the tensors, by what they are about.
+    flags: ClassVar[dict[str, tuple[str, ...]]] = {}
     shape: Any  # everything about it but its weights: a frozen dataclass of its kind, which has a `cache_shape`
     target: TargetConfig
     taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
@@ -43,16 +70,30 @@ class DraftHead(nn.Module, ABC):
     calibration: Calibration = Calibration()  # fitted after training
     origin: TargetOrigin | None = None  # the target it was trained for, where that is known
     max_levels: int | None = None  # how many levels it can draft; None is any number
-    has_rope: bool = True  # whether it has rotary embeddings, which must then match the target's
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("input_scale", None, persistent=False)
 
     @classmethod
+    def describes(cls, config: dict[str, Any]) -> bool:
+        """Whether a published config.json, which lacks our own section, is of a head of this kind."""
+        return False
+
+    @classmethod
     @abstractmethod
-    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-        """The `taps` of the head that a recipe describes."""
+    def section_taps(cls, section: Any, target: TargetConfig) -> tuple[int, ...]:
+        """The `taps` of the head that a recipe's section of this kind describes."""
+
+    @classmethod
+    def section_vocab(cls, section: Any, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+        """The tokens that the recipe's head may draft, given how often the target wrote each token."""
+        return DraftVocab.full(len(counts))
+
+    @classmethod
+    def scales_taps(cls, section: Any) -> bool:
+        """Whether a new head of the recipe starts with `scale_taps`."""
+        return False
 
     @classmethod
     @abstractmethod
@@ -61,13 +102,18 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     @abstractmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "DraftHead":
+    def from_section(cls, section: Any, frozen: FrozenTarget, vocab: DraftVocab) -> "DraftHead":
         """A head with the sizes of a recipe, or the target's where the recipe gives none; not yet initialised."""
 
     @classmethod
     @abstractmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
         """A head with the sizes of a config.json; makes `tensors` its state dict; ValueError if they disagree."""
+
+    @classmethod
+    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
+        """The length of each norm's weight that a head of this width may have, by name."""
+        return {}
 
     @abstractmethod
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -80,6 +126,10 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def engine_tensors(self) -> dict[str, Tensor]:
         """model.safetensors as the engines read it."""
+
+    def own_keys(self) -> dict[str, Any]:
+        """More keys of the section of config.json that only we read."""
+        return {}
 
     def folded_scale(self, name: str) -> Tensor | None:
         """The factor of a weight's inputs that `engine_tensors` folds into the weight; None for no factor."""
@@ -121,6 +171,9 @@ class DraftHead(nn.Module, ABC):
             own[name] = tensor if scale is None else tensor / scale
         self.load_state_dict(own)
 
+    def hold_lm_head(self, packed: nn.Module | None) -> None:
+        """Get ready to draft with the target's lm_head; `packed` is its layer, if its weights are packed."""
+
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:
         """The layers that a decode step may compile."""
@@ -140,6 +193,20 @@ class DraftHead(nn.Module, ABC):
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
         """The head's features, from the target's tapped hidden states concatenated in ascending order."""
 
+    @abstractmethod
+    def text_logits(
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+    ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
+        """Yield the logits depth by depth, each from the true tokens before it, given features of all but the last.
+
+        Row t of depth k (from 0) is about the token at position t + 2 + k. `shift` moves the tokens that the head reads
+        against the features.
+        """
+
+    @abstractmethod
+    def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
+        """The sizes of a micro-batch of `samples` texts of `longest` tokens; `anchors` is train.anchors."""
+
 
 class LevelHead(DraftHead):
     """Drafts one level of a tree in each call.
@@ -148,6 +215,9 @@ class LevelHead(DraftHead):
     at index t score the token at position t + 2. While drafting, the head's own `feedback` replaces the features of
     positions that the target has not read yet; `level` counts these replacements, so it is 0 for the first draft token.
     """
+
+    trained_by = "unroll"
+    drafted_by = "levels"
 
     @abstractmethod
     def forward(
@@ -173,6 +243,21 @@ class LevelHead(DraftHead):
     def feedback(self, hidden: Hidden, features: Features) -> Features:
         """The features of the next level, from this level's output `hidden` and its features."""
 
+    def text_logits(
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+    ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
+        before = features.shape[1]
+        positions, cache = torch.arange(before, device=text.device), UnrollCache()
+        for level in range(min(depth, before - 1)):  # each further depth has one choice fewer
+            tokens = text[:, 1:].roll(-level - shift, dims=1)
+            hidden = self(features, tokens, positions + level, cache=cache, level=level)
+            yield self.logits(hidden[:, : before - 1 - level], level)[0]
+            features = self.feedback(hidden, features)
+
+    def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
+        tokens = samples * longest
+        return TrainingPasses(unroll, tokens * unroll if self.repeats_layers else tokens, tokens)
+
 
 class LastHiddenHead(LevelHead):
     """A head (EAGLE-1, MTP, Medusa) whose only feature is the target's last hidden state after its final norm.
@@ -195,7 +280,7 @@ class LastHiddenHead(LevelHead):
             self.register_buffer(name, getattr(frozen, name), persistent=False)
 
     @classmethod
-    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
+    def section_taps(cls, section: Any, target: TargetConfig) -> tuple[int, ...]:
         return (target.num_layers,)
 
     @classmethod

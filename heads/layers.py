@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from headstart.heads.target_config import SCALINGS, Rope, TargetConfig
-from headstart.recipes.schema import LayerSection
+from headstart.recipes.schema_heads import LayerSection
 
 Shape = TypeVar("Shape", bound="LayerShape")
 

@@ -25,8 +25,10 @@ class DraftVocab:
         return cls(torch.arange(target_size, device="cpu"), target_size)
 
     @classmethod
-    def most_frequent(cls, counts: Int[Tensor, " vocab"], size: int) -> "DraftVocab":
-        """The `size` most frequent tokens; the smaller id wins a tie, so the result depends on the counts alone."""
+    def most_frequent(cls, counts: Int[Tensor, " vocab"], size: int | None) -> "DraftVocab":
+        """The `size` most frequent tokens, or all; the smaller id wins a tie, so the result depends on the counts."""
+        if size is None:
+            return cls.full(len(counts))
         if not 1 <= size <= len(counts):
             raise ValueError(f"head.draft_vocab_size: {size} given, 1 to the target's {len(counts)} is allowed")
         order = torch.sort(counts, descending=True, stable=True).indices

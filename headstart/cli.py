@@ -22,7 +22,6 @@ from headstart.options import chat_options, smollm2_options, targets_options
 from headstart.recipes import Recipe, recipe_from_command_line, run_command
 from headstart.recipes.command_line import DeviceMemory, harvest_arguments, recipe_and_devices
 from headstart.recipes.other_commands import adapt_options, convert_options, doctor_options, lint_options, store_options
-from headstart.trainers import SCRIPTS
 from headstart.trainers import run as run_training
 
 TRAIN_HELP = """Train the recipe's draft head in this process, after running the earlier stages that are missing.
@@ -99,7 +98,7 @@ COMMANDS = {  # in data-flow order
     ),
     "chat": Command(
         "headstart.chat",
-        "Talk with a target in the terminal: streamed answers, draft tokens coloured, speed against plain decoding.",
+        "Talk with a target in the terminal: streamed answers, draft tokens coloured, tokens per target step.",
         "reads target, head (default: SmolLM2-135M-Instruct, which it fetches, and its bundled head); writes nothing",
         "--target assets/demo_target --head assets/demo_head",
         chat_options,
@@ -186,7 +185,7 @@ def imported(name: str) -> ModuleType:
 
 
 def train(recipe: Recipe, given: DeviceMemory | None = None) -> None:
-    ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {SCRIPTS[recipe.head.kind]}"
+    ranks = f"accelerate launch --config_file recipes/launch/ddp.yaml --num_processes N {recipe.head.script}"
     print(f"training in one process; to use several GPUs: {ranks} RECIPE", flush=True)
     run_training(recipe, given)
 

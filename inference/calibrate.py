@@ -21,15 +21,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.common.run_lock import only_run_in
-from headstart.heads.base import DraftHead, LevelHead
+from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration, search_tree
-from headstart.heads.kinds.block import BlockHead
-from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
-from headstart.heads.unroll_attention import UnrollCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
@@ -150,31 +147,10 @@ def score_taps(
     """`score_text` from taps that are known already; `shift` moves the tokens that the head reads with them."""
     batch = BatchSampling([sampling], text.device)
     ids, column = head.vocab.ids.to(text.device), head.vocab.columns().to(text.device)
-    for level, logits in enumerate(level_logits(head, taps, text, depth, shift)):
+    for level, logits in enumerate(head.text_logits(head.project(taps), text, depth, shift)):
         at = torch.arange(level + 2, level + 2 + len(logits), device=text.device)
         warped = batch.warp(logits.unsqueeze(0), None, ids)[0].float()
         yield LevelScores(warped, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
-
-
-def level_logits(
-    head: DraftHead, taps: Float[Tensor, "1 before tapped"], text: Int[Tensor, "1 seq"], depth: int, shift: int
-) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
-    """Yield the head's logits depth by depth; row t of depth k (from 0) is about the token at position t + 2 + k."""
-    features, choices = head.project(taps), taps.shape[1] - 1  # at depth 0; each further depth has one fewer
-    if isinstance(head, BlockHead):
-        read = text.roll(-shift, dims=1)
-        states = head.text_states(features, read[:, :-1], Blocks.at_every_position(taps.shape[1]))
-        for level in range(min(depth, choices)):
-            before = slice(level + 1, choices + 1)
-            yield head.logits(states[: choices - level, level], read[0, before])
-        return
-    assert isinstance(head, LevelHead)
-    positions, cache = torch.arange(taps.shape[1], device=text.device), UnrollCache()
-    for level in range(min(depth, choices)):
-        tokens = text[:, 1:].roll(-level - shift, dims=1)
-        hidden = head(features, tokens, positions + level, cache=cache, level=level)
-        yield head.logits(hidden[:, : choices - level], level)[0]
-        features = head.feedback(hidden, features)
 
 
 def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:

@@ -10,12 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from headstart.recipes.fields import recipe_sections
+from headstart.recipes.fields import head_kinds, recipe_sections
 from headstart.recipes.schema import HUB_PREFIX, RANKED_GROWTHS, SELF, Recipe
+from headstart.recipes.schema_heads import HeadSection
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
 
 RecipeMistake = tuple[str, str]
 Values = dict[str, Any]
+OFF = {  # a field of training that only some kinds of heads have, and the values of it that mean that it is not used
+    "train.regression_weight": "only 0 or null",
+    "train.fitted_start": "only false",
+    "train.input_noise": "only 0 or null",
+    "train.anchors": "no value",
+    "joint.mode": "only null",
+}
 RELATIVE_PATHS = "relative paths start from the current directory"
 
 
@@ -23,7 +31,8 @@ def recipe_mistakes(values: Values) -> Iterator[RecipeMistake]:
     """Yield every missing file, every contradiction between sections, and every size that does not fit the target."""
     recipe = with_defaults(values)
     yield from file_mistakes(recipe)
-    yield from kind_mistakes(recipe, *(dict_or_empty(values.get(section)) for section in ("train", "decode")))
+    given = {name: dict_or_empty(values.get(name)) for name in recipe}
+    yield from kind_mistakes(recipe, given)
     if recipe["joint"]["mode"] is not None:
         yield from joint_mistakes(recipe)
     yield from split_mistakes(recipe)
@@ -56,44 +65,35 @@ def file_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
         yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
 
 
-def kind_mistakes(recipe: dict[str, Values], given: Values, decode: Values) -> Iterator[RecipeMistake]:
-    """Given fields of training that the kind of head does not have, and of decoding that ask for too deep a tree."""
-    head, train = recipe["head"], recipe["train"]
-    kind = head.get("kind")
-    if train["regression_weight"] and kind != "eagle1":
-        allowed = f"only 0 or null is allowed, as {kind} predicts no features"
-        yield "train.regression_weight", f"{allowed}; remove it, or choose head.kind eagle1"
-    if kind in ("medusa", "block"):
-        yield from level_mistakes(head, given, decode if recipe["decode"]["drafter"] == "head" else {})
-    if train["fitted_start"] and kind != "eagle3":
-        allowed = f"only false is allowed with head.kind {kind}, whose start is not fitted"
-        yield "train.fitted_start", f"{allowed}; remove it, or choose head.kind eagle3"
-    if kind == "block" and given.get("input_noise"):
-        yield "train.input_noise", "only 0 or null is allowed with head.kind block; remove it"
-    if kind in ("eagle1", "eagle3", "medusa", "mtp") and "anchors" in given:
-        yield "train.anchors", "only block heads have it; remove it, or choose head.kind block"
-
-
-def level_mistakes(head: Values, given: Values, decode: Values) -> Iterator[RecipeMistake]:
-    """Training scores all levels that a Medusa or block head drafts, and decoding can draft no deeper."""
-    field = "medusa_heads" if head["kind"] == "medusa" else "block_size"
-    levels, depth = head[field], decode.get("depth")
-    if not is_count(levels):
+def kind_mistakes(recipe: dict[str, Values], given: dict[str, Values]) -> Iterator[RecipeMistake]:
+    """Given fields of training that the kind of head does not have, and levels that it does not draft."""
+    kinds, head = head_kinds(), recipe["head"]
+    section = kinds.get(str(head.get("kind")))
+    if section is None:
         return
-    if field == "block_size" and head["markov_rank"] == 0 and not head["causal"]:
-        levels -= 1  # the first slot of a DFlash block drafts none
-    why = f"the levels that head.{field} gives"
-    if given.get("unroll", levels) != levels:
+    for path, off in OFF.items():
+        name, field = path.split(".")
+        if given[name].get(field) and path not in section.own_fields:
+            others = " or ".join(kind for kind, other in kinds.items() if path in other.own_fields)
+            yield path, f"{off} is allowed with head.kind {head['kind']}; remove it, or choose head.kind {others}"
+    if section.levels_field is not None and is_count(head.get(section.levels_field)):
+        decode = given["decode"] if recipe["decode"]["drafter"] == "head" else {}
+        yield from level_mistakes(section.model_construct(**head), given["train"], decode)
+
+
+def level_mistakes(head: HeadSection, train: Values, decode: Values) -> Iterator[RecipeMistake]:
+    """Training scores all levels that a head of fixed depth drafts, and decoding can draft no deeper."""
+    levels, depth, field = head.levels, decode.get("depth"), f"head.{head.levels_field}"
+    assert levels is not None
+    why = f"the levels that {field} gives"
+    if train.get("unroll", levels) != levels:
         yield "train.unroll", f"{levels} is allowed, {why}; leave it out, or write train.unroll: {levels}"
     if is_count(depth) and depth > levels:
-        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise head.{field} and train again"
+        yield "decode.depth", f"1 to {levels} is allowed, {why}; lower it, or raise {field} and train again"
 
 
 def joint_mistakes(recipe: dict[str, Values]) -> Iterator[RecipeMistake]:
     """Fields that cannot be combined with training the target together with its heads."""
-    kind = recipe["head"].get("kind")
-    if kind != "medusa":
-        yield "joint.mode", f"only null is allowed with head.kind {kind}; remove it, or choose head.kind medusa"
     places = ("head", "draft_vocab_size"), ("train", "pack_tokens"), ("target", "split")
     for section, field in places:
         if recipe[section].get(field) is not None:

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, get_args
 
-from headstart.recipes.schema import Recipe, Section
+from headstart.recipes.schema import Recipe
+from headstart.recipes.schema_heads import HeadSection
+from headstart.recipes.values import Section
 
 KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "null": "null"}
 BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
@@ -34,6 +36,11 @@ def kinds_of(annotation: Any) -> dict[str, type[Section]]:
     if len(sections) == 1:
         return {"": sections[0]}
     return {get_args(section.model_fields["kind"].annotation)[0]: section for section in sections}
+
+
+def head_kinds() -> dict[str, type[HeadSection]]:
+    """The head sections by kind."""
+    return {kind: model for kind, model in recipe_sections()["head"].items() if issubclass(model, HeadSection)}
 
 
 def section_keys(name: str, kind: str | None = None) -> list[str]:

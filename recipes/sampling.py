@@ -12,6 +12,19 @@ TEMPERATURE_MAX = 100
 
 
 @dataclass(frozen=True)
+class Allowed:
+    """Refuses values of another type with these words. A list is refused at its first wrong item."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
+        schema = handler(source)
+        if schema["type"] == "list":
+            schema["fail_fast"] = True
+        return custom_error_schema(schema, "not_allowed", custom_error_message=self.words)
+
+
+@dataclass(frozen=True)
 class Range:
     """Numbers from `low` to `high`, as an annotation of a pydantic field; `above` excludes `low` itself."""
 

@@ -1,22 +1,14 @@
 """The typed recipe: every setting of a run is one field here, with its unit, range and default."""
 
-import math
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
 
 from headstart.recipes.sampling import TEMPERATURE_MAX
+from headstart.recipes.schema_heads import AnyHeadSection
+from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.values import (
     Baselines,
     Batches,
@@ -27,8 +19,8 @@ from headstart.recipes.values import (
     Folders,
     HomePath,
     HomeText,
-    Objective,
     PathOrUrl,
+    Section,
     Servers,
     SystemPrompts,
     Temperatures,
@@ -40,12 +32,6 @@ RANKED_GROWTHS = ("dynamic", "cost_aware")  # they expand a node by its decode.w
 SELF = "self"  # the data.prompts and data.heldout_prompts value for prompts that the target writes itself
 HUB_PREFIX = "hf:"  # data.prompts starts with it to name a Hugging Face hub dataset
 HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
-
-
-class Section(BaseModel):
-    """Base of all sections: unknown keys fail, types are strict, and nothing changes after loading."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class TargetSection(Section):
@@ -210,245 +196,6 @@ class DataSection(Section):
         return str(self.heldout_prompts) == SELF
 
 
-DraftVocabSize = Annotated[
-    int | None, Field(gt=0, description="Most frequent tokens that the head may draft; null is the whole vocabulary.")
-]
-
-
-class LayerSection(Section):
-    """Sizes shared by the heads that are one decoder layer; null copies the target's size."""
-
-    kind: str
-    intermediate_size: int | None = Field(
-        default=None, gt=0, description="Width of the MLP, in features; null is the target's."
-    )
-    num_heads: int | None = Field(default=None, gt=0, description="Attention heads; null is the target's.")
-    num_kv_heads: int | None = Field(
-        default=None, gt=0, description="Key and value heads, a divisor of num_heads; null is the target's."
-    )
-
-    @field_validator("num_kv_heads")
-    @classmethod
-    def kv_heads_divide_heads(cls, num_kv_heads: int | None, section: ValidationInfo) -> int | None:
-        num_heads = section.data.get("num_heads")
-        if num_heads is not None and num_kv_heads is not None and num_heads % num_kv_heads:
-            raise ValueError(f"a divisor of num_heads, {num_heads}, is allowed; change one of them")
-        return num_kv_heads
-
-
-class Eagle1Section(LayerSection):
-    """An EAGLE-1 draft head (arXiv 2401.15077); train.unroll above 1 makes it HASS (2408.15766)."""
-
-    kind: Literal["eagle1"] = Field(description="Architecture of the draft head.")
-
-
-class MtpSection(Section):
-    """The target's own multi-token-prediction layer (arXiv 2412.19437), which training tunes."""
-
-    kind: Literal["mtp"] = Field(description="Architecture of the draft head.")
-
-
-def refuse_unordered_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
-    """Raise ValueError for taps that repeat or do not ascend; heads read them in ascending order."""
-    if list(taps) != sorted(set(taps)):
-        raise ValueError(f"ascending indices without repeats are allowed; write {sorted(set(taps))}")
-    return taps
-
-
-Taps = Annotated[
-    tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False, min_length=1), AfterValidator(refuse_unordered_taps)
-]
-
-
-class Eagle3Section(LayerSection):
-    """An EAGLE-3 draft head (arXiv 2503.01840)."""
-
-    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
-    hidden_size: int | None = Field(
-        default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
-    )
-    draft_vocab_size: DraftVocabSize = None
-    taps: Taps | None = Field(
-        default=None,
-        description="Target hidden states that the head reads, by index (0 is the embedding); null is 2, L//2 and L-3 "
-        "of L layers, for a block head five, spread from 2 to L-2.",
-    )
-    norms: bool = Field(
-        default=False,
-        description="Normalise each tap before joining them, and the feature fed to the next draft level (EAGLE-3.1).",
-    )
-
-
-class MedusaSection(Section):
-    """Medusa heads (arXiv 2401.10774)."""
-
-    kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
-    medusa_heads: int = Field(
-        default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."
-    )
-    lm_head_rank: int | None = Field(
-        default=None, gt=0, description="Rank of each head's addition to the target's lm_head; null: each has its own."
-    )
-    draft_vocab_size: DraftVocabSize = None
-
-
-class BlockSection(LayerSection):
-    """A block head, which drafts all levels in one pass: DSpark (arXiv 2607.05147) or, by its fields, DFlash
-    (2602.06036) or JetSpec (2606.18394)."""
-
-    kind: Literal["block"] = Field(description="Architecture of the draft head.")
-    num_layers: int = Field(default=2, gt=0, le=16, description="Decoder layers of the block head.")
-    block_size: int = Field(
-        default=7, gt=1, le=64, description="Slots that a pass fills, the last token's included; it drafts no deeper."
-    )
-    causal: bool = Field(
-        default=False, description="A slot sees only the slots before it in its block (JetSpec); false is all of them."
-    )
-    window: int | None = Field(
-        default=None, gt=0, description="Positions before the block that it sees (sliding attention); null is all."
-    )
-    markov_rank: int = Field(
-        default=256,
-        ge=0,
-        description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
-        "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
-    )
-    draft_vocab_size: DraftVocabSize = None
-    mask_token_id: int | None = Field(
-        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
-    )
-    taps: Taps | None = Field(
-        default=None,
-        description="Target hidden states that the head reads, by index (0 is the embedding); null is five, spread "
-        "from 2 to L-2 of L layers.",
-    )
-
-    @property
-    def sample_from_anchor(self) -> bool:
-        """Whether each slot predicts the token after its own position (DSpark, JetSpec), or its own token (DFlash)."""
-        return self.markov_rank > 0 or self.causal
-
-    @property
-    def levels(self) -> int:
-        """The number of levels that one pass drafts; in DFlash the anchor's slot drafts none."""
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
-
-
-HeadSection = Annotated[
-    Eagle1Section | Eagle3Section | MedusaSection | BlockSection | MtpSection, Field(discriminator="kind")
-]
-
-
-class TrainSection(Section):
-    """How the head is trained on the features."""
-
-    steps: int = Field(gt=0, description="Optimizer steps.")
-    batch_size: int = Field(default=8, gt=0, description="Samples per optimizer step, over all processes.")
-    accumulate: int = Field(
-        default=1, gt=0, description="Micro-batches per optimizer step and process; more of them need less memory."
-    )
-    precision: Literal["float32", "bfloat16"] = Field(
-        default="float32", description="Number format of the head's computation; weights and losses stay in float32."
-    )
-    pack_tokens: int | None = Field(
-        default=None, gt=0, description="Pack a step's samples into rows of up to this many tokens; null pads each."
-    )
-    learning_rate: float = Field(default=1e-4, gt=0, description="AdamW's peak learning rate.")
-    warmup_steps: int = Field(
-        default=100, ge=0, description="Steps in which the learning rate rises from zero; then it falls as a cosine."
-    )
-    optimizer: Literal["adamw", "muon"] = Field(
-        default="adamw", description="adamw updates all weights; muon the layer's matrices, with AdamW for the rest."
-    )
-    muon_learning_rate: float = Field(default=0.02, gt=0, description="Muon's peak learning rate.")
-    clip_norm: float = Field(
-        default=0.5, gt=0, description="Largest gradient norm; larger gradients are scaled down to it."
-    )
-    unroll: int = Field(
-        default=7,
-        gt=0,
-        le=32,
-        description="Depths trained by unrolling an EAGLE head on its own output (training-time test). Other heads "
-        "train all the levels that they draft.",
-    )
-    unroll_decay: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Loss weight of each depth, relative to the one before; null is 0.8, for block heads 0.78 to 0.87 "
-        "by their size (DFlash).",
-    )
-    objective: Objective | None = Field(
-        default=None,
-        description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
-        "losses; null is total_variation for block heads with a Markov head, none for other block "
-        "heads, whose loss is that to the text alone, and soft_cross_entropy for others.",
-    )
-    objective_weight: float | None = Field(
-        default=None,
-        gt=0,
-        description="Weight of the objective; null is 0.1 for eagle1, 1.8 for block heads with a Markov head (DSpark), "
-        "1 for others.",
-    )
-    anchors: int = Field(
-        default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
-    )
-    regression_weight: float | None = Field(
-        default=None, ge=0, description="Weight of the smooth-L1 loss to the features; null is 1 for eagle1, else 0."
-    )
-    input_noise: float | None = Field(
-        default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
-    )
-    start_from: HomePath | None = Field(
-        default=None,
-        description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "
-        "from; null starts a new head.",
-    )
-    fitted_start: bool = Field(
-        default=False,
-        description="Start an EAGLE-3 head as the linear map, fitted by least squares, that predicts the target's next "
-        "state; false starts at random.",
-    )
-    activation_checkpointing: bool = Field(
-        default=False, description="Save memory by recomputing unroll steps in the backward pass."
-    )
-    checkpoint_every: int = Field(
-        default=500, gt=0, description="Steps between checkpoints; each is measured on held-out data."
-    )
-    eval_prompts: int = Field(
-        default=8, ge=0, description="Held-out prompts decoded at each measurement; 0 decodes none."
-    )
-    dry_run: bool = Field(
-        default=False,
-        description="Print the run's sizes, memory, disk space and steps, then exit without running it; with "
-        "--device-memory 8x80GB, for those devices.",
-    )
-
-    @field_validator("fitted_start")
-    @classmethod
-    def one_start(cls, fitted: bool, section: ValidationInfo) -> bool:
-        if fitted and section.data.get("start_from") is not None:
-            raise ValueError("only false is allowed with train.start_from; remove one of them")
-        return fitted
-
-    def samples_at_once(self, ranks: int) -> int:
-        """The samples of a micro-batch on each rank, at most."""
-        return math.ceil(math.ceil(self.batch_size / ranks) / self.accumulate)
-
-
-class JointSection(Section):
-    """Medusa-2: the target's layers train with the heads; its embedding, final norm and lm_head stay frozen."""
-
-    mode: Literal["lora", "full"] | None = Field(
-        default=None,
-        description="Train the target's layers together with the Medusa heads: lora trains low-rank additions (needs "
-        "peft), full trains all layer weights in float32; null trains the heads only.",
-    )
-    lora_rank: int = Field(default=32, gt=0, description="Rank of the low-rank additions with mode lora.")
-    learning_rate: float = Field(default=1e-4, ge=0, description="AdamW's peak learning rate for the target.")
-    warmup_steps: int = Field(default=0, ge=0, description="Steps at the start that train the heads alone.")
-
-
 class DecodeSection(Section):
     """How draft tokens are chosen and how text is decoded."""
 
@@ -582,7 +329,7 @@ class Recipe(Section):
     )
     target: TargetSection
     data: DataSection
-    head: HeadSection
+    head: AnyHeadSection
     train: TrainSection
     joint: JointSection = JointSection()
     decode: DecodeSection = DecodeSection()
@@ -592,10 +339,8 @@ class Recipe(Section):
 
     @property
     def unroll(self) -> int:
-        """Depths that training scores: train.unroll for an EAGLE head, all levels of a Medusa or block head."""
-        if isinstance(self.head, MedusaSection):
-            return self.head.medusa_heads
-        return self.head.levels if isinstance(self.head, BlockSection) else self.train.unroll
+        """Depths that training scores: all levels that the head drafts, or train.unroll if it can draft any number."""
+        return self.head.levels or self.train.unroll
 
     @property
     def data_folder(self) -> Path:

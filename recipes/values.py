@@ -1,4 +1,4 @@
-"""The types of a recipe's values: paths, URLs, devices, and the names that settings choose from."""
+"""The types of a recipe's values: paths, URLs, devices, the names that settings choose from, and a section of them."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
 from headstart.common.remote import is_url, mirror_of, shown
 from headstart.recipes.sampling import TEMPERATURE_MAX
@@ -122,3 +122,9 @@ DrafterRow = Literal["draft_model", "prompt_lookup"]
 HeadRow = Literal["chain", "tree", "cost_aware", "repeats", "untrained"]
 Baseline = Literal["plain", "generate", "generate_lookup", "generate_assisted", HeadRow, DrafterRow]
 Baselines = Annotated[tuple[Baseline, ...], Field(strict=False, min_length=1), AfterValidator(refuse_repeats)]
+
+
+class Section(BaseModel):
+    """Base of all sections of a recipe: unknown keys fail, types are strict, and nothing changes after loading."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

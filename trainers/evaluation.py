@@ -11,15 +11,15 @@ from headstart.heads.calibration import Calibration
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import sampling_from_recipe
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers.objectives.unrolled import UnrolledHead
+from headstart.trainers.objectives.unrolled import HeadInTraining
 from headstart.trainers.run_checkpoints import Tensors
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
@@ -73,7 +73,7 @@ class HeldOutDecoding:
 
 
 @torch.no_grad()
-def held_out_metrics(unrolled: UnrolledHead, store: SampleStore, batch_size: int) -> dict[str, float]:
+def held_out_metrics(unrolled: HeadInTraining, store: SampleStore, batch_size: int) -> dict[str, float]:
     """Loss, accuracy and expected acceptance at each depth, and a trained target's divergence in nats per token."""
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
     total = torch.zeros(4, unroll)

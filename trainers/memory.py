@@ -23,7 +23,6 @@ from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights, num_devices
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import DeviceMemory
-from headstart.recipes.schema import BlockSection, MedusaSection
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.objectives.medusa2 import trainable_section
 from headstart.trainers.objectives.unrolled import positions_at_once
@@ -185,34 +184,23 @@ def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, mach
 
 
 def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int, device: torch.device) -> int:
-    """About what a micro-batch takes: its features, what each pass saves, and the logits of a chunk.
-
-    A pass is one unroll step, one Medusa head, or one layer of a block head: what checkpointing computes again.
-    """
+    """About what a micro-batch takes: its features, what each pass saves, and the logits of a chunk."""
     tokens, unroll, hidden = samples * longest, recipe.unroll, head.target.hidden_size
-    scored = tokens  # positions whose hidden states are kept for the loss
-    steps, through = unroll, tokens * unroll  # passes, and the positions that go through a layer in all of them
+    passes = head.training_passes(samples, longest, unroll, recipe.train.anchors)
     logits_weights = {id(parameter) for parameter in head.logits_parameters}
-    widths, context = linear_widths(head, logits_weights), 0
-    element, norms, copies = FLOAT32, 0, 0
-    if isinstance(recipe.head, MedusaSection):
-        through = tokens  # each Medusa head has layers of its own
-    elif isinstance(recipe.head, BlockSection):
-        scored = samples * min(recipe.train.anchors, longest)
-        steps, through = recipe.head.num_layers, scored * recipe.head.block_size
-        context = tokens * linear_widths(head.get_submodule("fc"))  # the other layers see blocks only
-        norms = 2 * sum(each.out_features for name, each in head.named_modules() if name.endswith("q_proj"))
+    widths = linear_widths(head, logits_weights)
+    element, norms, copies = FLOAT32, passes.kept_in_float32, 0
     if recipe.train.precision == "bfloat16":
         element = FLOAT32 // 2
         norms += sum(weight.numel() for weight in head.parameters() if weight.ndim == 1)  # they keep float32
         copies = num_parameters(head) * element  # autocast's copies of the weights
-    layers = through * (widths * element + norms * FLOAT32)
-    kept = layers // steps if recipe.train.activation_checkpointing else layers
-    gradients = layers // steps // 2  # of one pass
-    features = (len(head.taps) + 2) * hidden * tokens * FLOAT32 + context * element
-    states = 2 * unroll * scored * hidden * FLOAT32
+    layers = passes.positions * (widths * element + norms * FLOAT32)
+    kept = layers // passes.count if recipe.train.activation_checkpointing else layers
+    gradients = layers // passes.count // 2  # of one pass
+    features = (len(head.taps) + 2) * hidden * tokens * FLOAT32 + passes.kept * element
+    states = 2 * unroll * passes.scored * hidden * FLOAT32
     logits = unroll * len(head.vocab.ids)  # logits of one position
-    chunk = min(positions_at_once(logits, device), scored)
+    chunk = min(positions_at_once(logits, device), passes.scored)
     summed = 2 * FLOAT32 * sum(parameter.numel() for parameter in head.logits_parameters)  # over the chunks
     return features + copies + kept + gradients + states + summed + LOGITS_KEPT * chunk * logits * FLOAT32
 

@@ -24,7 +24,6 @@ from headstart.inference.engine.budget import StepMemory, refuse_trees_of
 from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import model_without_weights
 from headstart.recipes import Recipe
-from headstart.recipes.schema import MedusaSection
 from headstart.trainers.memory import (
     FLOAT32,
     GRADIENTS_AND_WEIGHTS,
@@ -139,7 +138,7 @@ class TokenCost:
         layers, step = decoder_layers(model), StepMemory.of(target, model.dtype)
         of_output = target.hidden_size * target.vocab_size
         again = [*head.logits_parameters, *(each for layer in head.decoder_layers for each in layer.parameters())]
-        depths = 1 if isinstance(recipe.head, MedusaSection) else recipe.unroll  # that run the same weights again
+        depths = recipe.unroll if head.repeats_layers else 1  # that run the same weights again
         looked_up = numel(each.weight for each in head.modules() if isinstance(each, nn.Embedding))
         multiplied = num_parameters(head) - looked_up + (depths - 1) * numel(again)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)

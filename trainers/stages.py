@@ -24,7 +24,7 @@ from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import DeviceMemory
-from headstart.trainers import SCRIPTS
+from headstart.recipes.fields import head_kinds
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
 from headstart.trainers.memory import Machine, refuse_more_than_memory
@@ -154,10 +154,10 @@ class TrainingRun:
 
 def refuse_other_script(recipe: Recipe, script: str) -> None:
     """Raise ValueError if another script trains the recipe's kind of head."""
-    kind, kinds = recipe.head.kind, [kind for kind in SCRIPTS if SCRIPTS[kind] == script]
-    if kind not in kinds:
-        advice = f"start it with: accelerate launch {SCRIPTS[kind]} RECIPE"
-        raise ValueError(f"head.kind: {kind} given, {script} trains {', '.join(kinds)}; {advice}")
+    if recipe.head.script != script:
+        kinds = ", ".join(kind for kind, section in head_kinds().items() if section.script == script)
+        advice = f"start it with: accelerate launch {recipe.head.script} RECIPE"
+        raise ValueError(f"head.kind: {recipe.head.kind} given, {script} trains {kinds}; {advice}")
 
 
 def is_exported(recipe: Recipe, checkpoints: Checkpoints) -> bool:

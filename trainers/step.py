@@ -12,17 +12,18 @@ from torch import Tensor
 from headstart.data_pipelines.features.batches import Batch, SampleStore, pack
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.block import BlockHead
 from headstart.recipes import Recipe
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
-from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, input_noise
+from headstart.trainers.objectives.unrolled import HeadInTraining, Supervision, Teacher, UnrolledHead, input_noise
 from headstart.trainers.parallel.head_on_ranks import HeadOnRanks
 from headstart.trainers.parallel.launch import distribute_head
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
+
+TRAINED: dict[str, type[HeadInTraining]] = {"unroll": UnrolledHead, "blocks": TrainedBlocks}  # by DraftHead.trained_by
 
 
 @dataclass(frozen=True)
@@ -102,12 +103,9 @@ def tf32_allowed(device: torch.device) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> UnrolledHead:
+def head_in_training(recipe: Recipe, head: DraftHead, teacher: Teacher) -> HeadInTraining:
     """The module that computes the loss of a head of any kind but one that trains with its target."""
-    section, objective = recipe.train, Objective.from_recipe(recipe)
-    if isinstance(head, BlockHead):
-        return TrainedBlocks(head, teacher, objective, section.anchors, section.activation_checkpointing)
-    return UnrolledHead(head, teacher, objective, section.activation_checkpointing)
+    return TRAINED[head.trained_by].from_section(head, teacher, Objective.from_recipe(recipe), recipe.train)
 
 
 def refuse_nothing_to_learn(training: Training) -> None:
@@ -126,11 +124,11 @@ def refuse_nothing_to_learn(training: Training) -> None:
                 break
             outside += supervision.outside
         else:
-            first = "the second of two in a row" if isinstance(unrolled.head, BlockHead) else "one"
             raise ValueError(
-                f"the {len(store)} {name} samples hold no token to learn: {first} that is trained on, after the second "
-                f"of its text, is needed, and the target's choice for it in the draft vocabulary ({outside} are not); "
-                "train on more of each text (loss_mask, data.turns), or raise head.draft_vocab_size"
+                f"the {len(store)} {name} samples hold no token to learn: {unrolled.learns_from} that is trained on, "
+                f"after the second of its text, is needed, and the target's choice for it in the draft vocabulary "
+                f"({outside} are not); train on more of each text (loss_mask, data.turns), or raise "
+                "head.draft_vocab_size"
             )
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 MIB = 2**20
+NUM_TAPS = 3
 OUTSIDE = 0.1  # scale of the lm_head's rows outside the draft vocabulary
 
 Step = Callable[[], Tensor]  # forward and backward; returns the loss
@@ -38,11 +39,6 @@ class Case:
     mlp: int = 688
     unroll: int = 7
     num_layers: int = 16  # of the target, which never runs: only its embedding, norm and lm_head are used
-    num_taps: int = 3
-    block_size: int = 0  # slots of a block head (DFlash); 0 is EAGLE-3, the fields below are then without meaning
-    anchors: int = 0  # blocks per sequence
-    head_layers: int = 1
-    to_text: bool = False  # cross-entropy to the token of the text; false is to the target
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
@@ -50,17 +46,6 @@ class Case:
     @property
     def num_tokens(self) -> int:
         return self.batch * self.seq
-
-    @property
-    def script(self) -> str:
-        """What the modules of this folder that run the step are called, after the contender's name."""
-        return "block_step" if self.block_size else "step"
-
-    @property
-    def taps(self) -> tuple[int, ...]:
-        """A block head's taps in the target's hidden states, evenly spread from 2 to L-2."""
-        distance = (self.num_layers - 4) // (self.num_taps - 1)
-        return tuple(2 + distance * tap for tap in range(self.num_taps))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -76,7 +61,7 @@ class Inputs:
     lm_head: Tensor  # [vocab, hidden]
     tokens: Tensor  # [batch, seq]
     loss_mask: Tensor  # [batch, seq], bool
-    taps: Tensor  # [batch, seq, num_taps * hidden]
+    taps: Tensor  # [batch, seq, 3 * hidden]
     last_hidden: Tensor  # [batch, seq, hidden], before the norm
 
     @classmethod
@@ -98,7 +83,7 @@ class Inputs:
             lm_head=lm_head,
             tokens=torch.randint(case.vocab, (case.batch, case.seq), generator=generator, device=case.device),
             loss_mask=mask,
-            taps=normal(case.batch, case.seq, case.num_taps * case.hidden),
+            taps=normal(case.batch, case.seq, NUM_TAPS * case.hidden),
             last_hidden=normal(case.batch, case.seq, case.hidden),
         )
 

@@ -7,9 +7,10 @@ from torch import Tensor
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
 
@@ -17,6 +18,7 @@ from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
 def make_step(case: Case, inputs: Inputs) -> Step:
     frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
     head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
+    assert isinstance(head, Eagle3Head)
     objective = Objective(unroll_weights=tuple(0.8**k for k in range(case.unroll)))
     teacher = Teacher(frozen, vocab)
     unrolled = UnrolledHead(head, teacher, objective)

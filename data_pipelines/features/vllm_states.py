@@ -29,7 +29,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
 TOLERANCE = 0.2  # distance from the target's own state, relative to it: rounding, also of 8-bit weights, stays below
-ROOM = 1.2  # factor of the memory that the target's files need when they are loaded
+LOAD_MEMORY_FACTOR = 1.2  # memory to load the target's files, relative to their size
 LOGPROB_TOLERANCE = 0.2  # between the server's log-probability and ours of its state: rounding stays below
 NEEDED_BEFORE = "training needs the last state before the norm, which cannot be computed from the other"
 AFTER_NORM = -1  # in place of a tap: the last hidden state after the final norm
@@ -151,7 +151,7 @@ class VllmStates:
 def own_target(recipe: Recipe, config: TargetConfig) -> TargetModel | None:
     """The target with all of its hidden states, on a device with room for it; None if there is none."""
     folder = folder_of(recipe.target)
-    needed = ROOM * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    needed = LOAD_MEMORY_FACTOR * sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     for device in dict.fromkeys((pick_device(recipe.target.device), torch.device("cpu"))):
         if free_memory(device) >= needed:
             section = recipe.target.model_copy(update={"device": str(device), "split": None})

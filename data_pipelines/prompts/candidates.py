@@ -1,11 +1,11 @@
 """Candidates for prompts, written by the target itself (data.prompts self): Magpie, arXiv 2406.08464.
 
-The target reads its chat template up to where a user's words begin, and writes until it ends them. Candidate i has its
-own random numbers, so it does not depend on batch, rank or resume. What is wrong with a candidate alone is found here;
+The target reads its chat template up to the user's words, and writes until it ends them. Candidate i has its own random
+numbers, so it does not depend on batch, rank or resume. This file rejects candidates that are unusable by themselves;
 selection.py compares candidates with each other.
 
-prompts/candidates.jsonl holds every candidate. While candidates are written, each rank appends its own to a file of
-its own, so a killed run continues after the last one, with another number of ranks if you like.
+prompts/candidates.jsonl holds every candidate. Until all are written, each rank appends to a file of its own, so a
+killed run continues after the last candidate, on any number of ranks.
 """
 
 import math
@@ -25,7 +25,7 @@ from headstart.common.progress import Progress
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks
 from headstart.data_pipelines.prompts.conversations import Conversation
 from headstart.data_pipelines.prompts.rows import BadRow
-from headstart.data_pipelines.prompts.selection import FEWEST, WINDOW, Selection
+from headstart.data_pipelines.prompts.selection import RECENT_CANDIDATES, RECENT_USABLE_MIN, Selection
 from headstart.data_pipelines.stages.shard_work import texts_together
 from headstart.data_pipelines.stages.stage import Json, Stage
 from headstart.inference.core.request import Generation, Request
@@ -40,15 +40,15 @@ from headstart.recipes.schema import SELF, DataSection
 
 Write = Callable[[list[Request]], list[Generation]]
 CANDIDATES = "candidates.jsonl"
-BATCHES = 16  # candidates written and appended together, in units of data.generate_batch
-FIRST_SHARE, MORE = 0.8, 1.02  # share of the first candidates expected to be usable; factor for those that are not
-MIN_LETTERS = 10  # in a user turn; fewer hold no question
+BATCHES_TOGETHER = 16  # of data.generate_batch candidates, which are appended together
+USABLE_SHARE_AT_START, SPARE_FACTOR = 0.8, 1.02  # to guess how many candidates give the missing prompts
+LETTERS_MIN = 10  # in a user turn; fewer letters are not a question
 
-# Rendered in place of the user's words, to find what surrounds them; common words, tokenized as a user's would be.
+# Rendered in place of the user's words, to find the text around them; common words, tokenized as usual.
 STAND_IN = "What this user asks comes here"
-REMEDY = "choose a target with such a template, or name a file of prompts in data.prompts"
+REMEDY = "or name a file of prompts in data.prompts"
 
-# Why a candidate gives no prompt.
+# Reasons to reject a candidate.
 CUT = "no end within data.self_prompt_tokens"
 TOO_LONG = "too long"
 TOO_SHORT = "too short"
@@ -57,27 +57,23 @@ MARKS = "template marks"
 
 @dataclass(frozen=True)
 class Opening:
-    """The tokens up to the place where the user's words begin, and the first token after these words.
+    """The tokens around the words of a user turn."""
 
-    `space` is what the template writes before the words, if the first token of the words holds it.
-    """
-
-    tokens: list[int]
-    end: int
-    space: str
+    tokens: list[int]  # before the words
+    end: int  # the first token after them
+    space: str  # that the template writes before the words, if their first token includes it
 
 
 class UserTemplate:
-    """A chat template as the frame of a user turn, which the target fills; raises ValueError if it cannot serve."""
+    """A chat template as the frame of a user turn, which the target fills; raises ValueError if that is impossible."""
 
     def __init__(self, template: ChatTemplate, data: DataSection) -> None:
         if not template.exists:
             needs = f"data.prompts: {SELF} given, which needs a chat template, and the target's tokenizer has none"
-            advice = "choose the chat version of the model, add its chat_template.jinja, or name a file of prompts"
-            raise ValueError(f"{needs}; {advice} in data.prompts")
+            raise ValueError(f"{needs}; choose the chat version of the model, or add its chat_template.jinja; {REMEDY}")
         if not isinstance(template.tokenizer, FastTokenizer):
-            found = "the target's tokenizer is one in Python, which does not give the places of tokens in a text"
-            raise ValueError(f"data.prompts: {SELF} given, but {found}; name a file of prompts in data.prompts")
+            slow = "the target's tokenizer is written in Python, which does not give the offsets of tokens in a text"
+            raise ValueError(f"data.prompts: {SELF} given, but {slow}; {REMEDY}")
         self.template, self.tokenizer, self.chat = template, template.tokenizer, ChatMasks(template)
         self.opening = cache(self._opening)  # by system prompt
         for system in data.self_system_prompts or (None,):
@@ -91,12 +87,13 @@ class UserTemplate:
             opening = self._around_words(system)
             if opening is not None:
                 return opening
-            why = "it does not show the user's words once, as they are, between tokens of its own"
+            reason = "it does not show the user's words unchanged and once, between tokens of its own"
         except BadRow as error:
-            why = str(error)
+            reason = str(error)
+        field, value, remedy = "data.self_system_prompts", repr(system), "remove it"
         if system is None:
-            raise ValueError(f"data.prompts: {SELF} given, which the chat template rules out: {why}; {REMEDY}")
-        raise ValueError(f"data.self_system_prompts: {system!r} given, which the template rules out: {why}; remove it")
+            field, value, remedy = "data.prompts", SELF, f"choose a target with another template; {REMEDY}"
+        raise ValueError(f"{field}: {value} given, which the chat template rules out: {reason}; {remedy}")
 
     def _around_words(self, system: str | None) -> Opening | None:
         """The tokens around the user's words; None if the template shows the words changed or not at all."""
@@ -127,9 +124,9 @@ class CandidateWriter:
     recipe: Recipe
     template: UserTemplate
     write: Write
-    end_tokens: Sequence[int]  # the target's
-    vocab_size: int  # the target's
-    complete: Callable[[Request], Request] = lambda request: request  # adds the target's own settings
+    end_tokens: Sequence[int]  # of the target
+    vocab_size: int  # of the target
+    with_defaults: Callable[[Request], Request] = lambda request: request  # adds the target's default sampling
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:
         """The candidates of these numbers, finished or rejected; the system prompts are used in turn."""
@@ -147,13 +144,13 @@ class CandidateWriter:
             Sampling(data.self_temperature, seed=seed),
             end_tokens=(opening.end, *self.end_tokens),
         )
-        return self.complete(request)
+        return self.with_defaults(request)
 
     def _candidate(self, number: int, opening: Opening, generation: Generation) -> Json:
         written = generation.tokens[:-1] if generation.finish == "end" else generation.tokens
         words = str(self.template.tokenizer.decode(written, clean_up_tokenization_spaces=False))
         words = words.removeprefix(opening.space)
-        rejected = self._flaw(generation, words)
+        rejected = self._rejection(generation, words)
         tokens = self.template.prompt(words) if rejected is None else []
         if len(tokens) > self.recipe.data.prompt_tokens:
             rejected, tokens = TOO_LONG, []
@@ -161,13 +158,13 @@ class CandidateWriter:
             rejected, tokens = MARKS, []
         return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
 
-    def _flaw(self, generation: Generation, words: str) -> str | None:
-        """Why the user's words are unusable, if they are."""
+    def _rejection(self, generation: Generation, words: str) -> str | None:
+        """The reason why the words are unusable; None if they are usable."""
         if generation.finish != "end":
             return CUT
         if self.template.template.special.search(words):
             return MARKS
-        return TOO_SHORT if sum(map(str.isalpha, words)) < MIN_LETTERS else None
+        return TOO_SHORT if sum(map(str.isalpha, words)) < LETTERS_MIN else None
 
 
 def read_candidates(folder: Path) -> dict[int, Json]:
@@ -189,31 +186,19 @@ def write_candidates(
 ) -> None:
     """Write candidates on all ranks until the main rank has selected enough; raises ValueError if it gives up."""
     state, folder = PartialState(), stage.folder
-    if state.is_main_process and not stage.was_complete():  # else its prompts stay what they are until there are more
+    if state.is_main_process and not stage.was_complete():  # complete prompts stay valid until there are more
         stage.claim()
     state.wait_for_everyone()
-    own = folder / rank_file(f"{state.process_index:05d}")
-    resume_jsonl(own)  # removes an incomplete last line
+    journal = folder / rank_file(f"{state.process_index:05d}")
+    resume_jsonl(journal)  # removes an incomplete last line
     selection = start_selection() if state.is_main_process else None
     while True:
-        found, what = ([], "") if selection is None else next_candidates(recipe, selection)
-        [numbers] = broadcast_object_list([found])  # the main rank's
+        [(numbers, label)] = broadcast_object_list([None if selection is None else next_candidates(recipe, selection)])
         if not numbers:
             break
         target = load()
-        share = target.ranks.share(numbers)
-
-        def work(write: Write, share: Sequence[int] = share, what: str = what, target: TargetModel = target) -> None:
-            complete, vocab_size = TargetDefaults.of(target).applied, target.config.vocab_size
-            writer = CandidateWriter(recipe, template, write, target.end_tokens, vocab_size, complete)
-            with Progress(what, len(share), "candidates", active=state.is_main_process) as progress:
-                size = BATCHES * recipe.data.generate_batch
-                for start in range(0, len(share), size):
-                    rows = writer.candidates(share[start : start + size])
-                    append_jsonl(own, rows)
-                    progress.advance(len(rows))
-
         max_batch = texts_together(recipe, target, recipe.data.prompt_tokens)
+        work = partial(write_share, recipe, template, target, target.ranks.share(numbers), journal, label)
         target.ranks.carry_out(partial(generate_batch, target, max_batch=max_batch), work)
         state.wait_for_everyone()
     if state.is_main_process:
@@ -221,19 +206,39 @@ def write_candidates(
     state.wait_for_everyone()
 
 
+def write_share(
+    recipe: Recipe,
+    template: UserTemplate,
+    target: TargetModel,
+    numbers: Sequence[int],
+    journal: Path,
+    label: str,
+    write: Write,
+) -> None:
+    """Append this rank's candidates to its journal."""
+    with_defaults, size = TargetDefaults.of(target).applied, BATCHES_TOGETHER * recipe.data.generate_batch
+    writer = CandidateWriter(recipe, template, write, target.end_tokens, target.config.vocab_size, with_defaults)
+    with Progress(label, len(numbers), "candidates", active=PartialState().is_main_process) as progress:
+        for start in range(0, len(numbers), size):
+            rows = writer.candidates(numbers[start : start + size])
+            append_jsonl(journal, rows)
+            progress.advance(len(rows))
+
+
 def next_candidates(recipe: Recipe, selection: Selection) -> tuple[list[int], str]:
-    """Take what is written; then the numbers of the candidates to write next, none if there are enough prompts."""
-    known = read_candidates(recipe.prompts_dir)
-    while selection.missing and selection.next in known:
-        selection.take(known[selection.next])
+    """Take the written candidates; then the numbers to write next, with a label. None if there are enough prompts."""
+    written = read_candidates(recipe.prompts_dir)
+    selection.take_all(written)
     if not selection.missing:
         return [], ""
-    share = max(sum(selection.recent) / len(selection.recent), 1 / WINDOW) if selection.next else FIRST_SHARE
-    size = max(math.ceil(selection.missing / share * MORE), recipe.data.generate_batch)
-    if not selection.next or share < 2 * FEWEST / WINDOW:  # the selection may give up after these
-        size = min(size, WINDOW)
-    unknown = (number for number in count(selection.next) if number not in known)
-    return list(islice(unknown, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"
+    share = USABLE_SHARE_AT_START
+    if selection.next:
+        share = max(sum(selection.recent) / len(selection.recent), 1 / RECENT_CANDIDATES)
+    size = max(math.ceil(selection.missing / share * SPARE_FACTOR), recipe.data.generate_batch)
+    if not selection.next or share < 2 * RECENT_USABLE_MIN / RECENT_CANDIDATES:  # it may give up after these
+        size = min(size, RECENT_CANDIDATES)
+    missing = (number for number in count(selection.next) if number not in written)
+    return list(islice(missing, size)), f"prompts ({selection.accepted:,} of {selection.wanted:,} kept)"
 
 
 def merge(folder: Path) -> None:

@@ -211,11 +211,9 @@ def given_samples(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection)
     if isinstance(parsed, PromptAndAnswer):
         return [join(chat.template, parsed)]
     if isinstance(parsed, Conversation) or (isinstance(parsed, str) and row.get("prompt") is not None):
-        given = (
-            f"fields {sorted(row)} given; data.responses=given needs response or completion beside prompt, or a turn"
-        )
-        remedy = "add it, name a whole text text, or choose data.responses=target"
-        raise BadRow("no response", f"{given} of the assistant; {remedy}")
+        needs = "data.responses=given needs response or completion with prompt, or a turn of the assistant"
+        remedy = "add it, rename a whole text to text, or choose data.responses=target"
+        raise BadRow("no response", f"fields {sorted(row)} given; {needs}; {remedy}")
     tokens = parsed.tokens if isinstance(parsed, TokenRow) else chat.template.encode_text(parsed)
     mask = parsed.loss_mask if isinstance(parsed, TokenRow) else [True] * len(tokens)
     spans = runs([False, *mask[1:]])  # nothing predicts the first token

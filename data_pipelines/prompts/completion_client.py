@@ -19,8 +19,8 @@ from headstart.inference.targets.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
 RETRIES = 5
-RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may pass with time
-REMEDY = "check the server and run the command again, which keeps the finished responses"
+RETRIED_STATUSES = {408, 409, 429, 500, 502, 503, 504}  # HTTP statuses that may be temporary
+REMEDY = "check the server and run the command again; finished responses are kept"
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Server:
 
     url: str
     in_flight: int = 0  # requests of ours
-    failure: str = ""  # why it gets no more requests
+    failure: str = ""  # the reason to stop using it
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,9 @@ class Answer:
 class CompletionClient:
     """Sends requests to servers of one model, several at a time, each to the server with the fewest of them in flight.
 
-    A failed request is retried after 1, 2, 4, ... seconds if its error may pass with time. A server that still fails
-    then is named once and gets no more requests; its requests go to the others. Raises ValueError if none is left, for
-    errors that do not pass, and if the servers serve different models.
+    A failed request is retried after 1, 2, 4, ... seconds if its error may be temporary. A server that still fails is
+    named once and no longer used; its requests go to the others. Raises ValueError if no server is left, for permanent
+    errors, and if the servers serve different models.
     """
 
     def __init__(self, urls: Sequence[str], pause: Callable[[float], None] = time.sleep) -> None:
@@ -119,9 +119,11 @@ class CompletionClient:
                 raise failure
 
     def ask(self, server: Server, body: Json) -> Answer | None:
-        """One server's answer to a completion; None if it gets no more requests."""
+        """One server's answer to a completion; None if the server is no longer used."""
         response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
-        return None if response is None else Answer(server.url, response.json(), found(server, response, "choices"))
+        return (
+            None if response is None else Answer(server.url, response.json(), first_entry(server, response, "choices"))
+        )
 
     def _complete(self, body: Json) -> Answer:
         while True:
@@ -145,7 +147,7 @@ class CompletionClient:
         answers = [(server, answer) for server, answer in zip(self.servers, asked, strict=True) if answer is not None]
         if not answers:
             raise self._none_left()
-        served = {server.url: str(found(server, answer, "data")["id"]) for server, answer in answers}
+        served = {server.url: str(first_entry(server, answer, "data")["id"]) for server, answer in answers}
         (first, model), *others = served.items()
         if wrong := [f"{url} serves {its}" for url, its in others if its != model]:
             allowed = "servers of one model, the target, are allowed: correct data.server, or start them all with it"
@@ -153,7 +155,7 @@ class CompletionClient:
         return model
 
     def _ask(self, server: Server, method: str, path: str, body: Json | None) -> httpx.Response | None:
-        """The server's answer with status 200; None if it gets no more requests."""
+        """The server's answer with status 200; None if the server is no longer used."""
         for attempt in range(RETRIES + 1):
             if attempt:
                 self.pause(2.0 ** (attempt - 1))
@@ -162,24 +164,22 @@ class CompletionClient:
             try:
                 response = self.client.request(method, server.url + path, json=body)
             except httpx.TransportError as error:
-                why = f"{type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
                 continue
             if response.status_code == 200:
                 return response
-            why = f"status {response.status_code}: {response.text[:200]}"
+            reason = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code not in RETRIED_STATUSES:
-                raise ValueError(f"data.server: {server.url}{path} gave no answer ({why}); {REMEDY}")
-        self._give_up(server, f"{server.url}{path} gave no answer ({why})")
+                raise ValueError(f"data.server: {server.url}{path} gave no answer ({reason}); {REMEDY}")
+        self._give_up(server, f"{server.url}{path} gave no answer ({reason})")
         return None
 
-    def _give_up(self, server: Server, why: str) -> None:
+    def _give_up(self, server: Server, reason: str) -> None:
         with self._lock:
-            is_first, server.failure = not server.failure, server.failure or why
+            is_first, server.failure = not server.failure, server.failure or reason
             left = len(self.live)
         if is_first and left:
-            print(
-                f"data.server: {why}; it gets no more requests, {left} of {len(self.servers)} servers go on", flush=True
-            )
+            print(f"data.server: {reason}; stopped using it; {left} of {len(self.servers)} servers remain", flush=True)
 
     def _none_left(self) -> ValueError:
         return ValueError(f"data.server: {' and '.join(server.failure for server in self.servers)}; {REMEDY}")
@@ -197,8 +197,8 @@ def completion(prompt: list[int], sampling: Sampling, max_new_tokens: int) -> Js
     }
 
 
-def found(server: Server, answer: httpx.Response, key: str) -> Json:
-    """The first entry of the list `key` of an answer; raises ValueError if there is none."""
+def first_entry(server: Server, answer: httpx.Response, key: str) -> Json:
+    """The first entry of the list `key` of an answer; raises ValueError if it has none."""
     try:
         return dict(answer.json()[key][0])
     except (ValueError, LookupError, TypeError) as error:

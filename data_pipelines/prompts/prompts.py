@@ -206,9 +206,9 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
 
 def own_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     """The prompts among the candidates that the target has written."""
-    selection, candidates = start_selection(recipe, template), read_candidates(recipe.prompts_dir)
-    while selection.missing:
-        selection.take(candidates[selection.next])
+    selection = start_selection(recipe, template)
+    selection.take_all(read_candidates(recipe.prompts_dir))
+    assert not selection.missing
     return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
 
 

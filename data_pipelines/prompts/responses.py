@@ -15,8 +15,8 @@ from headstart.heads.target_config import TargetConfig, folder_of, target_identi
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults

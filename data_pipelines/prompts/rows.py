@@ -137,7 +137,7 @@ def json_object(line: bytes) -> Json | BadRow:
     try:
         row = json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
-        return BadRow("unreadable", f"not JSON ({error}); one JSON object on each line is needed")
+        return BadRow("unreadable", f"not valid JSON ({error}); one JSON object on each line is needed")
     return checked_object(row, has_escapes=rb"\u" in line)
 
 

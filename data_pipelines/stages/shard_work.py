@@ -1,6 +1,6 @@
-"""A harvest's work: its shards, the ranks or parts that share them, texts that decode together, and the progress.
+"""The work of a harvest: its shards, the ranks or parts that share them, the decode batch, and the progress.
 
-Parts are processes of their own: they share a run's folder and their code, and nothing else.
+Parts are independent processes that share only a run's folder and their code.
 """
 
 import json
@@ -25,12 +25,12 @@ from headstart.common.remote import pull, url_of
 from headstart.common.run_lock import Owner, only_run_in
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.engine.budget import SMALL, StepMemory
+from headstart.inference.engine.budget import CHECKED_STEP_BYTES_MIN, StepMemory
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
-RANK_TIMEOUT = timedelta(hours=6)  # how long a rank waits for the others, whose texts may be much longer
-ROOM = 0.9  # share of the free memory for the texts' cache and logits; passes over prompts need the rest
+RANK_TIMEOUT = timedelta(hours=6)  # a rank waits this long for other ranks, whose texts may be much longer
+DECODE_MEMORY_SHARE = 0.9  # of the free memory, for caches and logits of the texts; prefill needs the rest
 PARTS = "parts"  # the folder with the locks of parts, next to the stages, until the harvest is complete
 CODE = "code.json"
 
@@ -57,7 +57,7 @@ class ShardPrompts:
 
 
 def start_processes() -> PartialState:
-    """Start the ranks that `accelerate launch` asked for; without a GPU they run on the CPU."""
+    """Start the ranks of `accelerate launch`; without a GPU they run on the CPU."""
     state = PartialState(cpu=not torch.accelerator.is_available(), timeout=RANK_TIMEOUT)
     refuse_separate_processes(state.num_processes)
     return state
@@ -65,11 +65,11 @@ def start_processes() -> PartialState:
 
 def prompt_shards(recipe: Recipe) -> list[ShardPrompts]:
     """The prompts of both splits by shard; the division depends on sample ids alone, not on the number of ranks."""
-    found, size = [], recipe.data.shard_samples
+    shards, size = [], recipe.data.shard_samples
     for split, limit in (("train", None), ("heldout", recipe.data.heldout_samples)):
         rows = list(read_jsonl(recipe.prompts_dir / f"{split}.jsonl"))[:limit]
-        found += [ShardPrompts(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
-    return found
+        shards += [ShardPrompts(split, i // size, rows[i : i + size]) for i in range(0, len(rows), size)]
+    return shards
 
 
 def idle_cores(state: PartialState) -> str | None:
@@ -102,10 +102,10 @@ def run_stage(stage: Stage, state: PartialState, make: Callable[[], None], finis
 class ShardProgress(Progress):
     """The progress of this rank's shards and its tokens per second, shown on the main rank only."""
 
-    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, what: str, together: int = 1) -> None:
+    def __init__(self, work: Sequence[ShardPrompts], state: PartialState, label: str, together: int = 1) -> None:
         """`together` is how many samples are worked on at a time."""
         total, active = sum(len(shard.rows) for shard in work), state.is_main_process
-        super().__init__(what, total, "samples", active=active, together=together)
+        super().__init__(label, total, "samples", active=active, together=together)
         self.started, self.tokens = time.perf_counter(), 0
 
     def add(self, samples: int, tokens: int) -> None:
@@ -117,62 +117,61 @@ class ShardProgress(Progress):
 def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int = 1) -> int:
     """How many texts of up to `length` tokens, with draft trees of `nodes` nodes, decode together.
 
-    It is one at the least, which decoding refuses if not even that fits. All ranks must call this.
+    At least 1; decoding raises if even one does not fit. All ranks must call this.
     """
-    wanted, rooms = recipe.data.generate_batch, []
+    wanted, limits = recipe.data.generate_batch, []
     for device in dict.fromkeys(target.layout.devices):
-        free, needed = max(free_memory(device), SMALL), StepMemory.on(device, target).needed(1, nodes, length)
-        rooms.append((int(ROOM * free) // needed, free, needed, device))
-    most, free, needed, device = min(rooms, key=lambda room: room[0])
-    found = target.ranks.least(max(min(wanted, most), 1))
-    if found < wanted and target.ranks.rank == 0:
+        free, needed = max(free_memory(device), CHECKED_STEP_BYTES_MIN), StepMemory.on(device, target).needed(1, nodes, length)
+        limits.append((int(DECODE_MEMORY_SHARE * free) // needed, free, needed, device))
+    most, free, needed, device = min(limits, key=lambda limit: limit[0])
+    batch = target.ranks.least(max(min(wanted, most), 1))
+    if batch < wanted and target.ranks.rank == 0:
         print(
-            f"data.generate_batch: {wanted} given, {found} decode together, as {device} has {decimal(free)} "
+            f"data.generate_batch: {wanted} given, {batch} decode together, as {device} has {decimal(free)} "
             f"free and a text of {length} tokens needs {decimal(needed)}"
         )
-    return found
+    return batch
 
 
 @contextmanager
 def entrance(folder: Path, command: str, wait: bool = False) -> Iterator[None]:
-    """Hold a run's folder for a moment, in turn with other parts; any other command is refused, or waited for."""
+    """Hold a run's folder for a moment, in turn with other parts; another command is refused, or waited for."""
     with only_run_in(folder / PARTS, command, wait=True), only_run_in(folder, command, wait):
         yield
 
 
 def locks_of(folder: Path) -> Path:
-    """Where a run's parts, and shards, are held, each as a folder of its name.
+    """The folder with the locks of a run's parts and shards, each a folder of its name.
 
-    A lock in a store would outlive a killed part, so each machine has its own.
+    A lock in an object store would outlive a killed part, so the locks of such a run are local.
     """
     url = url_of(folder)
     return (folder if url is None else user_cache("parts") / quote(url, safe="")) / PARTS
 
 
 def parts_at_work(folder: Path) -> dict[str, str]:
-    """Who makes what in a run's folder, by the name of its lock; only the holder of the folder may ask."""
-    found = {}
+    """The owners of the parts at work in a run's folder, by lock; only the holder of the folder may call this."""
+    owners = {}
     for lock in sorted(path for path in locks_of(folder).glob("*") if path.is_dir()):
         try:
             with only_run_in(lock, "a look"):
                 pass
         except ValueError:
             owner = Owner.read(lock)
-            found[lock.name] = lock.name if owner is None else owner.describe()
+            owners[lock.name] = lock.name if owner is None else owner.describe()
         else:
             with suppress(OSError):
                 lock.rmdir()  # left by a part that was killed
-    return found
+    return owners
 
 
-def refuse_parts_at_work(folder: Path, beside: str | None = None) -> None:
-    """Raise ValueError naming the parts at work in a run's folder, except those whose lock's name ends in `beside`."""
-    others = [who for name, who in parts_at_work(folder).items() if beside is None or not name.endswith(beside)]
-    if others:
-        what = f"{folder} is in use by parts of a harvest, which only parts of the same division may run beside"
-        raise ValueError(
-            "\n  ".join([f"{what}:", *others]) + "\nwait for them, or stop them (SIGTERM keeps what they have made)"
-        )
+def refuse_parts_at_work(folder: Path, allowed_suffix: str | None = None) -> None:
+    """Raise ValueError naming the parts at work in a run's folder, except locks that end in `allowed_suffix`."""
+    owners = parts_at_work(folder)
+    if others := [owners[lock] for lock in owners if allowed_suffix is None or not lock.endswith(allowed_suffix)]:
+        problem = f"{folder} is in use by parts of a harvest; only parts of the same division may run at the same time"
+        lines = "\n  ".join([f"{problem}:", *others])
+        raise ValueError(f"{lines}\nwait for them, or stop them (SIGTERM keeps their results)")
 
 
 def refuse_other_code(folder: Path) -> None:
@@ -183,17 +182,18 @@ def refuse_other_code(folder: Path) -> None:
     elif different := differences(read_json(path, "remove it"), code, "{} in other parts of this run, {} here"):
         lines = "\n  ".join(["the parts of a run must be made by the same code:", *different])
         removal = shlex.join(["rm", str(path)])
-        raise ValueError(f"{lines}\ninstall the same here, or go on with this code ({removal}), if it writes the same")
+        remedy = f"install the same version, or continue with this one ({removal}) if its output is the same"
+        raise ValueError(f"{lines}\n{remedy}")
 
 
 def replace_parts(folder: Path) -> None:
-    """Go on with what parts have made; raises ValueError naming those at work."""
+    """Continue from the results of parts; raises ValueError naming the parts at work."""
     refuse_parts_at_work(folder)
     forget_parts(folder)
 
 
 def forget_parts(folder: Path) -> None:
-    """Remove what parts that are no longer at work have left behind; only the holder of the folder may call this."""
+    """Remove the files of parts that have ended; only the holder of the folder may call this."""
     remove(folder / PARTS / CODE)
     with suppress(OSError):  # the lock of the part that calls this is removed by itself
         locks_of(folder).rmdir()

@@ -35,7 +35,7 @@ from headstart.heads.kinds.mtp import mtp_names
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.other_commands import convert_options
-from headstart.recipes.schema import MtpSection
+from headstart.recipes.schema_heads import MtpSection
 from headstart.recipes.target_sizes import text_section
 
 

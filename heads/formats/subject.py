@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_config import is_block_config, named_taps
-from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.checkpoint import KINDS
 from headstart.heads.kinds.medusa import BLOCK as MEDUSA_BLOCK
 
 SPECULATORS_BLOCK = "speculators_block"
@@ -94,11 +94,9 @@ class Subject:
     @property
     def taps(self) -> tuple[int, ...]:
         """The hidden_states that the head reads; empty for a block head that names none."""
-        if self.layout in ("medusa", "mtp"):
-            return (self.frozen.config.num_layers,)
         if self.layout in BLOCK:
             return named_taps(self.config)
-        return Eagle3Head.config_taps(self.config, self.frozen.config)
+        return KINDS[self.kind].config_taps(self.config, self.frozen.config)
 
     @property
     def target_hidden_size(self) -> Any:

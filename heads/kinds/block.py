@@ -5,8 +5,8 @@ DSpark (2607.05147): a Markov head adds scores for a slot's token given the toke
 JetSpec (2606.18394): a slot sees only the slots before it in its block.
 """
 
-from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from headstart.heads.base import DraftHead, Features, Positions, Tokens
+from headstart.heads.base import DraftHead, Features, Positions, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps
+from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps, is_block_config
 from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection, HeadSection
+from headstart.recipes.schema_heads import BlockSection
 
 Slots = Float[Tensor, "blocks slots hidden"]
 NUM_TAPS = 5  # by default
@@ -111,6 +111,12 @@ class BlockHead(DraftHead):
     """
 
     kind = "block"
+    title = "Block"
+    trained_by = "blocks"
+    drafted_by = "blocks"
+    chooses_taps = True
+    max_layers = None
+    flags: ClassVar = {"slots": ("sample_from_anchor",)}  # off by one slot, it guesses nothing right
     shape: BlockShape
 
     def __init__(self, shape: BlockShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
@@ -134,8 +140,22 @@ class BlockHead(DraftHead):
         self.add_rotary(shape)
 
     @classmethod
-    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-        assert isinstance(section, BlockSection)
+    def describes(cls, config: dict[str, Any]) -> bool:
+        return is_block_config(config)
+
+    @classmethod
+    def section_vocab(cls, section: BlockSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+        """Never the mask token, if it is reduced."""
+        counts = counts.clone()
+        counts[mask_token(section, len(counts))] = -1
+        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+
+    @classmethod
+    def scales_taps(cls, section: BlockSection) -> bool:
+        return True
+
+    @classmethod
+    def section_taps(cls, section: BlockSection, target: TargetConfig) -> tuple[int, ...]:
         return spread_taps(target.num_layers, NUM_TAPS) if section.taps is None else section.taps
 
     @classmethod
@@ -143,8 +163,7 @@ class BlockHead(DraftHead):
         return block_taps(config)
 
     @classmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "BlockHead":
-        assert isinstance(section, BlockSection)
+    def from_section(cls, section: BlockSection, frozen: FrozenTarget, vocab: DraftVocab) -> "BlockHead":
         target = frozen.config
         shape = BlockShape.from_section(
             section,
@@ -176,6 +195,10 @@ class BlockHead(DraftHead):
             raise ValueError(f"mask_token_id: {shape.mask_token_id} given, which is in the draft vocabulary; {allowed}")
         return cls(shape, frozen, vocab)
 
+    @classmethod
+    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
+        return {"hidden_norm.weight": hidden_size, "norm.weight": hidden_size}
+
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with layers that pass their input through, and with a Markov head whose scores are zero.
@@ -199,6 +222,10 @@ class BlockHead(DraftHead):
         if not self.vocab.is_full:
             tensors |= {"lm_head.weight": self.output_layer, "d2t": self.vocab.offsets()}
         return tensors
+
+    def own_keys(self) -> dict[str, Any]:
+        """The slots that it was trained with: engines may be given a smaller number."""
+        return {"block_size": self.shape.block_size}
 
     @property
     def output_layer(self) -> Float[Tensor, "draft_vocab hidden"]:
@@ -284,6 +311,25 @@ class BlockHead(DraftHead):
     def text_states(self, features: Features, tokens: Tokens, blocks: Blocks) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within whole texts, whose features are those of the positions of `tokens`."""
         return self.blocks_of(features, torch.arange(tokens.shape[1], device=tokens.device), tokens, blocks)
+
+    def text_logits(
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+    ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
+        read, choices = text.roll(-shift, dims=1), features.shape[1] - 1
+        states = self.text_states(features, read[:, :-1], Blocks.at_every_position(features.shape[1]))
+        for level in range(min(depth, choices)):
+            yield self.logits(states[: choices - level, level], read[0, level + 1 : choices + 1])
+
+    def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
+        """Only `fc` reads all positions; the layers read the blocks."""
+        shape, scored = self.shape, samples * min(anchors, longest)
+        return TrainingPasses(
+            shape.num_layers,
+            scored * shape.block_size,
+            scored,
+            kept=samples * longest * (self.fc.in_features + self.fc.out_features),
+            kept_in_float32=2 * shape.num_layers * shape.num_heads * shape.head_dim,  # of the norms of queries and keys
+        )
 
     def blocks_of(
         self, features: Features, positions: Positions, tokens: Tokens, blocks: Blocks, checkpointing: bool = False

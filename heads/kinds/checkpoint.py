@@ -17,24 +17,19 @@ from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
 from headstart.heads.files import MODEL, HeadFiles, has_weight_dtype, read_config, write_files
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.block import BlockHead, mask_token
-from headstart.heads.kinds.block_config import is_block_config
+from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.eagle1 import Eagle1Head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.kinds.mtp import MtpHead
 from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection, Eagle1Section, HeadSection, MtpSection
+from headstart.recipes.schema_heads import HeadSection
 from headstart.recipes.values import Dtype
 
 SHOWN = 12  # wrong tensors that a message names
 KINDS: dict[str, type[DraftHead]] = {
-    "eagle1": Eagle1Head,
-    "eagle3": Eagle3Head,
-    "medusa": MedusaHead,
-    "block": BlockHead,
-    "mtp": MtpHead,
+    each.kind: each for each in (Eagle1Head, Eagle3Head, MedusaHead, BlockHead, MtpHead)
 }
 
 
@@ -44,16 +39,8 @@ def head_taps(section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
 
 
 def draft_vocab(section: HeadSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-    """The tokens that the recipe's head may draft, given how often the target wrote each token.
-
-    A reduced vocabulary never has a block head's mask token.
-    """
-    if isinstance(section, Eagle1Section | MtpSection) or section.draft_vocab_size is None:
-        return DraftVocab.full(len(counts))
-    if isinstance(section, BlockSection):
-        counts = counts.clone()
-        counts[mask_token(section, len(counts))] = -1
-    return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+    """The tokens that the recipe's head may draft, given how often the target wrote each token."""
+    return KINDS[section.kind].section_vocab(section, counts)
 
 
 def new_head(section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab, seed: int) -> DraftHead:
@@ -84,9 +71,8 @@ def head_config(head: DraftHead) -> dict[str, Any]:
         "taps": list(head.taps),
         "target_num_layers": head.target.num_layers,
         "calibration": head.calibration.to_config(),
+        **head.own_keys(),
     }
-    if isinstance(head, BlockHead):
-        own["block_size"] = head.shape.block_size
     if head.origin is not None:
         own["target"] = head.origin.to_config()
     if head.has_rope and Rope.from_config(config) != head.target.rope:
@@ -167,11 +153,7 @@ class NothingDrawn(TorchFunctionMode):
 
 def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
     """The class of the head that a config.json describes, ours or published; raises ValueError for an unknown kind."""
-    architectures = config.get("architectures") or []
-    is_eagle3 = "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
-    is_block = is_block_config(config)
-    is_medusa = "medusa_num_heads" in config or config.get("model_type") == "medusa"
-    guess = "block" if is_block else "medusa" if is_medusa else "eagle3" if is_eagle3 else "eagle1"
+    guess = next(name for name, kind in reversed(KINDS.items()) if kind.describes(config))  # EAGLE-1 is the last
     kind = config.get("headstart", {}).get("kind", guess)
     if kind not in KINDS:
         allowed = f"only {', '.join(KINDS)} are allowed: correct the kind"
@@ -200,7 +182,7 @@ def check_fit(folder: Path, kind: type[DraftHead], config: dict[str, Any], targe
     if kind.has_rope and rope != target.rope and "target_rope" not in config.get("headstart", {}):
         wrong.append(f"rope: head {asdict(rope)}, target {asdict(target.rope)}")
     layers = config.get("num_hidden_layers") or 1
-    if kind.has_rope and layers > 1 and kind is not BlockHead:
+    if kind.has_rope and kind.max_layers is not None and layers > kind.max_layers:
         wrong.append(f"num_hidden_layers: {layers} in config.json, but a head has 1 layer; this may be a whole model")
     if max(taps) > target.num_layers:
         wrong.append(f"taps: head {list(taps)}, target hidden_states 0 to {target.num_layers}")

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, drop_embedding
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
+from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import Eagle1Section, HeadSection
+from headstart.recipes.schema_heads import Eagle1Section
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Eagle1Head(LastHiddenHead):
     """An EAGLE-1 head; its parameters are named as in the published checkpoints."""
 
     kind = "eagle1"
+    title = "EAGLE-1"
     shape: Eagle1Shape
 
     def __init__(self, shape: Eagle1Shape, frozen: FrozenTarget) -> None:
@@ -53,8 +55,12 @@ class Eagle1Head(LastHiddenHead):
         self.add_rotary(shape)
 
     @classmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
-        assert isinstance(section, Eagle1Section)
+    def describes(cls, config: dict[str, Any]) -> bool:
+        """Its files name nothing of their own: a head of no other kind is taken for one."""
+        return True
+
+    @classmethod
+    def from_section(cls, section: Eagle1Section, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle1Head":
         assert vocab.is_full
         return cls(Eagle1Shape.from_section(section, frozen.config, frozen.config.hidden_size), frozen)
 
@@ -64,6 +70,10 @@ class Eagle1Head(LastHiddenHead):
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
         return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
+
+    @classmethod
+    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
+        return {"layers.0.post_attention_layernorm.weight": hidden_size}
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -10,12 +10,17 @@ from torch import Tensor, nn
 
 from headstart.heads.base import Features, Hidden, LevelHead, Mask, Positions, Tokens
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.linear_start import LeastSquares, LinearStart
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import Eagle3Section, HeadSection
+from headstart.recipes.schema_heads import Eagle3Section
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
+NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first heads
+# Size of the queries and keys that a fitted start attends with: a token's score with itself is this squared times the
+# root of head_dim, 11.5 for 64, while those with other tokens are about 1.4.
+OWN_POSITION = 1.2
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,13 @@ class Eagle3Layer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
-class Eagle3Head(LevelHead):
+class Eagle3Head(LinearStart, LevelHead):
     """An EAGLE-3 head; its parameters are named as in the published checkpoints, so its state dict can be exported."""
 
     kind = "eagle3"
+    title = "EAGLE-3"
+    chooses_taps = True
+    flags: ClassVar = {"norm": NORM_FLAGS}
     shape: Eagle3Shape
 
     def __init__(self, shape: Eagle3Shape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
@@ -80,8 +88,20 @@ class Eagle3Head(LevelHead):
         self.add_rotary(shape)
 
     @classmethod
-    def section_taps(cls, section: HeadSection, target: TargetConfig) -> tuple[int, ...]:
-        assert isinstance(section, Eagle3Section)
+    def describes(cls, config: dict[str, Any]) -> bool:
+        architectures = config.get("architectures") or []
+        return "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
+
+    @classmethod
+    def section_vocab(cls, section: Eagle3Section, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+
+    @classmethod
+    def scales_taps(cls, section: Eagle3Section) -> bool:
+        return not section.norms  # which do that
+
+    @classmethod
+    def section_taps(cls, section: Eagle3Section, target: TargetConfig) -> tuple[int, ...]:
         return target.default_taps() if section.taps is None else section.taps
 
     @classmethod
@@ -92,8 +112,7 @@ class Eagle3Head(LevelHead):
         return tuple(named or [layer + 1 for layer in outputs] or target.default_taps())
 
     @classmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
-        assert isinstance(section, Eagle3Section)
+    def from_section(cls, section: Eagle3Section, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
         target = frozen.config
         hidden_size = section.hidden_size or target.hidden_size
         shape = Eagle3Shape.from_section(
@@ -123,6 +142,16 @@ class Eagle3Head(LevelHead):
         )
         return cls(shape, target, vocab, frozen.embedding)
 
+    @classmethod
+    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
+        layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        return {
+            **{f"midlayer.{name}.weight": hidden_size for name in layer},
+            "norm.weight": hidden_size,
+            "input_norm.weight": target.hidden_size * num_taps,
+            **{f"fc_norm.{number}.weight": target.hidden_size for number in range(num_taps)},
+        }
+
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the target's norm and lm_head, and with a layer that passes the features through.
@@ -141,11 +170,55 @@ class Eagle3Head(LevelHead):
         self.embed_tokens.weight.copy_(frozen.embedding @ projection)
         self.lm_head.weight.copy_((lm_head * frozen.norm_weight) @ projection)
 
+    @property
+    def starts_linear(self) -> bool:
+        return not self.shape.own_embedding  # it has the target's width
+
     def linear_inputs(
         self, taps: Float[Tensor, "count tapped"], tokens: Int[Tensor, " count"]
     ) -> Float[Tensor, "count inputs"]:
         """The inputs of a fitted first map: those of `fc`, and the normed embedding of the next token."""
         return torch.cat([self.scaled(taps), self.midlayer.input_layernorm(self.embedding[tokens])], dim=-1)
+
+    @property
+    def num_linear_inputs(self) -> int:
+        return self.fc.in_features + self.shape.hidden_size
+
+    @torch.no_grad()
+    def start_with_fit(self, fit: LeastSquares, generator: torch.Generator) -> None:
+        """Start as the linear map that predicts the target's next normed state from the taps and the next token.
+
+        `fc` takes the share of the taps. The share of the token, at the rank that the key heads allow, goes through one
+        query head per key head, whose queries and keys are the same projection of the token, so that they attend to
+        their own position. The norm's weight is uniform, so the feedback to the next level keeps the direction of the
+        prediction.
+
+        A random head under the target's own norm and lm_head is confidently wrong: its loss is far above that of the
+        uniform distribution, and training first unlearns it.
+        """
+        shape, attention = self.shape, self.midlayer.self_attn
+        hidden, head_dim = shape.hidden_size, shape.head_dim
+        weight, num_taps = fit.solve(), self.fc.in_features
+        rank = min(shape.num_kv_heads * head_dim, hidden)
+        basis = fit.principal_outputs(weight[num_taps:], num_taps, rank)  # [hidden, rank]
+        low_rank = torch.cat([weight[:num_taps], weight[num_taps:] @ basis @ basis.T])
+        size = fit.size(low_rank)
+        self.fc.weight.copy_(weight[:num_taps].T / size)
+        self.norm.weight.fill_(size)
+        values = (weight[num_taps:] @ basis).T / size  # [rank, hidden]
+        attention.v_proj.weight[:, hidden:] = 0
+        attention.v_proj.weight[:rank, :hidden] = values.to(self.fc.weight)
+        group = shape.num_heads // shape.num_kv_heads
+        for key_head in range(shape.num_kv_heads):
+            keys = slice(key_head * head_dim, (key_head + 1) * head_dim)
+            queries = slice(key_head * group * head_dim, (key_head * group + 1) * head_dim)
+            projection = torch.randn(head_dim, hidden, generator=generator) * OWN_POSITION * hidden**-0.5
+            for matrix, rows in ((attention.q_proj.weight, queries), (attention.k_proj.weight, keys)):
+                matrix[rows] = 0
+                matrix[rows, :hidden] = projection.to(matrix)
+            part = basis[:, keys]  # narrower, or empty, beyond the rank
+            start = queries.start
+            attention.o_proj.weight[:, start : start + part.shape[1]] = part.to(self.fc.weight)
 
     def engine_config(self) -> dict[str, Any]:
         shape, target = self.shape, self.target

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,7 +14,7 @@ from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positio
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.layers import AttentionCache
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import HeadSection, MedusaSection
+from headstart.recipes.schema_heads import MedusaSection
 
 LOW_RANK = "lm_heads.0.down.weight"
 BLOCK = re.compile(r"blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")  # vLLM's names, which are ours too
@@ -84,8 +84,12 @@ class MedusaHead(LastHiddenHead):
     """
 
     kind = "medusa"
+    title = "Medusa"
     shape: MedusaShape
     has_rope = False
+    reads_tokens = False
+    repeats_layers = False
+    vocab_map = "token_map"
 
     def __init__(self, shape: MedusaShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
         super().__init__(frozen, vocab)
@@ -102,8 +106,15 @@ class MedusaHead(LastHiddenHead):
         self.register_buffer("shared_lm_head", lm_head, persistent=False)  # [draft_vocab, hidden]
 
     @classmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
-        assert isinstance(section, MedusaSection)
+    def describes(cls, config: dict[str, Any]) -> bool:
+        return "medusa_num_heads" in config or config.get("model_type") == "medusa"
+
+    @classmethod
+    def section_vocab(cls, section: MedusaSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
+        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
+
+    @classmethod
+    def from_section(cls, section: MedusaSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MedusaHead":
         sizes = frozen.config.hidden_size, section.medusa_heads
         shape = MedusaShape(*sizes, num_layers=1, lm_head_rank=section.lm_head_rank)
         return cls(shape, frozen, vocab)

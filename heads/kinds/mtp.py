@@ -32,7 +32,7 @@ from headstart.heads.frozen import SCALE_SUFFIXES, FrozenTarget, SafetensorsFold
 from headstart.heads.layers import AttentionCache, attention
 from headstart.heads.target_ends import auto_class
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import HeadSection, MtpSection
+from headstart.recipes.schema_heads import MtpSection
 from headstart.recipes.target_sizes import text_section
 
 OURS = "headstart_mtp"  # the attention that MTP layers run on
@@ -113,6 +113,7 @@ class MtpHead(LastHiddenHead):
     """A target's MTP layer; the target's embedding, final norm and lm_head stay shared and frozen."""
 
     kind = "mtp"
+    title = "MTP"
     shape: MtpShape
     has_rope = False  # the layer's own is part of the target's config.json, which the head's repeats
 
@@ -146,8 +147,7 @@ class MtpHead(LastHiddenHead):
         raise ValueError(f"the MTP layer of a {self.text['model_type']} model does not attend; {EAGLE}")
 
     @classmethod
-    def from_section(cls, section: HeadSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MtpHead":
-        assert isinstance(section, MtpSection)
+    def from_section(cls, section: MtpSection, frozen: FrozenTarget, vocab: DraftVocab) -> "MtpHead":
         assert vocab.is_full
         folder = target_folder(frozen)
         text = text_section(read_json_object(folder / "config.json", "target"))

@@ -138,7 +138,6 @@ class VerifiedOnHost(Verified):
     keys: list[int]  # one per row, unique in this process: a drafter keeps a row's state by its key
     nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
     choices: list[list[int]] = field(default_factory=list)  # the target's, at each of them
-    last_step: tuple[float, float] | None = None  # time.perf_counter() before and after the last step, if there was one
     constraints: States = ()  # one per row; empty if no row has a constraint
 
     @property

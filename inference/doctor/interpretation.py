@@ -16,13 +16,12 @@ from headstart.heads.formats.published import translate
 from headstart.heads.formats.subject import Subject, layout_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_config import block_key
-from headstart.heads.kinds.checkpoint import head_from_files
+from headstart.heads.kinds.checkpoint import KINDS, head_from_files
 from headstart.heads.target_config import Rope
 from headstart.inference.calibrate import score_taps
 from headstart.inference.core.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
-NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ class Interpretation:
         if bias is not None and not bool(bias.any()):
             del tensors["fc.bias"]  # a zero bias changes nothing
         kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-        taps = subject.taps if subject.kind in ("eagle3", "block") else (frozen.config.num_layers,)
-        return cls(files.folder, subject.kind, found.config, kept, taps, ids.long())
+        return cls(files.folder, subject.kind, found.config, kept, subject.taps, ids.long())
 
     @classmethod
     def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Interpretation":
@@ -84,7 +82,7 @@ class Interpretation:
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
         if len(self.ids) != frozen.config.vocab_size:
             # The map only has to be valid: `ids` is applied to the logits columns later.
-            stand_in = "token_map" if self.kind == "medusa" else "d2t"
+            stand_in = KINDS[self.kind].vocab_map
             columns = torch.arange(len(self.ids) + 1)
             columns = columns[columns != block_key(self.config, "mask_token_id", len(self.ids))][: len(self.ids)]
             tensors[stand_in] = columns - torch.arange(len(columns)) if stand_in == "d2t" else columns
@@ -98,20 +96,9 @@ class Interpretation:
 
     def unit_norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
         """A weight of ones for each norm that a head of this kind may have."""
-        target, hidden = frozen.config.hidden_size, self.config.get("hidden_size", frozen.config.hidden_size)
-        if self.kind in ("medusa", "mtp"):
-            return {}
-        if self.kind == "eagle1":
-            return {"layers.0.post_attention_layernorm.weight": torch.ones(hidden)}
-        if self.kind == "block":
-            return {"hidden_norm.weight": torch.ones(hidden), "norm.weight": torch.ones(hidden)}
-        layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        return {
-            **{f"midlayer.{name}.weight": torch.ones(hidden) for name in layer},
-            "norm.weight": torch.ones(hidden),
-            "input_norm.weight": torch.ones(target * len(self.taps)),
-            **{f"fc_norm.{number}.weight": torch.ones(target) for number in range(len(self.taps))},
-        }
+        hidden = self.config.get("hidden_size", frozen.config.hidden_size)
+        sizes = KINDS[self.kind].norm_sizes(hidden, frozen.config, len(self.taps))
+        return {name: torch.ones(size) for name, size in sizes.items()}
 
     def with_config(self, **keys: Any) -> "Interpretation":
         return replace(self, config={**self.config, **keys})

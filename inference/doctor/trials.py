@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import KINDS
+from headstart.heads.kinds.eagle3 import NORM_FLAGS
 from headstart.heads.target_config import Rope
 from headstart.inference.doctor.findings import Finding, largest_loss
-from headstart.inference.doctor.interpretation import NORM_FLAGS, Interpretation, Measure
+from headstart.inference.doctor.interpretation import Interpretation, Measure
 
 COMMON_BASES = (1e4, 5e5, 1e6)
 MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported
@@ -150,17 +152,16 @@ class Variant:
 
 def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
     """Every variant worth trying; each differs from `head` in one thing."""
-    if head.kind != "medusa":  # Medusa heads read no tokens and have no positions
+    kind = KINDS[head.kind]
+    if kind.reads_tokens:
         yield from shift_variants(head)
-    if head.kind not in ("medusa", "mtp"):  # an MTP layer's RoPE is its target's
+    if kind.has_rope:
         yield from rope_variants(head, frozen)
-    if head.kind in ("eagle3", "block"):
+    if kind.chooses_taps:
         yield from tap_variants(head, frozen)
         yield from map_variants(head)
-    if head.kind == "eagle3":
-        yield from flag_variants(head, "norm", NORM_FLAGS)
-    if head.kind == "block":  # off by one slot, a block head guesses nothing right
-        yield from flag_variants(head, "slots", ["sample_from_anchor"])
+    for category, flags in kind.flags.items():
+        yield from flag_variants(head, category, flags)
 
 
 def shift_variants(head: Interpretation) -> Iterator[Variant]:

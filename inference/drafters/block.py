@@ -8,14 +8,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.tree import PendingTokens, block_mask
 from headstart.inference.core.verify import Verified
 from headstart.inference.drafters.growth import GrowthPolicy
-from headstart.inference.drafters.head import Frontier, HeadDrafter, LevelMasks, TreeDrafter, for_all_nodes
+from headstart.inference.drafters.head import Frontier, LevelMasks, TreeDrafter, for_all_nodes
 from headstart.inference.drafters.repeats import Repeats
 
 
@@ -82,11 +81,3 @@ class BlockDrafter(TreeDrafter):
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
         return features.expand(-1, tokens.shape[1], -1)
-
-
-def head_drafter(head: DraftHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> TreeDrafter:
-    """The drafter for a head of any kind; raises ValueError if the trees are wider or deeper than it can draft."""
-    if isinstance(head, BlockHead):
-        return BlockDrafter(head, growth, repeats)
-    assert isinstance(head, LevelHead)
-    return HeadDrafter(head, growth, repeats)

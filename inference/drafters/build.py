@@ -7,13 +7,12 @@ from pathlib import Path
 
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import StaticTree
-from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.cost_measurement import cost_table
 from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -74,9 +73,8 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     """
     head = load_head_for(folder, target.frozen)
     if target.is_packed:
-        if isinstance(head, BlockHead):
-            own = target.model.get_output_embeddings()
-            head.hold_lm_head(own if isinstance(own, PackedLinear) and target.frozen.lm_head_bias is None else None)
+        own = target.model.get_output_embeddings()
+        head.hold_lm_head(own if isinstance(own, PackedLinear) and target.frozen.lm_head_bias is None else None)
         pack_weights(head, exact=False)
         if target.compiler is not None:
             for layer in head.decoder_layers:
@@ -91,7 +89,7 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
         return None
     if isinstance(drafter.growth, Costly):
-        return drafter.growth.watch.costs
+        return drafter.growth.costs
     return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 

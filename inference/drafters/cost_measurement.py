@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +29,8 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import VerifiedOnHost, accept
-from headstart.inference.drafters.block import head_drafter
-from headstart.inference.drafters.costs import NODES, CostSurface, CostTable, Observed
+from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.kernels.fast_layers import forms_of
 from headstart.inference.kernels.products import kernel_name
@@ -38,18 +38,20 @@ from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 
-LAYOUT = 3  # version of the files; those of another version are measured anew
-BUSY = 0.5  # observed over measured costs; below, the measurement is not kept
-REMEMBERED = 2  # observed steps of each group that a file keeps: few, so that new ones outweigh them at once
-SHORT, LONG = 128, 2048  # positions of context, fewer where the target has fewer
-LEVELS = 3  # levels drafted to find the time of one
-KEPT = 4  # nodes on the accepted path
-NEW_POSITIONS = 2  # positions whose Gumbel noise a step draws: about as many as it writes tokens
-REPEATS = 5
-ENOUGH = 2.0  # seconds, after which nothing is timed again
-ENOUGH_ON_GPU = 10.0  # capturing a graph takes longer than running it
-PATIENCE = 3  # times as long, after which the sizes that are not timed yet are interpolated
-NEEDED = 4  # the first pieces of work, without which nothing is known
+FILE_LAYOUT = 4  # a file of another layout is measured anew
+BUSY_RATIO = 0.5  # discard a measurement more than twice as slow as real steps
+REMEMBERED_STEPS = 2  # of each batch size in a file: few, so that new ones outweigh them at once
+SHORT_CONTEXT, LONG_CONTEXT = 128, 2048  # positions, fewer where the target has fewer
+TIMED_LEVELS = 3  # levels drafted to find the time of one
+ACCEPTED_NODES = 4  # the length of the accepted path
+NOISE_POSITIONS = 2  # positions whose Gumbel noise a step draws: about the number of tokens that it writes
+TIMED_RUNS = 5
+SECONDS_ON_CPU, SECONDS_ON_GPU = (
+    2.0,
+    10.0,
+)  # then nothing is timed again; capturing a graph takes longer than running it
+PATIENCE_FACTOR = 3  # times these seconds, then the sizes that are not timed yet are interpolated
+NEEDED_WORKS = 4  # the first pieces of work, without which nothing is known
 GREEDY, SAMPLED = Sampling(), Sampling(1.0)
 
 Work = tuple[str, int]  # a part of a step, and its size
@@ -57,11 +59,11 @@ Work = tuple[str, int]  # a part of a step, and its size
 
 @dataclass(frozen=True)
 class CostFile:
-    """The content of a file: the measured costs, their key, and how observed steps differed from them."""
+    """The content of a file: the measured costs, what they depend on, and the newest ratios of `CostTable`."""
 
     key: dict[str, Any]
     surface: CostSurface
-    observed: dict[str, list[float]]
+    ratios: dict[int, list[tuple[float, float]]]
 
 
 class KnownTables(dict[str, CostTable]):
@@ -80,21 +82,21 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     digest = digest_of(key)[:24]
     tables = target.kept(KnownTables)
     if digest not in tables:
-        found: list[CostFile] = []
+        files: list[CostFile] = []
 
-        def find() -> None:
+        def read_or_measure() -> None:
             stored = read_costs(digest, key)
             if stored is None:
                 stored = CostFile(key, measure_costs(target, head, width, nodes, batch), {})
                 if stored.surface.complete:  # else the next run may find the machine less busy
                     write_costs(digest, stored)
-            found.append(stored)
+            files.append(stored)
 
-        target.ranks.carry_out(find, lambda run: run())  # some ranks may find a file that others lack
-        stored, learns = target.ranks.agreed(found[0]), not target.ranks.in_step
-        table = CostTable(stored.surface, width, target.may_capture, target.device.type == "cpu", learns)
-        table.observed = Observed(stored.observed)
-        weakref.finalize(table, write_observed, digest, stored, table.observed)
+        target.ranks.carry_out(read_or_measure, lambda run: run())  # some ranks may have a file that others lack
+        stored = target.ranks.agreed(files[0])
+        table = CostTable(stored.surface, width, target.may_capture, not target.ranks.in_step)
+        table.ratios |= {size: deque(ratios, CORRECTION_STEPS) for size, ratios in stored.ratios.items()}
+        weakref.finalize(table, write_ratios, digest, stored, table.ratios)
         tables[digest] = table
     return tables[digest]
 
@@ -103,7 +105,7 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
     """Everything that the costs depend on. A head's weights are not part of it, only its shape."""
     config = {name: value for name, value in target.model.config.to_dict().items() if name != "_name_or_path"}
     return {
-        "layout": LAYOUT,
+        "layout": FILE_LAYOUT,
         "processor": processor_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -127,36 +129,36 @@ def digest_of(content: object) -> str:
 
 
 def read_costs(digest: str, key: dict[str, Any]) -> CostFile | None:
-    """The costs that an earlier run of the same kind left; None if there are none, or none that can be read."""
+    """The costs that an earlier run of the same kind wrote; None without a file that can be read."""
     with suppress(OSError, RuntimeError, ValueError):  # no home folder is a RuntimeError, a broken file a ValueError
-        found = TypeAdapter(CostFile).validate_json(cost_path(digest).read_bytes())
-        if found.key == key:
-            return found
+        stored = TypeAdapter(CostFile).validate_json(cost_path(digest).read_bytes())
+        if stored.key == key:
+            return stored
     return None
 
 
 def write_costs(digest: str, content: CostFile) -> None:
-    """Keep costs for later runs, if there is a place where they can be written."""
+    """Keep costs for later runs, if the cache folder can be written."""
     with suppress(OSError, RuntimeError):
         path = cost_path(digest)
-        own = path.with_suffix(f".{os.getpid()}")  # several ranks may write the same costs
-        write_text(own, json.dumps(asdict(content), indent=1) + "\n")
-        own.replace(path)
+        partial_file = path.with_suffix(f".{os.getpid()}")  # several ranks may write the same costs
+        write_text(partial_file, json.dumps(asdict(content), indent=1) + "\n")
+        partial_file.replace(path)
 
 
-def write_observed(digest: str, stored: CostFile, observed: Observed) -> None:
-    """Add what the steps of this run took to the file, or remove it if they took far less than was measured.
+def write_ratios(digest: str, stored: CostFile, ratios: Mapping[int, deque[tuple[float, float]]]) -> None:
+    """Add the newest ratios to the file, or remove it if steps took far less time than was measured.
 
-    Then the machine was busy as it was measured, and how costs grow with a tree there says little of how they do now.
+    Then the machine was busy during the measurement, which says little about how costs grow with a tree.
     """
-    if observed.count and stored.surface.complete:
-        newest = {name: list(values)[-REMEMBERED:] for name, values in observed.items()}
-        steps = [value for name, values in newest.items() if name.startswith("target, ") for value in values]
-        if steps and median(steps) < math.log(BUSY):
-            with suppress(OSError, RuntimeError):
-                cost_path(digest).unlink(missing_ok=True)
-        else:
-            write_costs(digest, CostFile(stored.key, stored.surface, newest))
+    newest = {batch: list(values)[-REMEMBERED_STEPS:] for batch, values in ratios.items()}
+    if newest == stored.ratios or not stored.surface.complete:
+        return
+    if median(of_target for values in newest.values() for _, of_target in values) < math.log(BUSY_RATIO):
+        with suppress(OSError, RuntimeError):
+            cost_path(digest).unlink(missing_ok=True)
+    else:
+        write_costs(digest, CostFile(stored.key, stored.surface, newest))
 
 
 def cost_path(digest: str) -> Path:
@@ -170,11 +172,11 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
     It takes as many passes of the target as there is time for: ranks that must pass together call `carry_out`.
     """
     most = min(size_bucket(nodes + 1), NODES[-1])
-    spare = most + width * LEVELS
+    spare = most + width * TIMED_LEVELS
     # Nothing is decoded beyond the target's positions.
-    short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT, LONG))
+    short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT_CONTEXT, LONG_CONTEXT))
     near, far = (Bench(target, head, width, context, 1, spare) for context in (short, long))
-    levels = min(LEVELS, head.max_levels or LEVELS)
+    levels = min(TIMED_LEVELS, head.max_levels or TIMED_LEVELS)
     works: dict[Work, Callable[[], object]] = {
         ("target", 1): partial(near.verify, 1, GREEDY),
         ("first", short): near.drafting(1),
@@ -223,7 +225,7 @@ class Bench:
         tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts
-            drawn = min(nodes, NEW_POSITIONS)
+            drawn = min(nodes, NOISE_POSITIONS)
             rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
             logits = self.target.forward_tree(tree, self.cache).logits
             # A chain is deeper than the noise that is drawn here; its last nodes use that of one position.
@@ -232,7 +234,7 @@ class Bench:
             choices = self.step.verify(tree, rows).choices
         accept(tree, choices)
         # As if a sibling had been rejected.
-        self.cache.target.keep([[0, *range(2, min(nodes, KEPT + 1))]] * self.batch)
+        self.cache.target.keep([[0, *range(2, min(nodes, ACCEPTED_NODES + 1))]] * self.batch)
         self.cache.target.set_lengths(held)
 
     def drafting(self, levels: int) -> Callable[[], object]:
@@ -262,13 +264,13 @@ def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device)
     They take turns, so that a slow moment of the machine affects all of them and each finds the processor's caches as a
     decode step would. After enough time, only those that were timed by then are in the answer.
     """
-    found: dict[Work, list[float]] = defaultdict(list)
-    began, enough = time.perf_counter(), ENOUGH if device.type == "cpu" else ENOUGH_ON_GPU
-    for turn in range(REPEATS):
+    times: dict[Work, list[float]] = defaultdict(list)
+    began, enough = time.perf_counter(), SECONDS_ON_CPU if device.type == "cpu" else SECONDS_ON_GPU
+    for turn in range(TIMED_RUNS):
         for number, (name, work) in enumerate(works.items()):
             spent = time.perf_counter() - began
-            if (spent > enough * PATIENCE and number >= NEEDED) or (spent > enough and turn):
-                return {name: min(times) for name, times in found.items()}
+            if (spent > enough * PATIENCE_FACTOR and number >= NEEDED_WORKS) or (spent > enough and turn):
+                return {name: min(seconds) for name, seconds in times.items()}
             if not turn:
                 work()  # the first run allocates, compiles or captures
             if not turn and number == 0 and time.perf_counter() - began > enough / len(works):
@@ -277,8 +279,8 @@ def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device)
             started = time.perf_counter()
             work()
             wait_for(device)
-            found[name].append(time.perf_counter() - started)
-    return {name: min(times) for name, times in found.items()}
+            times[name].append(time.perf_counter() - started)
+    return {name: min(seconds) for name, seconds in times.items()}
 
 
 def wait_for(device: torch.device) -> None:

@@ -1,10 +1,9 @@
 """What the parts of a decode step cost on this machine, and trees that weigh expected tokens against these costs.
 
-Costs are measured at load, then corrected by the steps that run.
+Costs are measured at load. The steps that run correct them, by a factor for drafting and one for the rest of a step.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -24,13 +23,11 @@ from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.growth import Fixed, GrowthPolicy, Pool
 
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
-SHORTEST = 128  # positions; shorter contexts are corrected together
-CONTEXTS = 64  # positions; costs are computed once for each multiple
-WINDOW = 32  # observed steps that a correction rests on
-PRIOR = 4  # observed steps that a correction must outweigh
-APART = math.log(1.5)  # most that the steps of one size differ from all steps of the batch
-RENEWED = 32  # observations after which corrections are applied; a step gives a few
-TINY = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
+CONTEXT_MULTIPLE = 64  # positions; costs are computed once for each multiple
+CORRECTION_STEPS = 32  # the newest steps of a batch size, which correct its costs
+PRIOR_STEPS = 4  # steps that a correction must outweigh
+RENEWAL_STEPS = 8  # steps after which corrections are applied
+LEAST_CHANCE = 1e-300  # replaces a chance of 0, as in a row that is finished while others still draft
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -113,162 +110,77 @@ class Situation:
         ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
         return cls(max(ends), len(ends), verified.sampling.all_greedy)
 
-    @property
-    def group(self) -> str:
-        """Situations that are corrected together."""
-        return f"{'greedy' if self.greedy else 'sampled'}, batch {self.batch}"
 
+@dataclass(frozen=True)
+class Drafted:
+    """What a step has drafted."""
 
-class Observed(dict[str, deque[float]]):
-    """Logarithms of observed over measured seconds: the newest of each group of steps."""
-
-    def __init__(self, known: dict[str, list[float]] | None = None) -> None:
-        super().__init__({name: deque(values, WINDOW) for name, values in (known or {}).items()})
-        self.count = 0  # since it was made
-
-    def add(self, name: str, observed: float, measured: float) -> None:
-        self.setdefault(name, deque(maxlen=WINDOW)).append(math.log(observed / measured))
-        self.count += 1
-
-    def correction(self, *names: str) -> float:
-        """The median logarithm of the last group; where it has few steps, of the groups before it, then 0.
-
-        The steps of a group may come from a time when the machine was busy. So a group counts only up to `APART` from
-        the one before it, which has more and newer steps.
-        """
-        found, nearest = 0.0, math.inf
-        for name in names:
-            if window := self.get(name):
-                middle = min(max(median(window), found - nearest), found + nearest)
-                found = (len(window) * middle + PRIOR * found) / (len(window) + PRIOR)
-                nearest = APART
-        return found
+    at: Situation
+    nodes: int  # in each row, with accepted tokens that are read again
+    levels: int
+    seconds: float | None  # that drafting took; None where the host does not wait for the device
 
 
 class CostTable:
-    """Costs of a step in each situation: the measured ones, times what observed steps took more or less."""
+    """Costs of a step in each situation: the measured ones, times how much longer the batch's newest steps took."""
 
-    def __init__(
-        self, surface: CostSurface, width: int, captured: bool = False, synced: bool = True, learns: bool = True
-    ) -> None:
-        """`width` is the number of nodes that a level expands. `synced`: work is done when a call returns.
+    def __init__(self, surface: CostSurface, width: int, captured: bool = False, learns: bool = True) -> None:
+        """`width` is the number of nodes that a level expands.
 
         Ranks that draft the same trees for a target that they share must not learn, as each has a clock of its own.
         """
-        self.surface, self.width, self.captured, self.synced, self.learns = surface, width, captured, synced, learns
-        self.observed = Observed()
+        self.surface, self.width, self.captured, self.learns = surface, width, captured, learns
+        # By batch size: the logarithms of observed over measured seconds, of drafting and of the rest of a step.
+        self.ratios: dict[int, deque[tuple[float, float]]] = {}
+        self.num_observed = 0
         self._now: dict[Situation, StepCosts] = {}
-        self._renew_at = RENEWED
 
     def now(self, at: Situation) -> StepCosts:
         """The costs in this situation; its context rounds up."""
-        rounded = Situation(-(-at.context // CONTEXTS) * CONTEXTS, at.batch, at.greedy)
+        rounded = Situation(-(-at.context // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE, at.batch, at.greedy)
         if rounded not in self._now:
             self._now[rounded] = self._corrected(rounded)
         return self._now[rounded]
 
-    def observe_target(self, at: Situation, nodes: int, seconds: float) -> None:
-        """Learn how long a step with this many nodes in each row took, except drafting."""
+    def observe(self, drafted: Drafted, seconds: float) -> None:
+        """Learn from a step that took `seconds` in all."""
         if not self.learns:
             return
-        size = size_bucket(nodes) if self.captured else nodes
-        measured = float(self.surface.seconds(numpy.array([float(size)]), at)[0])
-        nearest = min(NODES, key=lambda known: abs(math.log(known / size)))
-        for name in target_groups(at, nearest):
-            self.observed.add(name, seconds, measured)
-        self._renew()
-
-    def observe_drafting(self, at: Situation, first_level: float, levels: list[float]) -> None:
-        """Learn how long drafting the first level took, and each further one."""
-        if not self.learns:
-            return
-        first, further = self.surface.drafting(at, self.width)
-        self.observed.add(f"first level, {at.group}", first_level, first)
-        for seconds in levels:
-            if further:
-                self.observed.add(f"level, {at.group}", seconds, further)
-        self._renew()
-
-    def _renew(self) -> None:
-        if self.observed.count >= self._renew_at:
-            self._renew_at = self.observed.count + RENEWED
+        first, further = self.surface.drafting(drafted.at, self.width)
+        of_drafting = first + (drafted.levels - 1) * further
+        nodes = size_bucket(drafted.nodes) if self.captured else drafted.nodes
+        of_target = float(self.surface.seconds(numpy.array([nodes], dtype=float), drafted.at)[0])
+        share = of_drafting / (of_drafting + of_target)
+        drafting = seconds * share if drafted.seconds is None else drafted.seconds
+        newest = self.ratios.setdefault(drafted.at.batch, deque(maxlen=CORRECTION_STEPS))
+        newest.append((math.log(drafting / of_drafting), math.log((seconds - drafting) / of_target)))
+        self.num_observed += 1
+        if self.num_observed % RENEWAL_STEPS == 0:
             self._now.clear()
 
     def _corrected(self, at: Situation) -> StepCosts:
-        corrections = [self.observed.correction(*target_groups(at, size)) for size in NODES]
-        target = self.surface.seconds(numpy.array(NODES, dtype=float), at) * numpy.exp(corrections)
+        newest = self.ratios.get(at.batch, ())
+        weight = len(newest) / (len(newest) + PRIOR_STEPS)
+        of_drafting, of_target = (math.exp(weight * median(part)) for part in zip(*newest or [(0.0, 0.0)], strict=True))
         first, further = self.surface.drafting(at, self.width)
-        return StepCosts(
-            tuple(numpy.maximum.accumulate(target).tolist()),  # a correction never makes a larger tree cheaper
-            first * math.exp(self.observed.correction(f"first level, {at.group}")),
-            further * math.exp(self.observed.correction(f"level, {at.group}")),
-            self.captured,
-        )
-
-
-def target_groups(at: Situation, size: int) -> tuple[str, str]:
-    """The names under which a target step is observed: all steps of the batch, and those of like context and size."""
-    context = max(SHORTEST, size_bucket(at.context))
-    return f"target, {at.group}", f"target, {at.group}, context {context}, nodes {size}"
-
-
-class StepWatch:
-    """Times the steps of one growth policy and reports them to the table; the text does not depend on it."""
-
-    def __init__(self, costs: CostTable) -> None:
-        self.costs = costs
-        self.at: Situation | None = None
-        self.started = self.ended = 0.0
-        self.nodes, self.drafting = 0, 0.0
-        self.levels: list[float] = []  # when each was done
-
-    def begin(self, verified: VerifiedOnHost) -> StepCosts:
-        """The costs for these rows. Call it when drafting begins."""
-        self._observe_last_step(verified.last_step)
-        self.at, self.levels, self.nodes = Situation.of(verified), [], 0
-        found = self.costs.now(self.at)
-        self.started = time.perf_counter()
-        return found
-
-    def level_done(self) -> None:
-        """Call it when the host has read what a level drafted, which on a GPU waits for that level."""
-        self.levels.append(time.perf_counter())
-
-    def end(self, nodes: int, levels: int) -> None:
-        """Call it when a tree with this many nodes in each row, root included, is drafted."""
-        assert self.at is not None
-        self.ended, self.nodes = time.perf_counter(), nodes
-        first, further = self.costs.surface.drafting(self.at, self.costs.width)
-        self.drafting = first + (levels - 1) * further
-        if self.levels:
-            times = [later - earlier for earlier, later in zip(self.levels, self.levels[1:], strict=False)]
-            self.costs.observe_drafting(self.at, self.levels[0] - self.started, times)
-            self.drafting = self.ended - self.started
-        elif self.costs.synced:  # only the sum is known
-            share, self.drafting = (self.ended - self.started) / self.drafting, self.ended - self.started
-            self.costs.observe_drafting(self.at, first * share, [further * share] * (levels - 1))
-
-    def _observe_last_step(self, step: tuple[float, float] | None) -> None:
-        """Learn from the last step, if the last draft was part of it: loops may take turns with one drafter."""
-        if step is not None and self.at is not None and self.nodes and step[0] <= self.started <= self.ended <= step[1]:
-            rest = step[1] - step[0] - self.drafting
-            if rest > 0:
-                self.costs.observe_target(self.at, self.nodes, rest)
+        target = self.surface.seconds(numpy.array(NODES, dtype=float), at) * of_target
+        return StepCosts(tuple(target.tolist()), first * of_drafting, further * of_drafting, self.captured)
 
 
 class Costly(GrowthPolicy):
     """The policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
 
-    watch: StepWatch
+    costs: CostTable
     now: StepCosts
     rate: float  # expected tokens per second
+
+    def begin(self, verified: Verified) -> None:
+        assert isinstance(verified, VerifiedOnHost)
+        self.now = self.costs.now(Situation.of(verified))
 
     def is_worth(self, drafted: int, chance: float) -> bool:
         costs = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
         return chance > self.rate * (costs[-1] - costs[-2])
-
-    def joined_by(self, count: int) -> None:
-        self.watch.nodes += count
 
 
 class CostAware(Costly):
@@ -279,13 +191,12 @@ class CostAware(Costly):
     """
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
-        self.depth, self.width, self.nodes, self.watch = depth, width, nodes, StepWatch(costs)
+        self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
     def levels(self, verified: Verified) -> int:
-        assert isinstance(verified, VerifiedOnHost)
-        self.now = self.watch.begin(verified)
+        self.begin(verified)
         self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
         return verified.levels(self.depth)
@@ -304,15 +215,12 @@ class CostAware(Costly):
         spent = self.spent()
         rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
         self.rate = max(rates)
-        tree = pool.best(roots, rates.index(self.rate) + 1)
-        self.watch.end(tree.shape[1], len(pool.scores))
-        return tree
+        return pool.best(roots, rates.index(self.rate) + 1)
 
     def look_at(self, pool: Pool) -> None:
         """Copy the chances of new levels to the host; on a GPU this waits for them."""
         for scores in pool.scores[len(self.levels_done) :]:
             self.levels_done.append(scores.exp().tolist())
-            self.watch.level_done()
 
     def expected(self) -> list[float]:
         """Expected tokens of a step with the best 1, 2, ... nodes, the bonus token included; the mean over rows."""
@@ -334,7 +242,7 @@ class CostAware(Costly):
         if len(self.levels_done) > 1:
             above = [sum(largest(row, self.width)) for row in self.levels_done[-2]]
         return fmean(
-            sum(largest(row, self.width)) * sum(row) / max(parents, TINY)
+            sum(largest(row, self.width)) * sum(row) / max(parents, LEAST_CHANCE)
             for row, parents in zip(last, above, strict=True)
         )
 
@@ -361,14 +269,13 @@ class CostAwareShape(Costly):
         """The sizes are the tree's best 1, 2, ... up to `nodes` nodes."""
         self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
         self.chances = numpy.asarray(tree.chances[:nodes])  # that of the node which each size adds
-        self.watch = StepWatch(costs)
+        self.costs = costs
         self.depths = numpy.array([size.depth for size in self.sizes])
         self.chosen = self.sizes[-1]
         self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
 
     def levels(self, verified: Verified) -> int:
-        assert isinstance(verified, VerifiedOnHost)
-        self.now = self.watch.begin(verified)
+        self.begin(verified)
         self.chosen = self.fastest(self.now)
         return self.chosen.levels(verified)
 
@@ -386,6 +293,4 @@ class CostAwareShape(Costly):
         return self.chosen.frontier(level, totals)
 
     def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        tree = self.chosen.prune(pool, roots)
-        self.watch.end(tree.shape[1], len(pool.scores))
-        return tree
+        return self.chosen.prune(pool, roots)

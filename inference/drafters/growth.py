@@ -183,9 +183,6 @@ class GrowthPolicy:
         """Whether to verify one more token than `drafted`, which the target accepts with this chance."""
         return chance >= LEAST_REPEAT_CHANCE
 
-    def joined_by(self, count: int) -> None:
-        """Note that the tree is verified with `count` more nodes; fewer than 0 if nodes were cut off."""
-
 
 @dataclass(frozen=True)
 class Dynamic(GrowthPolicy):

@@ -1,4 +1,4 @@
-"""Draft tokens without a head: what followed the same tokens before, as tries, and how they join the trees of a head.
+"""Draft tokens from earlier occurrences of the same tokens, and how they join the trees of a head.
 
 A head copies badly: names, quotes, code and texts that loop are often outside its draft vocabulary, or longer than its
 trees are deep.
@@ -19,23 +19,20 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import VerifiedOnHost
 from headstart.inference.drafters.growth import Growth, GrowthPolicy
 
-# How often the next token of a repeat is right, by how many tokens (at least) of the text's end have repeated before
-# it: measured on SmolLM2-135M-Instruct's answers to 12 questions of Spec-Bench at temperature 0.
-RATES = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.75, 8: 0.85}
-PRIOR = 4.0  # tokens of a text that weigh as much as these rates
-# How often the target's latest choice after a token comes again where no other draft token was right, by how often in
-# a row (at least) it came, and how often the choice before that one does; measured in the same way.
-FOLLOWED, FOLLOWED_BEFORE = {1: 0.25, 2: 0.45, 3: 0.5}, 0.2
-LONGEST = max(RATES)  # tokens at the end of the text that are searched for to find a repeat
-DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
-MAX_OCCURRENCES = 64  # occurrences of an n-gram that count, the latest ones
+# Probabilities measured on SmolLM2-135M-Instruct's answers to 12 questions of Spec-Bench at temperature 0.
+# P(the next token of a repeat is right), by how many tokens (at least) matched before it.
+REPEAT_RATES = {1: 0.4, 2: 0.5, 3: 0.6, 4: 0.75, 8: 0.85}
+# P(the last successor of a token recurs, given that the other drafts failed), by its run length (at least).
+SUCCESSOR_RATES = {1: 0.25, 2: 0.45, 3: 0.5}
+EARLIER_SUCCESSOR_RATE = 0.2  # P(the successor before that one recurs, given that the last one failed too)
+PRIOR_TOKENS = 4.0  # tokens of a text that weigh as much as the measured rates
+LONGEST_MATCH = max(REPEAT_RATES)  # tokens at the end of the text that are searched for
+REPEAT_DEPTH = 12  # draft tokens of a repeat; a longer one continues in the next step
+MAX_OCCURRENCES = 64  # the latest occurrences of an n-gram that are followed
 
 
 class Trie:
-    """The draft tree of one row: adding a path twice adds no node, and no node is deeper than `max_depth`.
-
-    It holds no node that the row's constraint refuses.
-    """
+    """The draft tree of one row: each path once, none deeper than `max_depth`, and none that breaks the constraint."""
 
     def __init__(self, root: int, max_depth: int, state: ConstraintState | None = None) -> None:
         self.max_depth, self.state = max_depth, state
@@ -59,7 +56,7 @@ class Trie:
         return node
 
     def walk(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes of the longest path from the root that begins these tokens, the root included."""
+        """The nodes along these tokens, root included, as far as the trie has them."""
         nodes = [0]
         for token in tokens:
             if (nodes[-1], token) not in self.children:
@@ -80,7 +77,7 @@ class Trie:
         return self.state is None or follow(self.state, self.paths[parent], token) is not None
 
     def add_only_tokens(self, max_nodes: int) -> None:
-        """Add the tokens to which the constraint leaves no alternative, up to `max_nodes` nodes in all."""
+        """Add the tokens that the constraint forces, up to `max_nodes` nodes in all."""
         if self.state is None:
             return
         for node, path in enumerate(self.paths):  # grows in the loop, so that chains of forced tokens are followed
@@ -133,7 +130,7 @@ def grow_best_first(trie: Trie, matches: "Continuations", growth: Growth, gumbel
 
 @dataclass(frozen=True)
 class GumbelRow:
-    """The Gumbel noise with which the target will choose in one row of a batch; zero if the row is greedy."""
+    """The Gumbel noise of the target's next choices in one row of a batch; zero if the row is greedy."""
 
     verified: VerifiedOnHost
     row: int
@@ -143,9 +140,9 @@ class GumbelRow:
         sampling, row = self.verified.sampling, self.row
         if sampling.samplings[row].temperature == 0:
             return [0.0] * len(tokens)
-        if sampling.gumbel_table is not None:  # drawn once per step, from the position after the root on
+        if sampling.gumbel_table is not None:  # drawn once per step, starting at the position after the root
             return sampling.gumbel_table.values[row, depth, tokens].tolist()
-        # The host draws it faster than it would wait for a device.
+        # Drawing it on the host is faster than waiting for the device.
         position = torch.tensor([[len(self.verified.texts[row]) + depth]])
         seed = torch.tensor([sampling.samplings[row].seed])
         return gumbel_noise(seed, position, torch.tensor(tokens))[0, 0].tolist()
@@ -153,9 +150,9 @@ class GumbelRow:
 
 @dataclass(frozen=True)
 class Continuations:
-    """Earlier occurrences of the n-gram at the text's end, each followed forward in parallel.
+    """Earlier occurrences of the n-gram at the text's end, followed in parallel.
 
-    An occurrence that reaches the end of the text continues from the token after its n-gram, as if the text repeated.
+    An occurrence that reaches the end of the text continues after its own n-gram, as if the text repeated.
     """
 
     text: list[int]
@@ -165,7 +162,7 @@ class Continuations:
     def of_longest_match(cls, text: list[int], ngram: int) -> tuple["Continuations", int]:
         """Find the longest n-gram, of up to `ngram` tokens, that ends the text and occurred before.
 
-        Returns its earlier occurrences, the latest first, and its length, which is 0 if there is none.
+        Returns its earlier occurrences, the latest first, and its length; 0 without an occurrence.
         """
         tokens, total = numpy.asarray(text), len(text)
         ends = numpy.flatnonzero(tokens[:-1] == tokens[-1])  # where earlier occurrences end
@@ -194,28 +191,28 @@ class Repeated:
     """The repeats of one text so far, and how often they were right."""
 
     def __init__(self, temperature: float) -> None:
-        """Sampled texts repeat less."""
-        self.right = {length: PRIOR * rate / (1 + temperature) for length, rate in RATES.items()}
-        self.tried = dict.fromkeys(RATES, PRIOR)
+        """The rates are lower at higher temperatures, as sampled texts repeat less."""
+        self.right = {length: PRIOR_TOKENS * rate / (1 + temperature) for length, rate in REPEAT_RATES.items()}
+        self.tried = dict.fromkeys(REPEAT_RATES, PRIOR_TOKENS)
         self.path: list[int] = []  # the last repeat
-        self.start = 0  # where it would have begun in the text
-        self.matched = 1  # the key of RATES that it had
+        self.start = 0  # its position in the text
+        self.matched = 1  # its key of REPEAT_RATES
 
     def next_path(self, text: list[int], trie: Trie, gumbel: GumbelRow) -> list[int]:
         """The tokens that followed the longest match, down to the trie's maximum depth."""
         self._observe(text)
-        matches, length = Continuations.of_longest_match(text, LONGEST)
+        matches, length = Continuations.of_longest_match(text, LONGEST_MATCH)
         self.path, self.start = [], len(text)
         if length:
-            self.matched = max(least for least in RATES if least <= length)
-            alone = Trie(text[-1], min(trie.max_depth, DEPTH), trie.state)
-            grow_best_first(alone, matches, Growth.chain(DEPTH), gumbel)
+            self.matched = max(least for least in REPEAT_RATES if least <= length)
+            alone = Trie(text[-1], min(trie.max_depth, REPEAT_DEPTH), trie.state)
+            grow_best_first(alone, matches, Growth.chain(REPEAT_DEPTH), gumbel)
             self.path = alone.tokens[1:]
         return self.path
 
     @property
     def rate(self) -> float:
-        """The chance that a token of the path is right, given that those before it are."""
+        """The chance that a token of the path is right, given that the earlier ones are."""
         return self.right[self.matched] / self.tried[self.matched]
 
     def _observe(self, text: list[int]) -> None:
@@ -228,40 +225,41 @@ class Repeated:
 
 
 class Followers:
-    """The target's latest choice after each token, in any text, and the last different one.
+    """The target's latest choice after each token, in any text, and its last different choice.
 
-    Every verification adds to it, with rejected draft tokens too (Graft, arXiv 2605.20104).
+    Every verification adds to it, rejected draft tokens included (Graft, arXiv 2605.20104).
     """
 
     def __init__(self) -> None:
         self.known: dict[int, tuple[int, int, int | None]] = {}  # (choice, how often in a row, the choice before)
 
     def learn(self, tokens: Sequence[int], choices: Sequence[int]) -> None:
-        """Take in the target's choice after each of these tokens."""
+        """Record the target's choice after each of these tokens."""
         for token, choice in zip(tokens, choices, strict=True):
             latest, count, before = self.known.get(token, (None, 0, None))
             self.known[token] = (choice, count + 1, before) if choice == latest else (choice, 1, latest)
 
     def after(self, token: int) -> list[tuple[int, float]]:
-        """The tokens that may follow, and the chance of each if no other draft token does."""
+        """The tokens that may follow, and the chance of each if no other draft token is right."""
         if token not in self.known:
             return []
         latest, count, before = self.known[token]
-        rate = FOLLOWED[min(count, max(FOLLOWED))]
-        return [(latest, rate)] if before is None else [(latest, rate), (before, (1 - rate) * FOLLOWED_BEFORE)]
+        rate = SUCCESSOR_RATES[min(count, max(SUCCESSOR_RATES))]
+        earlier = [] if before is None else [(before, (1 - rate) * EARLIER_SUCCESSOR_RATE)]
+        return [(latest, rate), *earlier]
 
 
 class Repeats:
-    """Adds to the trees of a head what the texts repeat, and what followed its tokens before."""
+    """Extends a head's trees by repeats of the text and by earlier successors of the tree's tokens."""
 
     def __init__(self, most: int) -> None:
-        """`most` bounds the draft tokens that are added per row."""
-        self.most, self.depth = most, DEPTH
+        """At most `most` draft tokens are added per row."""
+        self.most, self.depth = most, REPEAT_DEPTH
         self.rows: dict[int, Repeated] = {}  # by the row's key
         self.followers = Followers()
 
     def extend(self, tree: Tree, verified: VerifiedOnHost, growth: GrowthPolicy) -> Tree:
-        """The tree with further nodes, as far as the growth policy finds them worth their verification."""
+        """The tree with as many further nodes as the growth policy finds worth verifying."""
         samplings = verified.sampling.samplings
         self.rows = {
             key: self.rows.get(key) or Repeated(sampling.temperature)
@@ -270,14 +268,14 @@ class Repeats:
         for drafted, nodes, choices in zip(verified.drafted, verified.nodes, verified.choices, strict=True):
             if drafted:
                 self.followers.learn(nodes, choices)
-        # Of sampled rows, noise is drawn for the head's levels only.
+        # In batches with sampled rows, noise is drawn for the head's levels only.
         depth = max(self.depth, growth.depth) if verified.sampling.all_greedy else growth.depth
         drawn = zip(tree.tokens.tolist(), tree.parents.tolist(), chances_of(tree), strict=True)
         tries, chances = [], []
-        for row, (own, repeated) in enumerate(zip(drawn, self.rows.values(), strict=True)):
+        for row, (nodes_of_row, repeated) in enumerate(zip(drawn, self.rows.values(), strict=True)):
             text = verified.texts[row]
             trie = Trie(text[-1], min(verified.remaining[row], depth), verified.states[row])
-            known = add_tree(trie, *own)
+            known = add_tree(trie, *nodes_of_row)
             path = repeated.next_path(text, trie, GumbelRow(verified, row))
             tries.append(trie)
             chances.append(self._grow(trie, known, path, repeated.rate, samplings[row].temperature))
@@ -287,25 +285,23 @@ class Repeats:
             return tree
         for trie, added in zip(tries, chances, strict=True):
             trie.cut(len(trie) - max(len(added) - count, 0))
-        found = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
-        growth.joined_by(found.shape[1] - tree.shape[1])
-        deepest = max(max(trie.depths) for trie in tries)
-        return replace(found, deepest=deepest, levels=tree.deepest)
+        extended = batch_tries(tries, max(map(len, tries)), tree.tokens.device)
+        return replace(extended, deepest=max(max(trie.depths) for trie in tries), levels=tree.deepest)
 
     def _grow(self, trie: Trie, chances: list[float], path: list[int], rate: float, temperature: float) -> list[float]:
         """Add the likeliest nodes, up to `most`; returns the chance of each.
 
-        `chances` are those of the trie's nodes, and `rate` that of each token of the repeat, `path`, after those before
-        it.
+        `chances` belong to the trie's nodes. `rate` is the chance of each token of the repeat, `path`, given the
+        earlier ones.
         """
         added: list[float] = []
-        left, order = list(chances), count()  # chance that the text follows a node, and no child that it has so far
+        left, order = list(chances), count()  # P(the target's path includes a node and none of its children)
         for node, parent in enumerate(trie.parents[1:], start=1):
             left[parent] -= chances[node]
         candidates: list[tuple[float, int, int, int, int]] = []  # minus chance, order, parent, token, place in the path
 
         def push(node: int, place: int) -> None:
-            """The candidates below a node; it is the end of the path's first `place` tokens, unless that is -1."""
+            """The candidates below a node, which ends the path's first `place` tokens unless that is -1."""
             for token, share in self.followers.after(trie.tokens[node]):
                 heapq.heappush(candidates, (-left[node] * share / (1 + temperature), next(order), node, token, -1))
             if 0 <= place < len(path):
@@ -321,15 +317,15 @@ class Repeats:
                 added.append(-chance)
                 left.append(-chance)
                 left[parent] += chance
-            if child == size or (child is not None and place >= 0):  # the repeat's token may be a follower too
+            if child == size or (child is not None and place >= 0):  # a token of the repeat may be a follower too
                 push(child, place + 1 if place >= 0 else -1)
         return added
 
     def _worth(self, chances: list[list[float]], drafted: int, growth: GrowthPolicy) -> int:
-        """The number of further tokens of each row that are worth their verification, which all rows share."""
+        """The number of further tokens per row that are worth verifying, the same for all rows."""
         count = 0
         while count < self.most:
-            mean = sum(own[count] for own in chances if len(own) > count) / len(chances)
+            mean = sum(of_row[count] for of_row in chances if len(of_row) > count) / len(chances)
             if not mean or not growth.is_worth(drafted + count, mean):
                 break
             count += 1
@@ -337,21 +333,21 @@ class Repeats:
 
 
 def chances_of(tree: Tree) -> list[list[float]]:
-    """The estimated chance of each draft token of each row; 1 where the drafter gave none."""
+    """The estimated chance of each draft token of each row; 1 without an estimate."""
     known = torch.zeros(tree.shape)[:, 1:] if tree.log_chances is None else tree.log_chances
     return known.exp().tolist()
 
 
 def add_tree(trie: Trie, tokens: list[int], parents: list[int], chances: list[float]) -> list[float]:
-    """Add one row of a tree to an empty trie; returns the chance of each of the trie's nodes.
+    """Add one row of a tree to an empty trie, without nodes that are cut off from the root.
 
-    Nodes that are cut off from the root are left out.
+    Returns the chance of each of the trie's nodes.
     """
     nodes: list[int | None] = [0]
-    kept = [1.0]
+    of_nodes = [1.0]
     for token, parent, chance in zip(tokens[1:], parents[1:], chances, strict=True):
         above = nodes[parent] if parent >= 0 else None
         nodes.append(None if above is None else trie.add(above, token))
-        if len(trie) > len(kept):
-            kept.append(chance)
-    return kept
+        if len(trie) > len(of_nodes):
+            of_nodes.append(chance)
+    return of_nodes

@@ -1,4 +1,4 @@
-"""The sequences that decode together: their places in one cache, and what is kept of their prefixes."""
+"""The sequences that decode together: their slots in one cache, and the prefixes that are kept of them."""
 
 import sys
 import time
@@ -6,33 +6,33 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.inference.core.cache import PAGE, KVCache, SlotContents
+from headstart.inference.core.cache import PAGE, KVCache
 from headstart.inference.core.cache_memory import free_memory, takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
-from headstart.inference.core.states import WINDOW, Snapshot
+from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
-from headstart.inference.engine.prefixes import BLOCK, Cached, Prefix, PrefixIndex
+from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 
-CATCH_UP = 256  # positions that a drafter reads before a step, of those that it missed while drafts did not pay
+CATCH_UP_POSITIONS = 256  # missed positions that a drafter reads before a step, once drafts pay again
 
 
 @dataclass
-class Reading:
-    """A prompt that is read chunk by chunk while other rows decode."""
+class PartialPrompt:
+    """A prompt that is prefilled chunk by chunk while other rows decode."""
 
     row: Sequence  # its text is the prompt
-    place: int  # in the cache, after those of the running rows
-    count: int  # tokens of the prompt that the cache holds
-    stop: int = 0  # tokens after which the target's states are copied for other prompts; 0: nowhere
+    place: int  # in the cache, after the running rows
+    cached: int  # tokens of the prompt
+    states_at: int = 0  # tokens after which the target's states are copied for other prompts; 0: nowhere
 
 
 class Batch:
-    """Rows in the first places of one cache. A prompt may be read chunk by chunk in a place after theirs."""
+    """Rows in the first places of one cache, and a prompt that is prefilled chunk by chunk in a later place."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class Batch:
         prefix_memory: int | None,
         traces: bool = False,
     ) -> None:
-        """`static`, `memory` and `prefix_memory` are those of the decode loop. `traces`: rows keep their states."""
+        """`static`, `memory` and `prefix_memory` as in `DecodeLoop`. `traces`: rows keep their hidden states."""
         self.target, self.drafter, self.max_rows, self.traces = target, drafter, max_rows, traces
         self.tap_columns = target.tap_columns(drafter.taps)
         self.is_static = target.may_capture if static is None else static and target.grows_trees
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
         if target.layout.has_states:
-            self.nodes += WINDOW  # a row with a shorter window than another's is filled up
+            self.nodes += WINDOW  # rows with a shorter window than others are padded
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
         shapes = [shape for shape in (target.layout.shapes, drafter.cache_shape) if shape is not None]
         devices, states = {*target.layout.devices}, target.layout.state_bytes
@@ -64,26 +64,26 @@ class Batch:
         )
         self.rows: list[Sequence] = []
         self.changes = 0  # how often `rows` changed
-        self.reading: Reading | None = None
-        self.catching_up = False  # whether the drafter has yet to read what was written while drafts did not pay
-        self.limit = 0  # slots that the longest request so far may need
+        self.partial: PartialPrompt | None = None
+        self.catching_up = False  # whether the drafter has yet to read tokens written while drafts did not pay
+        self.limit = 0  # tokens, a tree included, that the longest request so far may need
         self.cache: KVCache  # while the batch is open: from the first prompt until `close`
         self.is_open = False
         self.static: StaticStep | None = None
 
     @property
     def members(self) -> list[Sequence]:
-        """The rows, and the one whose prompt is being read."""
-        return self.rows if self.reading is None else [*self.rows, self.reading.row]
+        """The rows, and the one in prefill."""
+        return self.rows if self.partial is None else [*self.rows, self.partial.row]
 
     @property
     def held_after_rows(self) -> list[int]:
-        """Tokens in each place after the rows', up to that of the prompt that is being read."""
-        reading = self.reading
-        return [] if reading is None else [*[0] * (reading.place - len(self.rows)), reading.count]
+        """Cached tokens of each place after the rows, up to and including the prompt in prefill."""
+        partial = self.partial
+        return [] if partial is None else [*[0] * (partial.place - len(self.rows)), partial.cached]
 
     def new_row(self, number: int, request: Request, generation: Generation) -> Sequence:
-        """A row for a request whose prompt is to be read next."""
+        """A row for a request whose prompt is prefilled next."""
         ends = tuple(self.target.end_tokens) if request.end_tokens is None else request.end_tokens
         unread = Unread(torch.zeros(0, 0, device=self.target.device), 0)
         row = Sequence(number, request, generation, ends, list(request.prompt), unread, time.perf_counter())
@@ -94,7 +94,7 @@ class Batch:
         return row
 
     def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
-        """Copy to a row's place what the cache keeps of a prefix of its prompt."""
+        """Copy a cached prefix of a row's prompt to the row's place."""
         if prefix is None:
             return
         for first, block in zip([0, *prefix.ends], prefix.blocks, strict=False):
@@ -107,32 +107,34 @@ class Batch:
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         if row.trace is not None:
             row.trace.start = prefix.tokens
-        self.catching_up = self.catching_up or len(prefix.taps) > CATCH_UP  # it was written without the drafter
+        self.catching_up = (
+            self.catching_up or len(prefix.taps) > CATCH_UP_POSITIONS
+        )  # it was written without the drafter
 
     def join(self, rows: list[Sequence]) -> None:
-        """Let rows decode whose prompts were read, in the places after the running ones."""
+        """Let rows decode after their prefill, in the places after the running rows."""
         self.rows += rows
         for slots in self.cache.slots:
             slots.set_lengths([*slots.lengths, *(len(row.request.prompt) for row in rows)])
         self.changes += 1
 
     def end(self, row: Sequence) -> None:
-        """Take a row out, or stop reading its prompt; others move into its place."""
-        if self.reading is not None and row is self.reading.row:
-            self.remember(row, self.reading.place, self.reading.count, self.reading.count)
-            self.reading = None
+        """Take a row out, or stop its prefill; others move into its place."""
+        if self.partial is not None and row is self.partial.row:
+            self.remember(row, self.partial.place, self.partial.cached, self.partial.cached)
+            self.partial = None
         else:
             place = self.rows.index(row)
             self.remember_row(row, place)
-            for source, goal in self.cache.end_row(place):
-                self.rows[goal] = self.rows[source]
+            for source, destination in self.cache.end_row(place):
+                self.rows[destination] = self.rows[source]
             self.rows.pop()
             self.changes += 1
 
     def feed(self, row: Sequence, place: int, most: int = sys.maxsize) -> int:
         """Let the drafter read up to `most` unread positions of a row; returns how many it read.
 
-        The last position is left: it is read with the row's next draft.
+        The last position is left for the row's next draft.
         """
         unread = row.unread
         unread.gather()
@@ -146,50 +148,33 @@ class Batch:
         return count
 
     def remember_row(self, row: Sequence, place: int) -> None:
-        """Keep what the cache holds of a running row's text for prompts that share it as a prefix."""
+        """Keep the cached part of a running row's text for prompts that share it as a prefix."""
         held, states = self.cache.target.lengths[place], self.cache.states
         self.remember(row, place, held, 0 if states is None else held - len(states.window(place)))
 
-    def remember(self, row: Sequence, place: int, held: int, at: int = 0) -> None:
+    def remember(self, row: Sequence, place: int, held: int, states_at: int = 0) -> None:
         """Keep the first `held` cached tokens of a row's text for prompts that share them as a prefix.
 
-        The target's states, if it has any and they are to be kept, are those after `at` tokens.
+        `states_at`: the target's states, if they are to be kept, are those after this many tokens.
         """
         if self.prefixes is None:
             return
-        # The drafter of a row without drafts reads nothing.
+        held, states_at = min(held, len(row.text)) // BLOCK * BLOCK, states_at if states_at <= len(row.text) else 0
+        # The drafter reads nothing of a row without drafts.
         read = row.unread.start if row.request.speculative else 0
-        taps = torch.cat(row.kept)
-
-        def head(first: int, end: int) -> SlotContents | None:
-            slots = self.cache.head
-            return slots.copied(place, max(first - 1, 0), end - 1) if slots is not None and end - 1 <= read else None
-
-        def states(first: int, end: int) -> Cached | None:
-            of_head = head(first, end)
-            is_read = of_head is not None or self.cache.head is None
-            if (end - 1 if is_read else first) < row.kept_from:
-                return None
-            own = taps[(end - 1 if is_read else first) - row.kept_from : end - row.kept_from].clone()
-            return Cached(self.cache.target.copied(place, first, end), of_head, own)
-
-        held, at = min(held, len(row.text)) // BLOCK * BLOCK, at if at <= len(row.text) else 0
-        self.prefixes.add(row.text[: max(held, at)], states, head, at, lambda: self._copied_states(place))
+        tokens, taps = row.text[: max(held, states_at)], torch.cat(row.kept)
+        self.prefixes.add(CachedRow(self.cache, place, tokens, taps, row.kept_from, read, states_at))
         if held > row.kept_from:  # these taps are in the index now
             row.kept, row.kept_from = [taps[held - row.kept_from :].clone()], held
 
-    def _copied_states(self, place: int) -> Snapshot:
-        assert self.cache.states is not None
-        return self.cache.states.copied(place)
-
     def fits(self, requests: list[Request]) -> bool:
-        """Whether the cache has memory for these requests in addition to those that it holds."""
+        """Whether the cache has memory for these requests in addition to the present ones."""
         held = [row.request for row in self.members]
         return self.budget.fits([request.length + self.nodes for request in [*held, *requests]])
 
     @property
     def cache_usage(self) -> float:
-        """The share of the cache's memory that the texts have reserved up to their longest possible ends."""
+        """The share of the cache's memory that is reserved for the longest possible texts of all members."""
         slots = [row.request.length + self.nodes for row in self.members]
         return self.budget.used(slots, self.target.max_positions + self.nodes)
 
@@ -211,25 +196,25 @@ class Batch:
             self._open(capacity)
         elif self.cache.target.capacity < (self.limit if self.is_static or self.is_lazy else capacity):
             running = list(self.cache.target.lengths)
-            # Growing copies what the rows in use hold, the head's slots with the target's.
+            # Growing copies the rows in use, the head's part with the target's.
             self.cache.set_lengths([*running, *self.held_after_rows])
             self._grow(capacity)
             self.cache.set_lengths(running)
 
     def open_for_any(self) -> None:
-        """Open the cache with room for the longest texts, as far as half of the memory that is left has it."""
+        """Open the cache for the longest texts that fit into half of the free memory."""
         memory = self.budget.memory or free_memory(self.target.device) // 2
         longest = min(self.target.max_positions + self.nodes, memory // (self.budget.rows * self.budget.slot))
         self.limit = max(self.limit, longest, 2 * self.nodes)
         self.make_room(self.limit)
 
     def _open(self, capacity: int) -> None:
-        """Allocate the cache, or borrow that of an earlier run with its captured step."""
+        """Allocate the cache, or borrow an earlier run's together with its captured step."""
         if self.is_static:
             self.static = StaticStep.borrow(self.target, self.drafter, self.max_rows, self.limit)
             self.cache = self.static.cache
         else:
-            # Where unwritten slots cost nothing, no text of these lengths will ever have to be copied.
+            # Where unwritten memory costs nothing, a cache for the longest text never has to be copied.
             capacity = self.limit if self.is_lazy else min(capacity + PAGE, self.limit)
             self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_rows)
         self.cache.set_lengths([])
@@ -240,7 +225,7 @@ class Batch:
         if self.static is None:
             self.cache.make_room(*((self.limit, wanted) if self.is_lazy else (capacity, self.limit)))
             return
-        # A captured step cannot grow its cache: take the rows to one with room for the longest request.
+        # A captured step cannot grow its cache: move the rows to a larger one.
         larger = StaticStep.borrow(self.target, self.drafter, self.max_rows, wanted)
         for slots, source in zip(larger.cache.slots, self.cache.slots, strict=True):
             slots.take_over(source)

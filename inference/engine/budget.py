@@ -1,4 +1,4 @@
-"""Limits, checked before any work: the target's positions and vocabulary, the cache's budget, the memory of a step."""
+"""Limits that are checked before any work: positions, vocabulary, the cache's memory, the memory of a step."""
 
 import math
 import mmap
@@ -18,7 +18,7 @@ from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
-SMALL = 2**30  # bytes; a smaller step is not compared with the free memory
+CHECKED_STEP_BYTES_MIN = 2**30  # a smaller step is not compared with the free memory
 
 
 def check_request(target: TargetModel, request: Request) -> None:
@@ -36,9 +36,9 @@ def check_request(target: TargetModel, request: Request) -> None:
 def check_length(
     target: TargetModel, prompt: list[int], max_new_tokens: int, field: str = "decode.max_new_tokens"
 ) -> None:
-    """Raise ValueError, before any work is done, for a request that does not fit the target's positions.
+    """Raise ValueError for a request that does not fit the target's positions.
 
-    `field` is where the user said how many new tokens to write.
+    `field` is the name under which the user gave `max_new_tokens`.
     """
     limit = target.max_positions
     if not prompt:
@@ -54,7 +54,7 @@ def check_length(
 
 
 def check_vocabulary(target: TargetModel, prompt: list[int]) -> None:
-    """Raise ValueError for a prompt in tokens that the target does not have."""
+    """Raise ValueError for a prompt with token ids outside the target's vocabulary."""
     size = target.config.vocab_size
     if outside := [token for token in (min(prompt), max(prompt)) if not 0 <= token < size]:
         raise ValueError(
@@ -64,7 +64,7 @@ def check_vocabulary(target: TargetModel, prompt: list[int]) -> None:
 
 
 class CacheBudget:
-    """Reserves the cache of each text up to its longest possible end, so that no text ever has to give way."""
+    """Reserves the cache of each text up to its longest possible end, so that no text is ever preempted."""
 
     def __init__(
         self,
@@ -76,11 +76,11 @@ class CacheBudget:
         lazy: bool,
         states: int = 0,
     ) -> None:
-        """`memory` is in bytes; None sets no limit. `shapes` are those of the target's slots and the drafter's, and
-        `states` the bytes that the target keeps of each row besides slots.
+        """`memory` is in bytes; None sets no limit. `shapes` are the target's and the drafter's cache shapes, and
+        `states` the bytes of one row's recurrent states.
 
-        A `lazy` cache takes up what its rows have written. Any other is one block of memory, in which all `rows` have
-        the room of the longest. Raises ValueError for more memory than the target's devices have left.
+        A `lazy` cache takes up only the memory that its rows have written. Any other is one block, in which all `rows`
+        have the capacity of the longest. Raises ValueError for more memory than is free on the target's devices.
         """
         self.memory, self.rows, self.lazy, self.states = memory, rows, lazy, states
         parts = [part for shape in shapes for layer in layer_shapes(shape) for part in layer] or [(1, 1)]
@@ -96,7 +96,7 @@ class CacheBudget:
                 )
 
     def needed(self, slots: int) -> int:
-        """Bytes that one text takes up at most, with `slots` slots for its tokens and a tree."""
+        """Bytes that one text needs at most, with `slots` slots for its tokens and a tree."""
         if not self.lazy:
             return self.rows * (slots * self.slot + self.states)
         # It may begin and end within a page.
@@ -114,24 +114,24 @@ class CacheBudget:
             )
 
     def fits(self, slots: list[int]) -> bool:
-        """Whether texts with these numbers of slots fit together. A cache in one block has room for all of its rows."""
+        """Whether texts with these numbers of slots fit together. A cache in one block fits all of its rows."""
         return self.memory is None or not self.lazy or sum(map(self.needed, slots)) <= self.memory
 
     def used(self, slots: list[int], longest: int) -> float:
-        """The share of the memory that these texts have reserved; without a limit, of what `longest` texts need."""
-        room = self.memory or (self.rows if self.lazy else 1) * self.needed(longest)
+        """The share of the memory that these texts reserve; without a limit, the share of rows of `longest` slots."""
+        capacity = self.memory or (self.rows if self.lazy else 1) * self.needed(longest)
         reserved = self.needed(max(slots, default=0)) if not self.lazy else sum(map(self.needed, slots))
-        return reserved / room if slots else 0.0
+        return reserved / capacity if slots else 0.0
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The sizes that decide how much memory a decode step needs."""
+    """The sizes from which the memory of a decode step follows."""
 
     cached: int  # bytes of one token in the target's KV cache
     vocab_size: int
     element: int  # bytes of one number
-    states: int = 0  # bytes of what the target keeps of a text besides its KV cache
+    states: int = 0  # bytes of one row's recurrent states
 
     @classmethod
     def of(cls, target: TargetConfig, dtype: torch.dtype) -> "StepMemory":
@@ -140,16 +140,16 @@ class StepMemory:
 
     @classmethod
     def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
-        """Of one device, which caches the layers that lie on it, with the key heads that this rank has of them."""
+        """The sizes on one device: its layers, and the key heads that this rank holds of them."""
         layers = zip(target.layout.shapes, target.layout.devices, strict=True)
         entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
         states = target.layout.state_bytes
         return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize, states)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
-        """Bytes for `rows` texts of up to `length` tokens, each with a tree of `nodes` nodes after it.
+        """Bytes for `rows` texts of up to `length` tokens, each followed by a tree of `nodes` nodes.
 
-        Counted are the cache, the target's logits, its mask, and the product of two matrices that gives the mask.
+        This counts the cache, the target's logits, its mask, and the matrix product from which the mask is made.
         """
         of_tree = nodes * (self.vocab_size * self.element + nodes * (self.element + 2 * torch.float32.itemsize))
         return rows * ((length + nodes) * self.cached + of_tree + self.states)
@@ -160,13 +160,13 @@ class StepMemory:
 
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
-    """Raise ValueError if a device of it lacks memory for a step of `rows` texts with trees of `nodes` nodes."""
+    """Raise ValueError if a device of the target lacks memory for `rows` texts with trees of `nodes` nodes."""
     for device in {*target.layout.devices}:
         refuse_large_trees(StepMemory.on(device, target), device, rows, nodes, length)
 
 
 def refuse_trees_of(recipe: Recipe, rows: int) -> None:
-    """The same for the recipe's trees, from the target's config.json alone."""
+    """Raise ValueError if the device lacks memory for the recipe's trees, from the target's config.json alone."""
     target = TargetConfig.from_folder(folder_of(recipe.target, ["config.json"]))
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
@@ -181,7 +181,7 @@ def refuse_large_trees(
     step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
-    if needed < SMALL or needed <= (free := free_memory(device)):
+    if needed < CHECKED_STEP_BYTES_MIN or needed <= (free := free_memory(device)):
         return
     if nodes == 1 and rows > 1:  # plain decoding; another program may have taken memory since the rows were counted
         fits = free // step.needed(1, nodes, length)

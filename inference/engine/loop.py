@@ -1,11 +1,10 @@
-"""The decode loop: draft trees, let the target verify all of them in one pass, and keep the paths that it accepts.
+"""The decode loop: drafts trees, lets the target verify all of them in one pass, and keeps the accepted paths.
 
-Rows of a batch advance at their own pace. When one ends, the next waiting request takes its place (continuous
+The rows of a batch advance independently. When one ends, the next waiting request takes its place (continuous
 batching), and requests may be submitted and cancelled at any time between steps.
 """
 
 import sys
-import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator
@@ -18,15 +17,17 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
-from headstart.inference.engine.prefill import Pace, PromptChunk, PromptReader
+from headstart.inference.engine.prefill import Prefill, PrefillSchedule, PromptChunk
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.kernels.threads import Threads
 from headstart.inference.targets.cuda_graph import LEAST_REACH
 from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
 
-# Tokens of prompts in one pass; of more, every token would look at too many of the others. A GPU needs more to be busy.
-PREFILL_CHUNK, PREFILL_CHUNK_ON_GPU = 512, 2048
+# Tokens of prompts in a pass. In longer chunks attention within the chunk costs too much; a GPU needs them to be busy.
+PREFILL_CHUNK_CPU, PREFILL_CHUNK_GPU = 512, 2048
+# The same while rows run, which wait for the pass: on a CPU, about two plain steps.
+CHUNK_WITH_ROWS_CPU, CHUNK_WITH_ROWS_GPU = 16, 512
 
 
 def generate(
@@ -51,9 +52,9 @@ def generate_batch(
     max_batch: int = 16,
     static: bool | None = None,
 ) -> list[Generation]:
-    """Continue many prompts, at most `max_batch` at a time. Each gets the text that it would get alone.
+    """Continue many prompts, at most `max_batch` at a time. Each text is the same as if it were decoded alone.
 
-    `static` gives every tensor the shape of the full capacity, as CUDA graphs need it. None means True on CUDA, unless
+    `static` gives every tensor the shape of the full capacity, which CUDA graphs need. None means True on CUDA, unless
     several ranks or devices hold the target.
     """
     loop = loop_of(target, requests, drafter, max_batch, static)
@@ -71,7 +72,7 @@ def generate_each(
 ) -> Iterator[tuple[int, Generation]]:
     """`generate_batch` that yields (number of the request, its output) as each text ends.
 
-    Once it is `ending`, the texts that have begun are finished, and no others.
+    Once `ending`, it finishes running texts and starts no new ones.
     """
     loop = loop_of(target, requests, drafter, max_batch)
     for _ in loop.run():
@@ -87,9 +88,9 @@ def loop_of(
     max_batch: int = 16,
     static: bool | None = None,
 ) -> "DecodeLoop":
-    """A loop with these requests, which are numbered from 0, and with no more rows than they need.
+    """An offline loop with these requests, which are numbered from 0, and with no more rows than they need.
 
-    Nobody waits for single tokens here: free rows get their prompts first, in passes that are the same in every run.
+    Free rows are prefilled first, in passes that are the same in every run.
     """
     loop = DecodeLoop(target, drafter, min(max_batch, max(len(requests), 1)), static, prompts_first=True)
     for request in requests:
@@ -101,8 +102,8 @@ class DecodeLoop:
     """Decodes requests, which may come and go while it runs, and hands out their tokens in blocks.
 
     `generations` holds the output of each request so far. A loop is not thread-safe: one thread owns it, together with
-    its target and drafter, and calls `submit`, `cancel` and `step` in turn. Requests decode in the order of their
-    priority, those of one priority in the order in which they came.
+    its target and drafter, and calls `submit`, `cancel` and `step` in turn. Requests start in the order of their
+    priority; within one priority, first come, first served.
     """
 
     def __init__(
@@ -118,39 +119,42 @@ class DecodeLoop:
         costs: CostTable | None = None,
         record: Callable[[Sequence], None] | None = None,
     ) -> None:
-        """At most `max_batch` requests decode together; the others wait. `static` is that of `generate_batch`.
+        """At most `max_batch` requests decode together; the others wait. `static` as in `generate_batch`.
 
-        One pass reads at most `prefill_chunk` tokens of prompts; None is what suits the device. While rows run, prompts
-        are read in smaller chunks in the same passes as their steps, which then have no drafts, or in turn with them
-        where the target or static shapes do not allow that. With `prompts_first` all free rows get their prompts before
-        the next step, in passes whose size does not depend on any clock.
+        One pass prefills at most `prefill_chunk` tokens; None chooses by device. While rows run, prompts are prefilled
+        in smaller chunks: in the same passes as the rows' steps, which then draft nothing, or in turn with the steps
+        where the target or static shapes require it. With `prompts_first` all free rows are prefilled before the next
+        step.
 
-        `memory` is the most bytes that the cache takes up. A request waits until its longest possible text fits
-        together with the others. On a GPU, and with static shapes, each row has the room of the longest text.
+        `memory` is the limit of the cache in bytes. A request waits until its longest possible text fits together with
+        the others. On a GPU, and with static shapes, each row has the capacity of the longest text.
 
-        `prefix_memory` is how many bytes of the prefixes of earlier texts are kept, in host or device memory and in
-        addition to the cache; None keeps none. A prompt that shares a prefix with one of these texts is read from the
-        end of that prefix on.
+        `prefix_memory` is the limit, in bytes, of the prefixes kept of earlier texts, in host or device memory and in
+        addition to the cache; None keeps none. A prompt that shares a prefix with one of these texts is prefilled from
+        the end of that prefix.
 
-        `costs` are those of the target with the head that drafts, measured before (`cost_table`). With them, steps
-        draft only at loads where that pays; without them they always do.
+        `costs` are measured for the target with the drafting head (`cost_table`). With them, steps draft only at loads
+        where that pays; without them they always do.
 
-        `record` is given each row whose text has ended, with the hidden states that the target gave of it.
+        `record` is called with each row whose text has ended; the row holds the target's hidden states.
         """
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        if not target.drafts:  # after its states it reads token by token, so a prompt is read in one pass
+        if not target.drafts:  # it can only continue its states one token at a time, so prefill is one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
-        self.decode_step, self.reader = DecodeStep(self.batch, costs), PromptReader(self.batch)
+        self.decode_step, self.prefill = DecodeStep(self.batch, costs), Prefill(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         alone = target.ranks.count == 1
         prompts_first = prompts_first or not alone
-        beside = not prompts_first and not self.batch.is_static and target.packs
-        suits = PREFILL_CHUNK if target.device.type == "cpu" else PREFILL_CHUNK_ON_GPU
-        self.pace = Pace(suits if prefill_chunk is None else prefill_chunk, prompts_first, beside)
-        self.threads = Threads() if alone and target.device.type == "cpu" else None
+        shares_steps = not prompts_first and not self.batch.is_static and target.packs
+        on_cpu = target.device.type == "cpu"
+        chunk = PREFILL_CHUNK_CPU if on_cpu else PREFILL_CHUNK_GPU
+        with_rows = CHUNK_WITH_ROWS_CPU if on_cpu else CHUNK_WITH_ROWS_GPU
+        chunk = chunk if prefill_chunk is None else prefill_chunk
+        self.schedule = PrefillSchedule(chunk, with_rows, prompts_first, shares_steps)
+        self.threads = Threads() if alone and on_cpu else None
         self.record = record
         self.generations: dict[int, Generation] = {}
         self.waiting = Queue()
@@ -159,7 +163,7 @@ class DecodeLoop:
         self.submitted = 0
 
     def capture_ahead(self) -> None:
-        """Capture the steps of most texts, before any of them waits for it; nothing where steps are not captured."""
+        """Capture the steps that most texts need before the first request; does nothing where no step is captured."""
         if self.batch.is_static:
             self.batch.open_for_any()
             assert self.batch.static is not None
@@ -169,7 +173,7 @@ class DecodeLoop:
 
     @property
     def prefix_counts(self) -> tuple[int, int]:
-        """Tokens of prompts that were looked up among earlier texts, and those that did not have to be read again."""
+        """Prompt tokens that were looked up among earlier texts, and how many of them were cached."""
         prefixes = self.batch.prefixes
         return (0, 0) if prefixes is None else (prefixes.queries, prefixes.hits)
 
@@ -195,7 +199,7 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def cancel(self, number: int) -> None:
-        """End a request wherever it is; its row is free at once. Nothing happens if its text has ended."""
+        """End a request, waiting or running; its row is free at once. Does nothing if its text has ended."""
         row = next((row for row in self.batch.members if row.number == number), None)
         if row is not None:
             self._end(row)
@@ -206,28 +210,28 @@ class DecodeLoop:
         self.generations[number].finish = "cancelled"
 
     def withdraw(self) -> list[int]:
-        """Drop the requests that wait for a row, so that another loop may take them; returns their numbers."""
+        """Drop the waiting requests, so that another loop may take them; returns their numbers."""
         numbers, self.waiting = self.waiting.numbers, Queue()
         for number in numbers:
             del self.generations[number]
         return numbers
 
     def forget(self, number: int) -> None:
-        """Drop the output of a request whose text has ended, so that memory stays flat while a loop runs for long."""
+        """Drop the output of a request whose text has ended, so that a long-running loop does not fill the memory."""
         if number in self.waiting.numbers or any(row.number == number for row in self.batch.members):
             raise ValueError(f"request {number} has not ended, only one that has is allowed here; cancel it first")
         self.generations.pop(number, None)
         self.ended = [ended for ended in self.ended if ended != number]
 
     def take_ended(self) -> list[tuple[int, Generation]]:
-        """The requests that have ended since the last call, cancelled ones too, with their output."""
+        """The requests that have ended since the last call, cancelled ones included, with their output."""
         numbers, self.ended = self.ended, []
         return [(number, self.generations[number]) for number in numbers]
 
     def run(self) -> Generator[EmittedTokens, None, None]:
-        """Do all there is to do, and yield the blocks as they become certain. Closing the iterator closes the loop.
+        """Run until idle and yield the blocks as they become certain. Closing the iterator closes the loop.
 
-        Raises the error of a text that ends in one.
+        Raises the error of a text that fails.
         """
         try:
             while not self.idle:
@@ -241,7 +245,7 @@ class DecodeLoop:
             self.close()
 
     def close(self) -> None:
-        """Cancel what has not ended, and free the cache. The loop may be used again."""
+        """Cancel all requests that have not ended, and free the cache. The loop may be used again."""
         for number in [*self.waiting.numbers, *(row.number for row in self.batch.members)]:
             self.cancel(number)
         self.batch.close()
@@ -250,58 +254,52 @@ class DecodeLoop:
 
     @torch.inference_mode()
     def step(self) -> list[EmittedTokens]:
-        """One piece of work: a pass over prompts, or one step of all rows, or both at once; nothing if idle.
+        """One pass of the target: over prompts, or a step of all rows, or both at once; does nothing if idle.
 
-        No block is empty. The first block of a request is its first token. What fails in one row, such as a stop string
-        or a constraint, ends that row's text alone, with its error in `generations`; what the rows share raises.
+        No block is empty. The first block of a request is its first token. An error in the work for one row, such as a
+        stop string or a constraint, ends that row alone and is kept in `generations`; other errors are raised.
         """
         if self.threads is not None:
             self.threads.follow()
         batch, blocks = self.batch, []
         can_read = self._can_read()
         running = len(batch.rows)
-        reads = can_read and self.pace.reads_next(running, self.max_batch - running, len(self.waiting))
-        if batch.rows and (self.pace.beside or not reads):
+        schedule = self.schedule
+        reads = can_read and schedule.reads_next(running, self.max_batch - running, len(self.waiting))
+        steps = running > 0 and (schedule.shares_steps or not reads)
+        if steps:
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
-            self.decode_step.prepare(may_draft=not (can_read and self.pace.beside))
-            blocks = self._step_rows(self._next_chunks() if reads else [])
+            self.decode_step.prepare(may_draft=not reads)
+            chunks = self._next_chunks() if reads else []
+            blocks, outputs = self.decode_step.run(self.prefill.parts(chunks))
+            blocks += self._finish_chunks(chunks, outputs) if chunks else []
         elif reads:
-            chunks, started = self._next_chunks(), time.perf_counter()
-            blocks = self._have_read(chunks, self.reader.read(chunks))
-            self.pace.has_read(sum(chunk.count for chunk in chunks), time.perf_counter() - started)
+            chunks = self._next_chunks()
+            blocks = self._finish_chunks(chunks, self.prefill.run(chunks))
+        schedule.read_last = reads and not steps
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
         return blocks
 
-    def _step_rows(self, chunks: list[PromptChunk]) -> list[EmittedTokens]:
-        """One step of the running rows, with chunks of prompts in the same pass."""
-        started = time.perf_counter()
-        blocks, outputs = self.decode_step.run(self.reader.parts(chunks))
-        if chunks:
-            blocks += self._have_read(chunks, outputs)  # the drafter's reading counts as a share of the step
-        seconds = time.perf_counter() - started
-        self.pace.stepped(seconds, self.decode_step.drafts, sum(chunk.count for chunk in chunks))
-        return blocks
-
     def _can_read(self) -> bool:
-        """Whether a prompt is being read, or the first one that waits has a place and memory."""
-        if self.batch.reading is not None:
+        """Whether a prompt is in prefill, or the next waiting request has a place and memory."""
+        if self.batch.partial is not None:
             return True
         has_place = self.admits and bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
 
     def _next_chunks(self) -> list[PromptChunk]:
-        """The waiting prompts that are read next, to their ends, or the next chunk of a long one."""
-        batch, most, rows = self.batch, self.pace.tokens(bool(self.batch.rows)), []
-        if batch.reading is None:
+        """The waiting prompts that are prefilled next in full, or the next chunk of a long one."""
+        batch, most, rows = self.batch, self.schedule.tokens(bool(self.batch.rows)), []
+        if batch.partial is None:
             places = self.max_batch - len(batch.rows)
-            taken = self.waiting.take(places, lambda requests: self.reader.may_join(requests, most))
+            taken = self.waiting.take(places, lambda requests: self.prefill.may_join(requests, most))
             rows = [batch.new_row(number, request, self.generations[number]) for number, request in taken]
-        return self.reader.next_chunks(rows, most)
+        return self.prefill.next_chunks(rows, most)
 
-    def _have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[EmittedTokens]:
+    def _finish_chunks(self, chunks: list[PromptChunk], outputs: list[TargetOutput]) -> list[EmittedTokens]:
         speculation = self.decode_step.speculation
-        return self.reader.have_read(chunks, outputs, feeds=speculation is None or speculation.is_on)
+        return self.prefill.finish(chunks, outputs, feeds=speculation is None or speculation.is_on)
 
     def _end(self, row: Sequence) -> None:
         self.ended.append(row.number)
@@ -318,7 +316,7 @@ class DecodeLoop:
 
 
 class Queue:
-    """Requests that wait for a row: those of higher priority first, then in the order in which they came."""
+    """Requests that wait for a row: higher priority first, then first come, first served."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[int, Request]] = []
@@ -332,7 +330,7 @@ class Queue:
 
     @property
     def first(self) -> Request:
-        """The next one."""
+        """The next request."""
         return self.waiting[0][1]
 
     def add(self, number: int, request: Request) -> None:
@@ -345,9 +343,9 @@ class Queue:
         return len(self.waiting) < before
 
     def take(self, rows: int, join: Callable[[list[Request]], bool]) -> list[tuple[int, Request]]:
-        """The next requests: one, and up to `rows` as long as the last of them may `join` those before it.
+        """The next requests: one, and up to `rows` as long as the last of them may `join` the others.
 
-        It stops at the first that may not; the one that waits longest never gives way.
+        It stops at the first that may not join; no request overtakes it.
         """
         count = 1
         while count < min(rows, len(self.waiting)) and join([request for _, request in self.waiting[: count + 1]]):

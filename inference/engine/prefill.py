@@ -1,6 +1,5 @@
-"""Prompts on their way into the cache: whole ones in one pass, or a long one chunk by chunk while other rows decode."""
+"""Prefill: full prompts in one pass, or a long one chunk by chunk while other rows decode."""
 
-from collections import deque
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -14,20 +13,24 @@ from headstart.inference.core.request import EmittedTokens, Request, Sequence, T
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import PendingTokens, causal_block
-from headstart.inference.engine.batch import CATCH_UP, Batch, Reading
+from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch, PartialPrompt
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
 from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
 
+ROWS_PER_FREE_SLOT = (
+    16  # in batch jobs, a batch waits for one free slot per this many running rows before it reads prompts
+)
+
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Tokens of a prompt that are read next."""
+    """Tokens of a prompt that are prefilled in the next pass."""
 
     row: Sequence
     place: int  # the row's, in the cache
-    before: int  # tokens of the prompt that the place holds already
+    before: int  # tokens of the prompt that are cached already
     count: int
 
     @property
@@ -36,11 +39,11 @@ class PromptChunk:
 
     @property
     def is_scored(self) -> bool:
-        """Whether logits are wanted after each of its tokens, and not after the last one alone."""
+        """Whether logits are needed after each of its tokens, and not only after the last one."""
         return self.row.request.prompt_logprobs
 
     def score(self, logits: Float[Tensor, "count vocab"]) -> None:
-        """Add the log-probabilities of the tokens after these."""
+        """Add the log-probabilities of the tokens that follow."""
         following = self.row.text[self.before + 1 : self.before + 1 + self.count]
         tokens = torch.tensor(following, dtype=torch.long, device=logits.device)
         scores = token_scores(self.row.request, logits[: len(following)], tokens)
@@ -51,23 +54,23 @@ class PromptChunk:
         )
 
 
-class PromptReader:
-    """Reads prompts into the places after a batch's rows, and lets their rows join."""
+class Prefill:
+    """Prefills prompts in the places after a batch's rows, and lets their rows join."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch, self.target = batch, batch.target
 
     def may_join(self, requests: list[Request], most: int) -> bool:
-        """Whether the last request may be read in one pass of at most `most` tokens together with the others.
+        """Whether the last request fits into one pass of at most `most` tokens together with the others.
 
-        It may not if it would find more of its prefix in the cache after the others were read, if there is no memory
-        for it, or if prefixes are known and the target cannot read parts side by side.
+        It has to wait if the others would cache more of its prefix, if memory is short, or if prefixes are cached and
+        the target cannot read parts side by side.
         """
         batch, prefixes = self.batch, self.batch.prefixes
         prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
         known = [
-            0 if own or prefixes is None else prefixes.known_tokens(prompt)
-            for prompt, own in zip(prompts, scores, strict=True)
+            0 if is_scored or prefixes is None else prefixes.known_tokens(prompt)
+            for prompt, is_scored in zip(prompts, scores, strict=True)
         ]
         rests = [len(prompt) - count for prompt, count in zip(prompts, known, strict=True)]
         if sum(rests) > most:
@@ -86,7 +89,7 @@ class PromptReader:
         return batch.fits(requests)
 
     def next_chunks(self, rows: list[Sequence], most: int) -> list[PromptChunk]:
-        """The chunks to read next, `most` tokens or fewer: these rows' prompts, or more of the one being read."""
+        """The next chunks, of at most `most` tokens: the prompts of these rows, or more of the partial prompt."""
         batch = self.batch
         if rows:
             index = batch.prefixes
@@ -99,15 +102,15 @@ class PromptReader:
             place = len(batch.rows)
             batch.make_room(len(row.text) + batch.nodes)
             batch.take_place(row, place, prefix)
-            batch.reading = Reading(row, place, known_tokens(prefix), stop)
-        reading = batch.reading
-        assert reading is not None
-        end = reading.stop if reading.count < reading.stop else len(reading.row.text)
-        count = min(most, end - reading.count)
-        return [PromptChunk(reading.row, reading.place, reading.count, count)]
+            batch.partial = PartialPrompt(row, place, known_tokens(prefix), stop)
+        partial = batch.partial
+        assert partial is not None
+        end = partial.states_at if partial.cached < partial.states_at else len(partial.row.text)
+        count = min(most, end - partial.cached)
+        return [PromptChunk(partial.row, partial.place, partial.cached, count)]
 
     def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
-        """Give rows the places after those of the running ones; their whole prompts are read in the next pass."""
+        """Give rows the places after the running rows; the next pass prefills their full prompts."""
         batch = self.batch
         held = max(batch.cache.target.lengths, default=0) if batch.is_open else 0
         batch.make_room(max(held, *(len(row.text) for row in rows)) + batch.nodes)
@@ -126,19 +129,19 @@ class PromptReader:
             for chunk, row in zip(chunks, rows, strict=True)
         ]
 
-    def read(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
-        """Read chunks in a pass of their own; returns the target's output for each, with the logits that it needs."""
+    def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
+        """Prefill chunks in a pass of their own; returns the target's output for each."""
         tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
         if len(chunks) == 1:
-            return [read_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
+            return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
         if any(chunk.before or chunk.is_scored for chunk in chunks):
             return self.target.forward_parts(self.parts(chunks))
-        return read_prompts(self.target, tokens, rows)
+        return prefill_prompts(self.target, tokens, rows)
 
-    def have_read(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
-        """Continue after a pass over chunks; returns the first new tokens of the prompts that end with them.
+    def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
+        """Record a pass over chunks; returns the first new tokens of the prompts that are complete.
 
-        `feeds`: the drafter reads a chunk at once, as drafts pay at present.
+        `feeds`: the drafter reads the chunks at once, as drafts pay at present.
         """
         batch = self.batch
         for chunk, output in zip(chunks, outputs, strict=True):
@@ -150,26 +153,26 @@ class PromptReader:
                 chunk.row.trace.add(output.taps[0])
             if chunk.is_scored:
                 chunk.score(output.logits[0])
-        reading = batch.reading
-        if reading is not None:
+        partial = batch.partial
+        if partial is not None:
             (chunk,) = chunks
-            reading.count += chunk.count
-            if reading.count < len(reading.row.text):
+            partial.cached += chunk.count
+            if partial.cached < len(partial.row.text):
                 if feeds:
-                    batch.feed(reading.row, reading.place, CATCH_UP + chunk.count)
-                # Chunk by chunk, as copies of a whole prompt would stall the rows.
-                at = reading.count if reading.count == reading.stop else 0
-                batch.remember(reading.row, reading.place, reading.count, at)
+                    batch.feed(partial.row, partial.place, CATCH_UP_POSITIONS + chunk.count)
+                # Chunk by chunk: copying a full prompt at once would stall the rows.
+                at = partial.cached if partial.cached == partial.states_at else 0
+                batch.remember(partial.row, partial.place, partial.cached, at)
                 return []
-            batch.reading = None
-            if reading.place != len(batch.rows):  # another row has ended meanwhile
-                batch.cache.move(reading.place, len(batch.rows), reading.count)
+            batch.partial = None
+            if partial.place != len(batch.rows):  # another row has ended meanwhile
+                batch.cache.move(partial.place, len(batch.rows), partial.cached)
         return self._start([chunk.row for chunk in chunks], torch.stack([output.logits[0, -1:] for output in outputs]))
 
     def _start(self, rows: list[Sequence], logits: Float[Tensor, "rows 1 vocab"]) -> list[EmittedTokens]:
-        """Let rows decode whose prompts were read. The logits after these give the first new tokens.
+        """Let rows decode after their prefill; the logits give their first tokens.
 
-        The drafter reads the prompts with the next step, so that nobody waits for it to see the first token.
+        The drafter reads the prompts with the next step, so that the first token does not wait for it.
         """
         refuse_nan(logits, self.target)
         device, requests = self.target.device, [row.request for row in rows]
@@ -183,7 +186,7 @@ class PromptReader:
             try:
                 scores = token_scores(row.request, logits[number], choices[number])
                 added = row.add_tokens(choices[number].tolist(), scores)
-            except Exception as error:  # it ends this text, and no other row's
+            except Exception as error:  # it ends this row alone
                 row.fail(error)
             else:
                 blocks.append(EmittedTokens(row.number, added, [None] * len(added)))
@@ -191,10 +194,10 @@ class PromptReader:
         return [block for block in blocks if block.tokens]
 
 
-def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
-    """Read each prompt into the cache of its own row, all in one pass; the logits are those after each prompt.
+def prefill_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCache]) -> list[TargetOutput]:
+    """Prefill each prompt in the cache of its own row, all in one pass; returns the logits after each prompt.
 
-    The prompts lie one after another without padding, and a mask hides them from each other.
+    The prompts are concatenated without padding, and a mask hides them from each other.
     """
     device = target.device
     lengths = [len(prompt) for prompt in prompts]
@@ -212,13 +215,13 @@ def read_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KVCac
         row.target.write(0, 0, together.target.states(0, end - length, end))
     taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
-    return [TargetOutput(*found) for found in zip(logits, taps, hidden, strict=True)]
+    return [TargetOutput(*parts) for parts in zip(logits, taps, hidden, strict=True)]
 
 
-def read_chunk(
+def prefill_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
-    """Read the next tokens of a prompt after those `before` that its row holds; `last_only` is that of `forward`."""
+    """Prefill the next tokens of a prompt after the first `before`, which are cached; `last_only` as in `forward`."""
     if row.states is not None:
         inputs = torch.tensor([tokens], device=target.device)
         return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
@@ -230,14 +233,14 @@ def read_chunk(
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:
-    """A chunk of a prompt as a part of a pass with other parts."""
+    """A chunk of a prompt as part of a pass."""
     row.set_lengths([before])
     inputs = torch.tensor([tokens], device=target.device)
     return Part(row.target, inputs, causal_block(len(tokens), target.device), last_only)
 
 
 def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> None:
-    """Raise ValueError if the target computes NaN or infinity, from which some token would be chosen all the same."""
+    """Raise ValueError if the logits are NaN or infinite: a token would be chosen from them all the same."""
     if not bool((logits < torch.inf).all()):  # NaN fails every comparison; -infinity only forbids a token
         raise ValueError(
             f"the target's logits are NaN or infinite in {str(target.dtype).removeprefix('torch.')}, only finite ones "
@@ -245,81 +248,34 @@ def refuse_nan(logits: Float[Tensor, "rows 1 vocab"], target: TargetModel) -> No
         )
 
 
-FIRST_CHUNK = 16  # tokens of the first pass while rows run; later sizes follow from the time that it took
-LEAST = 8  # tokens of a pass, however slow
-# The time that a pass may take, in steps of the rows: a row then waits for about 2.5 plain steps. Steps with drafts
-# take up to twice as long as plain ones.
-SHARE, SHARE_OF_DRAFTING = 1.5, 0.75
-BESIDE = 0.7  # how much longer a step may take for a chunk in the same pass: a row then waits for 1.7 plain steps
-GROWTH = 1.5  # how much larger the next chunk may be at most
-RECENT = 5  # steps of which the fastest counts: a machine that falters does not make rows wait longer
-TOGETHER = 16  # the share of the rows that may be missing before their prompts are read, with `prompts_first`
-REFRESH = 16  # steps with a chunk after which one without measures a step's time again
+class PrefillSchedule:
+    """Decides when prompts are read next, and how many tokens of them one pass reads."""
 
+    def __init__(self, chunk: int, chunk_with_rows: int, prompts_first: bool, shares_steps: bool = False) -> None:
+        """A pass reads at most `chunk` tokens of prompts, or `chunk_with_rows` while rows run and so wait for it.
 
-class Pace:
-    """Decides when the next pass over prompts is due, and how many tokens it reads."""
-
-    def __init__(self, most: int, prompts_first: bool, beside: bool = False) -> None:
-        """A pass reads at most `most` tokens. With `prompts_first`, rows wait for all prompts that have a place.
-
-        `beside`: while rows run, prompts are read in the same passes as their steps, never in passes of their own. Such
-        steps are plain: a step with drafts and a chunk would take longer than a row should wait.
+        With `prompts_first`, rows wait for all prompts that have a slot, whatever their length. With `shares_steps`,
+        prompts are read in the passes of running rows, never in passes of their own. Such steps draft nothing: with
+        drafts and a chunk they would take longer than a row should wait.
         """
-        if most < 1:
-            raise ValueError(f"prefill_chunk: {most} given, 1 or more is allowed; leave it out for 512")
-        self.most, self.prompts_first, self.beside = most, prompts_first, beside
-        self.chunk = min(FIRST_CHUNK, most)
-        self.steps: deque[float] = deque(maxlen=RECENT)  # seconds of the last steps; with `beside`, of plain ones
-        self.share = 0.0  # the time that reading may take after the last step, in such steps
-        self.read_last = False
-        self.steps_beside = 0
-        self.is_old = False  # whether rows have drafted since `steps` were measured
+        if chunk < 1:
+            raise ValueError(f"prefill_chunk: {chunk} given, 1 or more is allowed; leave it out for 512")
+        self.chunk, self.chunk_with_rows = chunk, min(chunk, chunk_with_rows)
+        self.prompts_first, self.shares_steps = prompts_first, shares_steps
+        self.read_last = False  # whether the last pass read prompts alone
 
     def reads_next(self, running: int, free: int = 1, waiting: int = 1) -> bool:
-        """Whether prompts are read next, if there are any. A pass of their own takes turns with the running rows.
+        """Whether prompts are read next, if any wait. A pass of their own takes turns with the running rows.
 
-        Where nobody waits for single tokens, places that become free wait for some others: in a batch of hundreds a
-        text ends with nearly every step, and a pass over its successor's prompt takes as long as the step.
+        In batch jobs, freed slots are refilled in groups: in a batch of hundreds a text ends with nearly every step,
+        and a pass over its successor's prompt takes as long as the step.
         """
-        if not running:
+        if not running or self.shares_steps:
             return True
         if self.prompts_first:
-            return self.read_last or free >= min(running // TOGETHER, waiting)
-        if self.beside:
-            return self.steps_beside < (REFRESH if self.steps else 1)
+            return self.read_last or free >= min(running // ROWS_PER_FREE_SLOT, waiting)
         return not self.read_last
 
     def tokens(self, has_rows: bool) -> int:
         """How many tokens the next pass reads at most."""
-        return self.chunk if has_rows and not self.prompts_first else self.most
-
-    def stepped(self, seconds: float, drafts: bool, beside: int = 0) -> None:
-        """Note the time of a step of the running rows, with drafts or without, and with `beside` tokens of prompts."""
-        self.read_last = False
-        if beside:
-            self.steps_beside += 1
-            if self.steps:
-                self._adapt(beside, seconds - min(self.steps))
-        elif self.beside and drafts:  # their time says nothing about steps with a chunk
-            self.is_old = True
-        else:
-            if self.is_old:
-                self.steps.clear()
-                self.is_old = False
-            self.steps.append(seconds)
-            self.share = BESIDE if self.beside else SHARE_OF_DRAFTING if drafts else SHARE
-            self.steps_beside = 0
-
-    def has_read(self, tokens: int, seconds: float) -> None:
-        """Note the time of a pass over prompts alone."""
-        self.read_last = True
-        if self.steps and not self.beside:
-            self._adapt(tokens, seconds)
-
-    def _adapt(self, tokens: int, seconds: float) -> None:
-        if tokens < self.chunk // 2:  # too few to tell
-            return
-        may_take = self.share * min(self.steps)
-        fitting = tokens * may_take / seconds if seconds > 0 else self.most
-        self.chunk = round(min(max(fitting, self.chunk / 2, LEAST), GROWTH * self.chunk, self.most))
+        return self.chunk_with_rows if has_rows and not self.prompts_first else self.chunk

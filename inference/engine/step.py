@@ -3,7 +3,6 @@
 import sys
 import time
 
-import numpy
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -17,41 +16,38 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, filled_up, first_path, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
-from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.drafters.costs import Costly, CostTable, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
-from headstart.inference.engine.batch import CATCH_UP, Batch
+from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
+from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.cuda_graph import StepOutput
 from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
 
-FEW = 8  # positions that the drafter missed and reads with its next draft, for all rows at once
-MEMORY = 0.98  # weight of each observed step relative to the one after it: a hard passage does not end drafts
-RECENT = 8.0  # observed steps that the earlier ones weigh as much as, once drafts are tried again
-PATIENCE = 8  # steps for which drafts continue without paying
-STOP, RESUME = 0.98, 1.05  # speed relative to plain decoding: drafts stop below the one, and resume above the other
-REST = 32, 256  # plain steps until drafts are tried again, as the texts may have become easier: at first, at most
+READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next draft, for all rows at once
 
 
 class DecodeStep:
-    """The step of a batch's rows, and what one step hands to the next."""
+    """Runs the steps of a batch's rows; keeps the state that one step needs from the last."""
 
     def __init__(self, batch: Batch, costs: CostTable | None) -> None:
         self.batch, self.target, self.drafter = batch, batch.target, batch.drafter
+        growth = batch.drafter.growth if isinstance(batch.drafter, TreeDrafter) else None
         # Trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
-        drafter = batch.drafter
-        self.sampled_depth = drafter.growth.depth if isinstance(drafter, TreeDrafter) else drafter.depth
+        self.sampled_depth = batch.drafter.depth if growth is None else growth.depth
         self.speculation = None if costs is None else SpeculationByLoad(costs)
-        self.drafts = False  # whether the step that comes, or came last, drafts for any row
-        self.last_step: tuple[float, float] | None = None  # time.perf_counter() before and after it
+        self.costs = growth.costs if isinstance(growth, Costly) else costs
+        self.drafts = False  # whether the next step, or else the last one, drafts for any row
+        self.drafted: Drafted | None = None  # what the step, or else the last one, has drafted
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
-        self._changes = 0  # the batch's count of changes when these were made for its rows:
+        self._changes = 0  # the batch's count of changes for which the following were made:
         self.sampling: BatchSampling
         self.history: History | None
         self.is_captured = False  # whether a captured step serves these rows
-        self.with_logits = False  # whether anybody reads the logits of a captured step
+        self.with_logits = False  # whether the logits of a captured step are needed
 
     def prepare(self, may_draft: bool = True) -> None:
-        """Do what comes before a step but is no part of its time: work that is done once for a new row."""
+        """Prepare a step; this work, most of it once per new row, is not counted in the step's time."""
         batch = self.batch
         self._follow_rows()
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
@@ -59,16 +55,16 @@ class DecodeStep:
             batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
         self.drafts = self.target.make_ready(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
-            if not row.is_remembered:  # requests that share its prefix need not wait until this text ends
+            if not row.is_remembered:  # for requests that share its prefix and come before this text ends
                 batch.remember_row(row, place)
                 row.is_remembered = True
 
     def run(self, parts: list[Part]) -> tuple[list[EmittedTokens], list[TargetOutput]]:
         """One step of all rows, after `prepare`; returns the new tokens, and the target's output for each part.
 
-        In a step without drafts, the target may read `parts` of prompts in the same pass.
+        `parts` of prompts share the target's pass of a step without drafts.
         """
-        started = time.perf_counter()
+        started, self.drafted = time.perf_counter(), None
         others: list[TargetOutput] = []
         output: StepOutput | TargetOutput
         if self.drafts:
@@ -76,13 +72,14 @@ class DecodeStep:
             output, accepted = self._draft_and_verify()
         else:
             output, accepted, others = self._verify_roots(parts)
-        bytes_moved = self.batch.cache.keep([found.path for found in accepted], [found.nodes for found in accepted])
+        bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         blocks = self._record(accepted, output, bytes_moved)
-        self.last_step = started, time.perf_counter()
+        if self.drafted is not None and self.costs is not None:
+            self.costs.observe(self.drafted, time.perf_counter() - started)
         return blocks, others
 
     def _follow_rows(self) -> None:
-        """Rebuild what depends on which rows are in the batch."""
+        """Rebuild the sampling parameters and the history after a change of the batch's rows."""
         if self._changes == self.batch.changes:
             return
         rows, self._changes, self.gumbel_table = self.batch.rows, self.batch.changes, None
@@ -96,49 +93,55 @@ class DecodeStep:
     def _prepare_drafts(self, may_draft: bool) -> bool:
         """Let the drafter read the positions that it missed; returns whether this step drafts for any row.
 
-        When drafts pay again after plain steps, the drafter catches up over the next few steps. A row gets its drafts
-        as soon as the drafter has caught up with it.
+        When drafts pay again after plain steps, the drafter catches up over a few steps. It drafts for a row as soon
+        as it has caught up with it.
         """
         batch = self.batch
         wanting = [row for row in batch.rows if row.request.speculative]
         if not wanting or not self.drafter.depth:
             return False
         if may_draft and self.speculation is not None:
-            at = Situation(max(batch.cache.target.lengths), len(batch.rows), self.sampling.all_greedy)
-            may_draft = self.speculation.pays(at)
+            may_draft = self.speculation.pays(self._situation())
         if not may_draft:
             batch.catching_up = True
             return False
-        left = CATCH_UP if batch.catching_up else sys.maxsize
+        left = CATCH_UP_POSITIONS if batch.catching_up else sys.maxsize
         for place, row in enumerate(batch.rows):
-            if batch.static is None and row.unread.at_most(FEW):
+            if batch.static is None and row.unread.at_most(READ_WITH_DRAFT_MAX):
                 row.unread.read_with_draft()
             elif row.unread.is_behind and left > 0:
                 left -= batch.feed(row, place, left)
         batch.catching_up = batch.catching_up and any(row.unread.is_behind for row in batch.rows)
         return not all(row.unread.is_behind for row in wanting)
 
+    def _situation(self) -> Situation:
+        return Situation(max(self.batch.cache.target.lengths), len(self.batch.rows), self.sampling.all_greedy)
+
     def _draft_and_verify(self) -> tuple[StepOutput | TargetOutput, list[Accepted]]:
-        verified, batch = self._verified(), self.batch
+        verified, batch, at, seconds = self._verified(), self.batch, self._situation(), None
         output: StepOutput | TargetOutput
         if batch.static is not None and self.is_captured:
             # Drafts, runs the target and lets it choose, as one captured graph.
             output = batch.static(verified, self.with_logits, batch.held_after_rows)
             tree, accepted = output.tree, accept(output.tree, output.choices)
         else:
+            started = time.perf_counter()
             tree = self.drafter.draft(verified, batch.cache)
+            if self.target.device.type == "cpu":  # elsewhere the work may not be done yet
+                seconds = time.perf_counter() - started
             if not self.target.grows_trees:
                 tree = first_path(tree)
             output = self.target.forward_tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)
+        levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
+        nodes = tree.shape[1] if batch.cache.states is None else max(batch.cache.states.counts)
+        self.drafted = Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
         if self.speculation is not None:
-            levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-            states = batch.cache.states
-            self.speculation.observe(accepted, tree.shape[1] if states is None else max(states.counts), levels)
+            self.speculation.observe(accepted, nodes, levels)
         return output, accepted
 
     def _verify_roots(self, parts: list[Part]) -> tuple[StepOutput | TargetOutput, list[Accepted], list[TargetOutput]]:
-        """A step without draft tokens, and without any work of the drafter."""
+        """A step without draft tokens and without the drafter."""
         tree, batch = Tree.root_only(self._roots()), self.batch
         if batch.static is not None and self.is_captured:
             captured = batch.static.verify(tree, self.sampling, self.with_logits, batch.held_after_rows)
@@ -150,20 +153,20 @@ class DecodeStep:
         return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
-        """Let the target choose at each node, among the tokens that the rows' constraints allow there."""
+        """Let the target choose at each node among the tokens that the row's constraint allows."""
         states = constraints_of(self.batch.rows)
         if states:
             tree, logits = masked_tree(states, tree, logits)
         return verify(tree, logits, self.batch.cache.target.starts, sampling, self.history)
 
     def _roots(self) -> Int[Tensor, "rows 1"]:
-        """The last token of each row, which the target has not read yet."""
+        """The last token of each row, which is not in the target's cache yet."""
         return torch.tensor([[row.text[-1]] for row in self.batch.rows]).to(self.target.device, non_blocking=True)
 
     def _verified(self) -> VerifiedOnHost:
-        """The tokens and hidden states that the last step made certain in each row, as a batch."""
+        """The tokens and hidden states that the last step verified in each row, as a batch."""
         rows, device = self.batch.rows, self.target.device
-        # A row that the drafter has not caught up with takes part for the shape alone, and gets no drafts.
+        # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
         new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
         counts, starts = [len(new) for new in new_taps], [row.unread.start for row in rows]
         # The token after the last newly verified position is the root.
@@ -185,7 +188,6 @@ class DecodeStep:
             keys=[row.key for row in rows],
             nodes=[row.nodes for row in rows],
             choices=[row.choices for row in rows],
-            last_step=self.last_step,
             constraints=constraints_of(rows),
         )
 
@@ -194,31 +196,31 @@ class DecodeStep:
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row."""
         device, batch = self.target.device, self.batch
-        paths = filled_up([found.path for found in accepted]).to(device, non_blocking=True)  # [batch, longest]
-        given = take(output.taps, paths)  # [batch, longest, all taps of the target]
-        path_taps = drafter_taps(given, batch.tap_columns).unbind()  # [longest, tapped] of each row
+        paths = filled_up([each.path for each in accepted]).to(device, non_blocking=True)  # [batch, longest]
+        taps = take(output.taps, paths)  # [batch, longest, all taps of the target]
+        path_taps = drafter_taps(taps, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []
-        for index, (row, found) in enumerate(zip(batch.rows, accepted, strict=True)):
-            count, own_taps = len(found.path), path_taps[index]
-            if count < len(own_taps):
-                own_taps = own_taps[:count]
+        for index, (row, each) in enumerate(zip(batch.rows, accepted, strict=True)):
+            count, row_taps = len(each.path), path_taps[index]
+            if count < len(row_taps):
+                row_taps = row_taps[:count]
             if self.history is not None:
-                self.history.count(index, [row.text[-1], *found.tokens[:-1]])
+                self.history.count(index, [row.text[-1], *each.tokens[:-1]])
             if batch.prefixes is not None:
-                row.kept.append(own_taps)
+                row.kept.append(row_taps)
             if row.trace is not None:
-                row.trace.add(given[index, :count])
-            # A drafter without slots reads only the newest positions, and a row that opted out needs none.
+                row.trace.add(taps[index, :count])
+            # A drafter without a cache reads only the newest positions, and a row that opted out needs none.
             skips = batch.cache.head is None or not row.request.speculative
-            # A step with drafts has let the drafter read all positions before these.
+            # In a step with drafts the drafter has read all earlier positions.
             is_read = skips or (self.drafts and not row.unread.is_behind)
             try:
                 scores = None
                 if row.request.logprobs:
-                    chosen = torch.tensor(found.tokens, device=device)
+                    chosen = torch.tensor(each.tokens, device=device)
                     scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
-                blocks.append(row.record_step(found, own_taps, scores, is_read))
-            except Exception as error:  # it ends this text, and no other row's
+                blocks.append(row.record_step(each, row_taps, scores, is_read))
+            except Exception as error:  # it ends this row alone
                 row.fail(error)
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)
         return [block for block in blocks if block.tokens]
@@ -227,20 +229,20 @@ class DecodeStep:
         """How rows sample, with the Gumbel noise of the next `count` positions."""
         starts, vocab_size = self.batch.cache.target.starts, self.target.config.vocab_size
         sampling = self.sampling.with_gumbel(starts + 1, count, vocab_size, self.gumbel_table)
-        if self.target.device.type == "cpu":  # elsewhere drawing again takes less time than waiting for the positions
+        if self.target.device.type == "cpu":  # elsewhere drawing again is faster than waiting for the positions
             self.gumbel_table = sampling.gumbel_table
         return sampling
 
 
 def drafter_taps(
-    taps: Float[Tensor, "batch count given"], columns: Int[Tensor, " tapped"] | None
+    taps: Float[Tensor, "batch count all_tapped"], columns: Int[Tensor, " tapped"] | None
 ) -> Float[Tensor, "batch count tapped"]:
-    """The hidden states that the drafter reads, by their columns; the target may give more, for other heads."""
+    """The columns of the hidden states that the drafter reads; the target may return more, for other heads."""
     return taps if columns is None else taps.index_select(-1, columns)
 
 
 def constraints_of(rows: list[Sequence]) -> list[ConstraintState | None]:
-    """The state of each row's constraint; none at all if no row has one."""
+    """The state of each row's constraint; empty if no row has one."""
     states: list[ConstraintState | None] = [row.constraint for row in rows]
     return states if any(state is not None for state in states) else []
 
@@ -258,7 +260,7 @@ def start_history(requests: list[Request], outputs: list[list[int]], target: Tar
 def token_scores(
     request: Request, logits: Float[Tensor, "nodes vocab"], tokens: Int[Tensor, " nodes"]
 ) -> TokenScores | None:
-    """The target's own log-probability of each token, and the likeliest tokens if asked for; None if not asked for."""
+    """The target's log-probability of each token, and the likeliest tokens; None if the request asks for neither."""
     if not request.logprobs:
         return None
     log_p = logits.float().log_softmax(-1)
@@ -269,70 +271,3 @@ def token_scores(
     likeliest = log_p.topk(min(request.alternatives, log_p.shape[-1]), dim=-1)
     pairs = zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True)
     return TokenScores(chosen, [list(zip(ids, values, strict=True)) for ids, values in pairs], kept)
-
-
-class SpeculationByLoad:
-    """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
-
-    What a draft brings is observed; what it costs follows from the table for the rows that decode now. So drafts stop
-    when the batch grows and resume when it shrinks, with a gap between the two so that they do not go back and forth.
-    """
-
-    def __init__(self, costs: CostTable) -> None:
-        self.costs = costs
-        self.is_on = True
-        self.steps = 0.0  # weighted number of observed steps with drafts
-        self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
-        self.patience, self.rest = PATIENCE, REST[0]
-        self.lasted = 0  # steps since it was switched on or off
-
-    def gain(self, at: Situation) -> float | None:
-        """The speed with drafts, relative to plain decoding; None before anything was observed."""
-        if not self.steps:
-            return None
-        tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
-        now = self.costs.now(at)
-        largest = max(round(nodes + 0.5), 2)
-        sizes, seconds = numpy.arange(largest + 1), numpy.array([now.target[0], *now.verify(largest)])
-        drafting = now.first_level + max(levels - 1, 0) * now.level
-        return float(tokens * now.target[0] / (numpy.interp(nodes, sizes, seconds) + drafting))
-
-    def pays(self, at: Situation) -> bool:
-        """Whether the next step should draft. Call it once before each step that may."""
-        gain = self.gain(at)
-        if gain is None:
-            return self.is_on
-        self.lasted += 1
-        if self.is_on:
-            self.patience = PATIENCE if gain >= STOP else self.patience - 1
-            if self.lasted > self.rest:  # a few lucky steps do not show that drafts pay again
-                self.rest = REST[0]
-            if not self.patience:
-                self.is_on, self.lasted = False, 0
-        elif gain > RESUME or self.lasted == self.rest:
-            if gain > RESUME:  # fewer rows decode
-                self.rest = REST[0]
-            else:
-                self.rest = min(2 * self.rest, REST[1])
-                self._forget()
-            self.is_on, self.lasted, self.patience = True, 0, PATIENCE
-        return self.is_on
-
-    def _forget(self) -> None:
-        """Let the next steps weigh as much as all before them."""
-        if self.steps > RECENT:
-            share = RECENT / self.steps
-            self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
-            self.steps = RECENT
-
-    def observe(self, accepted: list[Accepted], nodes: int, levels: int) -> None:
-        """Learn from a step with drafts, in which each row had this many nodes; rows without drafts do not count.
-
-        Accepted tokens that are read again count as nodes.
-        """
-        taken = [len(found.tokens) for found in accepted if found.drafted]
-        if taken:
-            self.steps = MEMORY * self.steps + 1
-            self.tokens = MEMORY * self.tokens + sum(taken) / len(taken)
-            self.nodes = MEMORY * self.nodes + nodes - 1
-            self.levels = MEMORY * self.levels + levels

@@ -1,7 +1,6 @@
-"""How a target writes where nobody says otherwise: its generation_config.json, for the server and the commands."""
+"""A target's default sampling, from its generation_config.json, for the server and the commands."""
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.constraint import Constraint
@@ -9,9 +8,9 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.generate.settings import (
     OF_TARGET,
+    Settings,
     forbid,
     read_forbidden,
-    read_number,
     read_rules,
     read_sampling,
     read_settings,
@@ -19,7 +18,7 @@ from headstart.inference.generate.settings import (
 )
 from headstart.inference.targets.model import TargetModel
 
-# Fields that say what a call of `generate` returns, not how the target writes.
+# Fields about what a call of `generate` returns, not about the text.
 ABOUT_A_CALL = (
     *("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits"),
     *("output_attentions", "output_hidden_states"),
@@ -28,50 +27,51 @@ ABOUT_A_CALL = (
 
 @dataclass(frozen=True)
 class TargetDefaults:
-    """A target's own settings. What a request says replaces the field of the same meaning."""
+    """A target's own settings. A request's field replaces the one of the same meaning."""
 
     sampling: Sampling
-    settings: dict[str, Any]
+    settings: Settings
+    ends: tuple[int, ...]
     vocab_size: int
 
     @classmethod
     def of(cls, target: TargetModel, rule: AcceptanceRule = "seeded", temperature: float = 1.0) -> "TargetDefaults":
-        """The settings of this target; `temperature` applies if they name none and leave open whether to sample.
+        """The settings of this target; `temperature` applies if the file has neither temperature nor do_sample.
 
-        Unlike `generate`, which follows transformers, nothing is truncated by top_k unless the file says so. Raises
-        ValueError naming every field that is not supported.
+        Unlike in `generate`, which follows transformers, top_k is off unless the file sets it. Raises ValueError naming
+        every field that is not supported.
         """
         own, vocab_size = target_fields(target.generation_config), target.config.vocab_size
         given = {**dict.fromkeys(ABOUT_A_CALL), "top_k": own.get("top_k"), "temperature": None, "do_sample": True}
         try:
             settings = read_settings(None, given, target.generation_config)
-            if (strings := settings["stop_strings"]) is not None:
+            if (strings := settings.stop_strings) is not None:
                 raise wrong_value("stop_strings", strings, "null is", "set it to null, and name them in requests")
-            settings["eos_token_id"] = tuple(token for token in target.end_tokens if token < vocab_size)
-            sampling = forbid(read_sampling(settings, rule), read_forbidden(settings, vocab_size))
-            if not read_rules(settings, [], 0, 1, vocab_size).forbid_nothing and rule != "seeded":
+            ends = tuple(token for token in target.end_tokens if token < vocab_size)
+            sampling = forbid(read_sampling(settings, rule), read_forbidden(settings, ends, vocab_size))
+            if not read_rules(settings, [], 0, 1, ends, vocab_size).forbid_nothing and rule != "seeded":
                 allowed = "only seeded is allowed with rules about a text, such as no_repeat_ngram_size"
                 raise ValueError(f"decode.acceptance: {rule} given, {allowed}; set them to null in the file")
-            chosen = 0.0 if own.get("do_sample") is False else read_number("temperature", own.get("temperature", 1))
-            unsaid = own.keys().isdisjoint({"do_sample", "temperature"})
-            return cls(replace(sampling, temperature=temperature if unsaid else chosen), settings, vocab_size)
+            if not own.keys().isdisjoint({"do_sample", "temperature"}):
+                temperature = 0.0 if own.get("do_sample") is False else own.get("temperature", 1.0)
+            return cls(replace(sampling, temperature=temperature), settings, ends, vocab_size)
         except ValueError as error:
             raise ValueError(f"{OF_TARGET}: {str(error).removeprefix(f'{OF_TARGET}: ')}") from None
 
-    def length(self, prompt: int, room: int) -> int:
-        """How many new tokens a prompt of this length gets, at most `room`; raises ValueError if none."""
-        new, whole = self.settings["max_new_tokens"], self.settings["max_length"]
-        if new is None and whole is not None and whole <= prompt:
-            allowed = f"a prompt of fewer tokens than max_length {whole} of {OF_TARGET} is"
+    def length(self, prompt: int, left: int) -> int:
+        """The longest answer to a prompt of this length, at most `left` tokens; raises ValueError if it is empty."""
+        new, total = self.settings.max_new_tokens, self.settings.max_length
+        if new is None and total is not None and total <= prompt:
+            allowed = f"a prompt of fewer tokens than max_length {total} of {OF_TARGET} is"
             raise wrong_value("max_tokens", f"none for a prompt of {prompt} tokens", allowed, "give max_tokens")
-        own = room if whole is None else whole - prompt
-        return min(room, own if new is None else new)
+        own = left if total is None else total - prompt
+        return min(left, own if new is None else new)
 
     def applied(self, request: Request) -> Request:
-        """The request with everything but its temperature, seed, rule and length as the target's settings say."""
-        given = request.sampling
-        sampling = replace(self.sampling, temperature=given.temperature, seed=given.seed, rule=given.rule)
-        ends = self.settings["eos_token_id"] if request.end_tokens is None else request.end_tokens
+        """The request with the target's settings for everything but temperature, seed, rule and length."""
+        own = request.sampling
+        sampling = replace(self.sampling, temperature=own.temperature, seed=own.seed, rule=own.rule)
+        ends = self.ends if request.end_tokens is None else request.end_tokens
         rules = self.rules(request.prompt, request.max_new_tokens, ends)
         return replace(request, sampling=sampling, constraint=rules)
 
@@ -83,9 +83,7 @@ class TargetDefaults:
         least: int | None = None,
         grammar: Constraint | None = None,
     ) -> Constraint | None:
-        """What a text of at most `limit` new tokens may continue with; `least` replaces the target's own minimum."""
-        settings = {**self.settings, "eos_token_id": ends}
-        if least is not None:
-            settings["min_new_tokens"] = least
-        found = read_rules(settings, prompt, len(prompt), limit, self.vocab_size)
-        return grammar if found.forbid_nothing else replace(found, grammar=grammar)
+        """The rules of a text of at most `limit` new tokens; `least` replaces the target's own minimum."""
+        rules = read_rules(self.settings, prompt, len(prompt), limit, ends, self.vocab_size)
+        rules = rules if least is None else replace(rules, min_new_tokens=least)
+        return grammar if rules.forbid_nothing else replace(rules, grammar=grammar)

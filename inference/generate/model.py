@@ -31,11 +31,11 @@ from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
+    Fields,
     Settings,
     forbid,
     read_end_tokens,
     read_forbidden,
-    read_integer,
     read_max_new_tokens,
     read_pad_token,
     read_rules,
@@ -89,8 +89,8 @@ class SpeculativeModel:
         if not isinstance(target, TargetModel):
             remedy = "wrap transformers' model: TargetModel(model, head.taps), or call SpeculativeModel.from_folders"
             raise wrong_value("target", type(target).__name__, "a TargetModel is", remedy)
-        if read_integer("max_batch", max_batch) < 1:
-            raise wrong_value("max_batch", max_batch, "1 or more is", "leave it out for 16")
+        if not isinstance(max_batch, int) or max_batch < 1:
+            raise wrong_value("max_batch", max_batch, "a whole number, 1 or more, is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
         self.rule = Sampling(rule=rule).rule  # checked
 
@@ -166,24 +166,24 @@ class SpeculativeModel:
         rows = input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0)
         generations = list(loop.generations.values())
         # Without a pad token all texts are equally long, so the 0 is never used.
-        written = filled_up([found.tokens for found in generations], settings["pad_token_id"] or 0)
+        written = filled_up([each.tokens for each in generations], settings.pad_token_id or 0)
         sequences = torch.cat([rows, written.to(rows.device)], dim=1)
-        if not settings["return_dict_in_generate"]:
+        if not settings.return_dict_in_generate:
             return sequences
-        stats = DecodeStats.sum_of(found.stats for found in generations)
+        stats = DecodeStats.sum_of(each.stats for each in generations)
         stats.seconds = time.perf_counter() - started
-        logprobs = [found.logprobs for found in generations if found.logprobs is not None]
-        raw, scores = [torch.cat(found.logits) for found in generations if found.logits], None
-        if settings["output_scores"]:
+        logprobs = [each.logprobs for each in generations if each.logprobs is not None]
+        raw, scores = [torch.cat(each.logits) for each in generations if each.logits], None
+        if settings.output_scores:
             pairs = zip(requests, generations, strict=True)
-            scores = by_step([processed_scores(*pair, settings["renormalize_logits"]) for pair in pairs])
+            scores = by_step([processed_scores(*pair, bool(settings.renormalize_logits)) for pair in pairs])
         return SpeculativeOutput(
             sequences,
             generations,
             stats,
             filled_up(logprobs) if logprobs else None,
             scores,
-            by_step(raw) if settings["output_logits"] else None,
+            by_step(raw) if settings.output_logits else None,
         )
 
     def stream(
@@ -201,24 +201,24 @@ class SpeculativeModel:
         loop = loop_of(self.target, requests, self.drafter)
         return (block.tokens for block in loop.run())
 
-    def _read_settings(self, config: Config | None, overrides: Settings) -> dict[str, Any]:
-        """The settings of a call, with eos_token_id as a tuple and pad_token_id resolved."""
+    def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
+        """The settings of a call, with eos_token_id and pad_token_id resolved."""
         settings = read_settings(config, overrides, self.target.generation_config)
         vocab_size = self.target.config.vocab_size
         ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)
         pad = read_pad_token(settings, self.target.pad_token, ends, vocab_size)
-        return {**settings, "eos_token_id": ends, "pad_token_id": pad}
+        return settings.model_copy(update={"eos_token_id": [*ends], "pad_token_id": pad})
 
     def _build_requests(
         self, input_ids: Tensor | None, attention_mask: Tensor | None, settings: Settings
     ) -> list[Request]:
         """One request per row of the output."""
-        ends, vocab_size = settings["eos_token_id"], self.target.config.vocab_size
-        prompts = read_prompts(input_ids, attention_mask, settings["pad_token_id"], ends, vocab_size)
+        ends, vocab_size = tuple(settings.eos_token_id or ()), self.target.config.vocab_size
+        prompts = read_prompts(input_ids, attention_mask, settings.pad_token_id, ends, vocab_size)
         assert input_ids is not None
         width = input_ids.shape[1]
-        seeds = read_seeds(settings.get("seed"), len(prompts))
-        sampling, copies = read_sampling(settings, self.rule), settings["num_return_sequences"]
+        seeds = read_seeds(settings.seed, len(prompts))
+        sampling, copies = read_sampling(settings, self.rule), settings.num_return_sequences
         copies = 1 if copies is None else copies
         if copies < 1:
             raise wrong_value("num_return_sequences", copies, "1 or more is", "leave it out for 1")
@@ -227,14 +227,14 @@ class SpeculativeModel:
             raise ValueError(f"num_return_sequences: {copies} given, {remedy}")
         limit = read_max_new_tokens(settings, width, self.target.max_positions)
         check_length(self.target, max(prompts, key=len), limit, "max_new_tokens")
-        sampling = forbid(sampling, read_forbidden(settings, vocab_size))
-        rules = [read_rules(settings, prompt, width, limit, vocab_size) for prompt in prompts]
+        sampling = forbid(sampling, read_forbidden(settings, ends, vocab_size))
+        rules = [read_rules(settings, prompt, width, limit, ends, vocab_size) for prompt in prompts]
         if rules[0].min_new_tokens >= limit and rules[0].forced_eos is None:  # a bias is faster than a constraint
             sampling, rules = forbid(sampling, ends), [replace(each, min_new_tokens=0) for each in rules]
-        stop = read_stop_strings(settings, settings.get("tokenizer") or self.tokenizer, vocab_size)
-        if stop is not None and len(prompts) * copies > 1 and settings["pad_token_id"] is None:
-            raise ValueError("pad_token_id: missing; give one, as texts that end at stop_strings differ in length")
-        scores = bool(settings["output_scores"] or settings["output_logits"])
+        stop = read_stop_strings(settings.stop_strings, settings.tokenizer or self.tokenizer, vocab_size)
+        if stop is not None and len(prompts) * copies > 1 and settings.pad_token_id is None:
+            raise ValueError("pad_token_id: missing; give one, because texts that end at stop_strings differ in length")
+        scores = bool(settings.output_scores or settings.output_logits)
         return [
             Request(
                 prompt,
@@ -244,7 +244,7 @@ class SpeculativeModel:
                 logprobs=scores,
                 end_tokens=ends,
                 constraint=None if each.forbid_nothing else each,
-                keep_logits=scores and bool(settings["return_dict_in_generate"]),
+                keep_logits=scores and bool(settings.return_dict_in_generate),
             )
             for prompt, seed, each in zip(prompts, seeds, rules, strict=True)
             for copy in range(copies)
@@ -269,20 +269,19 @@ def by_step(rows: list[Float[Tensor, "_ vocab"]]) -> tuple[Float[Tensor, "rows v
     return pad_sequence(rows).unbind()
 
 
-def processed_scores(request: Request, found: Generation, renormalize: bool) -> Float[Tensor, "new vocab"]:
+def processed_scores(request: Request, generation: Generation, renormalize: bool) -> Float[Tensor, "new vocab"]:
     """The scores that each new token was chosen by, before Gumbel noise: transformers' `scores`."""
-    assert found.logits is not None
-    raw = torch.cat(found.logits)
+    raw = torch.cat(generation.logits)
     sampling, vocab_size = BatchSampling([request.sampling], raw.device), raw.shape[1]
     history = History.start([request.prompt], vocab_size, raw.device)
     state, rows = None if request.constraint is None else request.constraint.start(), []
-    for token, logits in zip(found.tokens, raw, strict=True):
+    for token, logits in zip(generation.tokens, raw, strict=True):
         forced = isinstance(state, TextRulesState) and state.forces()
-        given = (torch.zeros_like(logits) if forced else logits).view(1, 1, vocab_size)
+        row = (torch.zeros_like(logits) if forced else logits).view(1, 1, vocab_size)
         if state is not None:
-            given = masked_roots([state], given)
+            row = masked_roots([state], row)
             state.advance([token])
-        rows.append(sampling.groups[0].shaped(given, history, None)[0, 0].float())
+        rows.append(sampling.groups[0].shaped(row, history, None)[0, 0].float())
         history.count(0, [token])
     scores = torch.stack(rows)
     return scores.log_softmax(-1) if renormalize else scores

@@ -1,4 +1,4 @@
-"""Reads the texts of a call of `generate`: prompts as token ids with an attention mask, and stop strings."""
+"""The texts of a call of `generate`: prompts as token ids with an attention mask, and stop strings."""
 
 import reprlib
 import warnings
@@ -36,7 +36,7 @@ def describe(given: Any) -> str:
 
 
 def advice_for(given: Any) -> str:
-    """How to make token ids of what was given in place of them."""
+    """How to make token ids of this."""
     if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], str)):
         return f"tokenize the text: generate(**{HOW_TO_TOKENIZE})"
     if isinstance(given, Mapping):
@@ -79,27 +79,26 @@ def read_prompts(
         remedy = "use the target's own tokenizer, and mask padding out with attention_mask"
         raise wrong_value("input_ids", f"token id {int(outside[0])}", f"0 to {vocab_size - 1} is", remedy)
     if empty := (~mask).all(dim=1).nonzero().flatten().tolist():
-        found = f"prompt {empty[0] + 1} of {len(mask)} has no tokens but padding"
-        raise ValueError(f"input_ids: {found}, at least one is allowed; leave empty prompts out")
+        wrong = f"prompt {empty[0] + 1} of {len(mask)} consists of padding"
+        raise ValueError(f"input_ids: {wrong}, at least one token is allowed; leave empty prompts out")
     if not mask[:, -1].all():
-        found = f"a prompt ends with padding (prompt {int((~mask[:, -1]).nonzero()[0]) + 1} of {len(mask)})"
+        wrong = f"a prompt ends with padding (prompt {int((~mask[:, -1]).nonzero()[0]) + 1} of {len(mask)})"
         remedy = "tokenize with padding_side='left' and pass its attention_mask"
-        raise ValueError(f"input_ids: {found}, padding is allowed on the left only; {remedy}")
+        raise ValueError(f"input_ids: {wrong}, padding is allowed on the left only; {remedy}")
     return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
 
 
-def read_stop_strings(settings: Mapping[str, Any], tokenizer: Any, vocab_size: int) -> StopStrings | None:
+def read_stop_strings(given: Any, tokenizer: Any, vocab_size: int) -> StopStrings | None:
     """The call's stop strings, or None.
 
     Special tokens count as text, as in transformers. Unlike there, a stop string that begins in the prompt is ignored.
     """
-    given = settings["stop_strings"]
     if given is None:
         return None
     strings = (given,) if isinstance(given, str) else given
     known = isinstance(strings, Sequence | Set) and len(strings) > 0
     if not known or not all(isinstance(each, str) and each for each in strings):
-        allowed, remedy = "a text or a list of texts that are not empty is", "leave it out to stop at end tokens only"
+        allowed, remedy = "a text or a list of texts, none empty, is", "leave it out to stop at end tokens only"
         raise wrong_value("stop_strings", reprlib.repr(given), allowed, remedy)
     if tokenizer is None:
         raise ValueError("stop_strings: given without a tokenizer; pass a tokenizer to SpeculativeModel or to the call")

@@ -1,130 +1,100 @@
-"""Reads the fields of transformers' GenerationConfig and our own; refuses fields that are not implemented."""
+"""The settings of a call of `generate`: fields of transformers' GenerationConfig and our own; others are refused."""
 
 import difflib
 import math
-import operator
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
-import torch
+from pydantic import BeforeValidator, Field, ValidationError
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.sampling import AcceptanceRule, Sampling
 from headstart.inference.generate.text_rules import TextRules
-from headstart.recipes.sampling import SamplingFields
+from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
-Settings = Mapping[str, Any]
-Bias = tuple[tuple[int, float], ...]  # (token id, value added to its logit)
-
-
-def read_integer(name: str, given: Any) -> int:
-    """A Python, numpy or torch integer as an int; raises ValueError for anything else, True and False included."""
-    found: Any = given.item() if isinstance(given, torch.Tensor) and given.numel() == 1 else given
-    if isinstance(found, bool):
-        raise wrong_value(name, given, "a whole number is", "write it as a number")
-    try:
-        return operator.index(found)
-    except TypeError:
-        remedy = "write it without a point or quotes"
-        raise wrong_value(name, reprlib.repr(given), "a whole number is", remedy) from None
+Fields = Mapping[str, Any]  # by name, as a caller or a file gives them
 
 
-def read_count(name: str, given: Any) -> int:
-    """An integer that counts something: 0 or more."""
-    found = read_integer(name, given)
-    if found < 0:
-        raise wrong_value(name, found, "0 or more is", "leave it out for no minimum")
-    return found
+def plain(value: Any) -> Any:
+    """Numbers of numpy and torch, and lists and mappings of them, as Python's own; other values stay."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+        return value[0] if isinstance(value, list) and len(value) == 1 and not isinstance(value[0], list) else value
+    if isinstance(value, Mapping):
+        return {
+            tuple(key) if isinstance(key := plain(each), list) else key: plain(bias) for each, bias in value.items()
+        }
+    if isinstance(value, Sequence | Set) and not isinstance(value, str | bytes):
+        return [plain(each) for each in value]
+    return value
 
 
-def read_integers(name: str, given: Any) -> int | list[int]:
-    """One integer as an int, or an iterable of integers (list, array, tensor) as a list."""
-    plain = given.tolist() if hasattr(given, "tolist") else given
-    if isinstance(plain, Iterable) and not isinstance(plain, str | bytes | Mapping):
-        return [read_integer(name, each) for each in plain]
-    return read_integer(name, plain)
+def as_flag(value: Any) -> Any:
+    return bool(value) if isinstance(value, int) and value in (0, 1) else value
 
 
-def read_number(name: str, given: Any) -> float:
-    """A number of any numeric type as a float; `Sampling` checks its range."""
-    if not isinstance(given, bool | str | bytes):
-        try:
-            return float(given)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            pass  # refused below, with the field's name
-    raise wrong_value(name, reprlib.repr(given), "one number is", "write it without quotes or brackets")
+def as_list(value: Any) -> Any:
+    return [value] if isinstance(value, int) else value
 
 
-def read_flag(name: str, given: Any) -> bool:
-    if not isinstance(given, bool | int) or given not in (0, 1):
-        raise wrong_value(name, reprlib.repr(given), "True or False is", "write one of them")
-    return bool(given)
+def as_single(value: Any) -> Any:
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
-def read_bias(settings: Mapping[str, Any]) -> Bias:
-    """logit_bias and sequence_bias together; raises ValueError for a biased sequence of more than one token."""
-    by_token = settings.get("logit_bias") or {}
-    if not isinstance(by_token, Mapping):
-        allowed = "a mapping of token ids to biases is"
-        raise wrong_value("logit_bias", reprlib.repr(by_token), allowed, "write logit_bias={5: -1.0}")
-    given = settings["sequence_bias"] or {}
-    pairs = list(given.items()) if isinstance(given, Mapping) else given  # transformers has both forms
-    if not isinstance(pairs, list | tuple) or not all(map(is_pair, pairs)):
-        allowed = "a mapping of tuples of token ids to biases is"
-        raise wrong_value("sequence_bias", reprlib.repr(given), allowed, "write sequence_bias={(5,): -1.0}")
-    if too_long := [list(sequence) for sequence, _ in pairs if len(sequence) != 1]:
-        raise wrong_value("sequence_bias", too_long, "sequences of 1 token are", "leave out longer ones")
-    single = [read_pair("sequence_bias", sequence[0], bias) for sequence, bias in pairs]
-    return (*single, *(read_pair("logit_bias", token, bias) for token, bias in by_token.items()))
+def as_mapping(value: Any) -> Any:
+    """The biases of sequences, for which transformers also allows a list of pairs."""
+    is_pairs = isinstance(value, list) and all(isinstance(each, list) and len(each) == 2 for each in value)
+    return {tuple(key) if isinstance(key, list) else key: bias for key, bias in value} if is_pairs else value
 
 
-def is_pair(given: Any) -> bool:
-    return isinstance(given, list | tuple) and len(given) == 2 and isinstance(given[0], list | tuple)
+Flag = Annotated[bool, BeforeValidator(as_flag), Allowed("True or False is")]
+Whole = Annotated[int, Allowed("a whole number is")]
+Count = Annotated[int, Range(0)]
+TokenId = Annotated[int, BeforeValidator(as_single), Allowed("one token id, a whole number, is")]
+TokenIds = Annotated[list[int], BeforeValidator(as_list), Allowed("a token id, a whole number, or a list of them is")]
+Words = Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
+BIASES = "a mapping of token ids to numbers below infinity, such as {5: -1.0}, is"
+SEQUENCES = "a mapping of tuples of 1 token id to numbers below infinity, such as {(5,): -1.0}, is"
+SEED = "a whole number, or a list with one for each prompt, is"
+Bias = Annotated[float, Field(lt=math.inf, allow_inf_nan=True)]  # -infinity forbids a token; NaN fails every comparison
 
 
-def read_pair(name: str, token: Any, bias: Any) -> tuple[int, float]:
-    value = read_number(f"{name} of token {token!r}", bias)
-    if not value < math.inf:  # NaN fails every comparison
-        allowed = "a number below infinity is allowed; -infinity forbids a token"
-        raise ValueError(f"{name}: {value} given for token {token!r}, {allowed}")
-    return read_integer(name, token), value
+class Settings(SamplingFields):
+    """The supported settings of a call, with transformers' defaults. None switches a field off."""
+
+    do_sample: Flag | None = False
+    top_k: Annotated[int, Range(-1)] | None = 50
+    max_new_tokens: Whole | None = None
+    max_length: Whole | None = None
+    min_new_tokens: Count | None = None
+    min_length: Count | None = None
+    eos_token_id: TokenIds | None = None  # if it is not set, the target's end tokens apply
+    pad_token_id: Whole | None = None
+    forced_eos_token_id: TokenId | None = None
+    suppress_tokens: TokenIds | None = None
+    begin_suppress_tokens: TokenIds | None = None
+    bad_words_ids: Annotated[Words, Allowed("a list of lists of token ids is")] | None = None
+    no_repeat_ngram_size: Count | None = 0
+    sequence_bias: Annotated[dict[tuple[int], Bias], BeforeValidator(as_mapping), Allowed(SEQUENCES)] | None = None
+    stop_strings: Any = None  # checked with the tokenizer
+    num_return_sequences: Whole | None = 1
+    return_dict_in_generate: Flag | None = False
+    output_scores: Flag | None = False
+    output_logits: Flag | None = False
+    renormalize_logits: Flag | None = False
+    # Not in GenerationConfig:
+    seed: Annotated[int | list[int], Allowed(SEED)] | None = None  # type: ignore[assignment]
+    logit_bias: Annotated[dict[int, Bias], Allowed(BIASES)] | None = None
+    tokenizer: Any = None
 
 
-def read_words(name: str, given: Any) -> tuple[tuple[int, ...], ...]:
-    """Sequences of token ids, none of them empty."""
-    words = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(words, list | tuple) or not words or not all(isinstance(w, list | tuple) and w for w in words):
-        raise wrong_value(name, reprlib.repr(given), "a list of lists of token ids is", f"write {name}=[[5], [7, 8]]")
-    return tuple(tuple(read_integer(name, token) for token in word) for word in words)
-
-
-def read_one(name: str, given: Any) -> int:
-    """A token id, alone or in a list."""
-    found = read_integers(name, given)
-    if isinstance(found, list) and len(found) != 1:
-        raise wrong_value(name, reprlib.repr(given), "one token id is", "name one of them")
-    return found if isinstance(found, int) else found[0]
-
-
-FLAGS = ("do_sample", "return_dict_in_generate", "output_scores", "output_logits", "renormalize_logits")
-# transformers' own defaults; None means off.
-DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(("max_new_tokens", "max_length", "min_new_tokens", "min_length", "min_p"), None),
-    **dict.fromkeys(("sequence_bias", "pad_token_id", "stop_strings", "bad_words_ids", "suppress_tokens"), None),
-    **dict.fromkeys(("begin_suppress_tokens", "forced_eos_token_id"), None),
-    **dict.fromkeys(("temperature", "top_p", "repetition_penalty"), 1.0),
-    **dict.fromkeys(FLAGS, False),
-    "top_k": 50,
-    "no_repeat_ngram_size": 0,
-    "num_return_sequences": 1,
-}
-EXTRA_FIELDS = ("seed", "presence_penalty", "frequency_penalty", "logit_bias", "tokenizer")  # not in GenerationConfig
-SUPPORTED = frozenset({*DEFAULTS, *EXTRA_FIELDS, "eos_token_id"})  # without eos_token_id, the target's end tokens apply
+SUPPORTED = Settings.model_fields.keys()
+SAMPLING_NAMES = SamplingFields.model_fields.keys() - {"seed"}  # which may be a list
 IGNORED = frozenset({"bos_token_id", "transformers_version", "_from_model_config"})  # no effect when a prompt is given
-# In a target's own configuration these are no part of how it writes: they serve encoders, beams, assistants or speed.
+# In a target's configuration these do not concern its text, but encoders, beams, assistants or speed.
 IGNORED_IN_TARGET = frozenset(
     {
         *IGNORED,
@@ -140,20 +110,6 @@ IGNORED_IN_TARGET = frozenset(
 ONLY_WHEN_SAMPLING = frozenset({"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})  # besides supported ones
 OF_TARGET = "the target's generation_config.json"
 DEFAULT_NEW_TOKENS = 20
-
-SAMPLING_NAMES = SamplingFields.model_fields.keys() - {"seed"}  # which may be a list
-
-# How each field is read, unless it is None; the other fields are read where they are used.
-READERS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(FLAGS, read_flag),
-    **dict.fromkeys(("max_new_tokens", "max_length", "num_return_sequences", "pad_token_id"), read_integer),
-    **dict.fromkeys(("min_new_tokens", "min_length", "no_repeat_ngram_size"), read_count),
-    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), read_integers),
-    "bad_words_ids": read_words,
-    "forced_eos_token_id": read_one,
-    **dict.fromkeys(SAMPLING_NAMES, read_number),
-    "top_k": read_integer,
-}
 # Unimplemented fields are accepted with these values, which switch them off; None and False are accepted for any field.
 NO_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "length_penalty", "typical_p", "guidance_scale"), (1,)),
@@ -171,7 +127,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
 # Values that sampling fields may have without do_sample: those that do nothing, and transformers' defaults.
 ALLOWED_WHEN_GREEDY: dict[str, tuple[Any, ...]] = {
     "temperature": (None, 0, 1),
-    "top_k": (None, 0, 50),
+    "top_k": (None, -1, 0, 50),
     "top_p": (None, 1),
     "min_p": (None, 0),
 }
@@ -184,28 +140,28 @@ class Config(Protocol):
     def to_dict(self) -> dict[str, Any]: ...
 
 
-def read_settings(config: Config | None, overrides: Settings, target: Config | None = None) -> dict[str, Any]:
-    """The settings of a call by field name: the target's own, overridden by a configuration, then by call arguments.
+def read_settings(config: Config | None, overrides: Fields, target: Config | None = None) -> Settings:
+    """The settings of a call: the target's own, overridden by a configuration, then by call arguments.
 
     As in transformers, None in a GenerationConfig keeps the default, and None in the call switches a field off.
     Raises ValueError naming every field that is not supported, has a value of a wrong type, or conflicts with another.
     """
     given, own = config_fields(config), target_fields(target)
-    settings = {**DEFAULTS, **own, **given, **overrides}
+    fields = {**own, **given, **overrides}
     of_target = own.keys() - given.keys() - overrides.keys()
-    wrong, unsupported = {}, unsupported_fields(settings)
-    for name, read in READERS.items():
-        if settings.get(name) is not None:
-            try:
-                settings[name] = read(name, settings[name])
-            except ValueError as error:
-                wrong[name] = str(error)
-    if "do_sample" not in wrong and not settings["do_sample"]:
+    unsupported, wrong = unsupported_fields(fields), {}
+    if not plain(fields.get("do_sample")):
         unsupported = {name: line for name, line in unsupported.items() if name not in of_target & ONLY_WHEN_SAMPLING}
-    if not wrong:
-        # do_sample=False in the call overrides a configuration that samples, so its temperature is no mistake then.
-        explicit = overrides.keys() if "do_sample" in overrides else settings.keys() - of_target
+    try:
+        settings = Settings(**{name: plain(value) for name, value in fields.items() if name in SUPPORTED})
+        # do_sample=False in the call overrides a configuration that samples, so its temperature is not a mistake then.
+        explicit = overrides.keys() if "do_sample" in overrides else settings.model_fields_set - of_target
         wrong = conflicts(settings, explicit)
+    except ValidationError as error:
+        for each in error.errors():
+            name = str(each["loc"][0])
+            value, remedy = reprlib.repr(fields[name]), "correct it or leave it out"
+            wrong[name] = str(wrong_value(name, value, each["msg"], remedy))
     lines = [
         f"{OF_TARGET}: {line}; override it, or set it to null in the file" if name in of_target else line
         for name, line in {**unsupported, **wrong}.items()
@@ -218,10 +174,10 @@ def read_settings(config: Config | None, overrides: Settings, target: Config | N
 
 
 def target_fields(config: Config | None) -> dict[str, Any]:
-    """What a target's own configuration says about how it writes; transformers ignores fields that it does not know."""
+    """The sampling and length fields of a target's configuration; like transformers, without unknown fields."""
     known = {} if config is None else type(config)().to_dict()
-    found = config_fields(config).items()
-    return {name: value for name, value in found if name in known and name not in IGNORED_IN_TARGET}
+    fields = config_fields(config).items()
+    return {name: value for name, value in fields if name in known and name not in IGNORED_IN_TARGET}
 
 
 def config_fields(config: Config | None) -> dict[str, Any]:
@@ -235,53 +191,54 @@ def config_fields(config: Config | None) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if value not in (None, defaults.get(name))}
 
 
-def unsupported_fields(settings: Settings) -> dict[str, str]:
+def unsupported_fields(fields: Fields) -> dict[str, str]:
     """A line for each field that is not implemented, by name."""
-    wrong = {}
-    for name, value in settings.items():
+    lines = {}
+    for name, value in fields.items():
         if name not in SUPPORTED | IGNORED and not has_no_effect(name, value):
             allowed = " or ".join(map(repr, NO_EFFECT.get(name, (None,))))
             meant = "".join(f" (did you mean {near}?)" for near in difflib.get_close_matches(name, SUPPORTED, 1, 0.8))
-            wrong[name] = f"{name}: {reprlib.repr(value)} given, {allowed} is allowed{meant}"
-    return wrong
-
-
-def conflicts(settings: Settings, explicit: Set[str]) -> dict[str, str]:
-    """A line for each field that contradicts another; `explicit` names the fields that count without do_sample."""
-    wrong = {}
-    if not settings["do_sample"]:
-        wrong = {
-            name: f"{name}: {settings[name]} given, which needs do_sample=True; set it, or leave {name} out"
-            for name, allowed in ALLOWED_WHEN_GREEDY.items()
-            if name in explicit and settings[name] not in allowed
-        }
-    elif settings["temperature"] == 0:
-        allowed = "more than 0 is allowed; use do_sample=False for greedy"
-        wrong["temperature"] = f"temperature: 0 given with do_sample=True, {allowed}"
-    if not settings["return_dict_in_generate"]:
-        wrong |= {
-            name: f"{name}: True given, which needs return_dict_in_generate=True; set it, or leave {name} out"
-            for name in ("output_scores", "output_logits")
-            if settings[name] and name in explicit
-        }
-    return wrong
+            lines[name] = f"{name}: {reprlib.repr(value)} given, {allowed} is allowed{meant}"
+    return lines
 
 
 def has_no_effect(name: str, value: Any) -> bool:
     """Does this value of an unimplemented field switch it off? 0 does not count as False: it may be a token id."""
-    plain = isinstance(value, str | int | float)  # comparing a tensor gives no single truth value
-    return value is None or value is False or (plain and value in NO_EFFECT.get(name, ()))
+    is_plain = isinstance(value, str | int | float)  # comparing a tensor gives no single truth value
+    return value is None or value is False or (is_plain and value in NO_EFFECT.get(name, ()))
+
+
+def conflicts(settings: Settings, explicit: Set[str]) -> dict[str, str]:
+    """A line for each field that contradicts another; `explicit` names the fields that count without do_sample."""
+    lines = {}
+    if not settings.do_sample:
+        lines = {
+            name: f"{name}: {value} given, which needs do_sample=True; set it, or leave {name} out"
+            for name, allowed in ALLOWED_WHEN_GREEDY.items()
+            if name in explicit and (value := getattr(settings, name)) not in allowed
+        }
+    elif settings.temperature == 0:
+        allowed = "more than 0 is allowed; use do_sample=False for greedy"
+        lines["temperature"] = f"temperature: 0 given with do_sample=True, {allowed}"
+    if not settings.return_dict_in_generate:
+        lines |= {
+            name: f"{name}: True given, which needs return_dict_in_generate=True; set it, or leave {name} out"
+            for name in ("output_scores", "output_logits")
+            if getattr(settings, name) and name in explicit
+        }
+    return lines
 
 
 def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
-    """The sampling fields of a call's settings, without its seed; raises ValueError for a value out of range."""
-    given = {name: settings.get(name) for name in SAMPLING_NAMES}
-    if not settings["do_sample"]:
-        given |= dict.fromkeys(ALLOWED_WHEN_GREEDY)
-    elif given["temperature"] is None:
-        given["temperature"] = 1.0
-    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
-    return Sampling(**values, logit_bias=read_bias(settings), rule=rule)
+    """The sampling fields of a call, without its seed."""
+    values = settings.model_dump(include=SAMPLING_NAMES, exclude_none=True)
+    if settings.do_sample:
+        values.setdefault("temperature", 1.0)
+    else:
+        values = {name: value for name, value in values.items() if name not in ALLOWED_WHEN_GREEDY}
+    by_sequence = {token: bias for (token,), bias in (settings.sequence_bias or {}).items()}
+    bias = (*by_sequence.items(), *(settings.logit_bias or {}).items())
+    return Sampling(**values, logit_bias=bias, rule=rule)
 
 
 def forbid(sampling: Sampling, tokens: Iterable[int]) -> Sampling:
@@ -289,91 +246,86 @@ def forbid(sampling: Sampling, tokens: Iterable[int]) -> Sampling:
     return replace(sampling, logit_bias=(*sampling.logit_bias, *((token, -math.inf) for token in tokens)))
 
 
-def read_forbidden(settings: Settings, vocab_size: int) -> list[int]:
-    """The tokens that may stand nowhere in a text; transformers ignores those that the target does not have."""
-    alone = [word[0] for word in settings["bad_words_ids"] or () if len(word) == 1]
-    never = {*in_vocabulary(settings["suppress_tokens"], vocab_size), *({*alone} - {*settings["eos_token_id"]})}
-    return sorted(never)
+def read_forbidden(settings: Settings, ends: Sequence[int], vocab_size: int) -> list[int]:
+    """The tokens that a text never contains; like transformers, without ids outside the vocabulary."""
+    alone = {word[0] for word in settings.bad_words_ids or () if len(word) == 1} - {*ends}
+    return sorted({*in_vocabulary(settings.suppress_tokens, vocab_size), *alone})
 
 
-def read_seeds(given: Any, count: int) -> list[int]:
+def read_seeds(seed: int | list[int] | None, count: int) -> list[int]:
     """One seed per prompt."""
-    seeds = read_integers("seed", 0 if given is None else given)
-    if isinstance(seeds, int):
-        return [seeds] * count
-    if len(seeds) != count:
-        given = f"{len(seeds)} given for {count} prompts, 1 for all or {count} is allowed"
+    if not isinstance(seed, list):
+        return [seed or 0] * count
+    if len(seed) != count:
+        given = f"{len(seed)} given for {count} prompts, 1 for all or {count} is allowed"
         raise ValueError(f"seed: {given}; give one number for all")
-    return seeds
+    return seed
 
 
 def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
     """The call's eos_token_id (None: no end token); if the call has none, the target's own end tokens."""
-    if "eos_token_id" not in settings:
-        return tuple(token for token in targets or () if token < vocab_size)  # some checkpoints name others, too
-    given = settings["eos_token_id"]
-    found = [] if given is None else read_integers("eos_token_id", given)
-    ends = (found,) if isinstance(found, int) else tuple(found)
+    if "eos_token_id" not in settings.model_fields_set:
+        return in_vocabulary(targets, vocab_size)  # some checkpoints also name ids outside it
+    ends = tuple(settings.eos_token_id or ())
     if not all(0 <= token < vocab_size for token in ends):
-        raise wrong_value("eos_token_id", given, f"0 to {vocab_size - 1} is", "or give None for no end token")
+        raise wrong_value("eos_token_id", [*ends], f"0 to {vocab_size - 1} is", "or give None for no end token")
     return ends
 
 
 def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
     """The call's pad_token_id, else the target's own if its vocabulary has it, else the first end token, else None."""
-    given = settings["pad_token_id"]
-    if given is not None:
-        if not 0 <= given < vocab_size:
-            raise wrong_value("pad_token_id", given, f"0 to {vocab_size - 1} is", "leave it out for the target's own")
-        return int(given)
-    own = targets if targets is not None and 0 <= targets < vocab_size else None
-    return next(iter(ends), None) if own is None else own
+    pad = settings.pad_token_id
+    if pad is not None and not 0 <= pad < vocab_size:
+        raise wrong_value("pad_token_id", pad, f"0 to {vocab_size - 1} is", "leave it out for the target's own")
+    own = targets if targets is not None and 0 <= targets < vocab_size else next(iter(ends), None)
+    return own if pad is None else pad
 
 
 def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> int:
     """The maximum number of new tokens per text; max_length includes the prompts' padding, as in transformers."""
-    most, total = settings["max_new_tokens"], settings["max_length"]
-    if most is not None:
+    new, total = settings.max_new_tokens, settings.max_length
+    if new is not None:
         if total is not None:
-            warnings.warn(f"max_new_tokens {most} and max_length {total} given; max_length is ignored", stacklevel=4)
-        return int(most)
+            warnings.warn(f"max_new_tokens {new} and max_length {total} given; max_length is ignored", stacklevel=4)
+        return new
     if total is not None:
         if total <= width:
             allowed = f"more than the {width} columns of input_ids is"
             raise wrong_value("max_length", total, allowed, "or give max_new_tokens")
-        return int(total) - width
+        return total - width
     warnings.warn(
         f"neither max_new_tokens nor max_length given; generating up to {DEFAULT_NEW_TOKENS} new tokens", stacklevel=4
     )
     return min(DEFAULT_NEW_TOKENS, max(max_positions - width, 1))
 
 
-def read_rules(settings: Settings, prompt: list[int], width: int, limit: int, vocab_size: int) -> TextRules:
-    """What a text of at most `limit` new tokens may not continue with; `width` is the prompt's, padding included.
+def read_rules(
+    settings: Settings, prompt: list[int], width: int, limit: int, ends: tuple[int, ...], vocab_size: int
+) -> TextRules:
+    """The rules of a text of at most `limit` new tokens; `width` is the prompt's length, padding included.
 
     Raises ValueError for tokens outside the vocabulary.
     """
-    ends, least = tuple(settings["eos_token_id"]), settings["min_new_tokens"]
-    words = tuple(word for word in settings["bad_words_ids"] or () if word not in {(end,) for end in ends})
-    forced = settings["forced_eos_token_id"]
+    words = tuple(tuple(word) for word in settings.bad_words_ids or () if word not in [[end] for end in ends])
+    forced = settings.forced_eos_token_id
     named = {"bad_words_ids": [token for word in words for token in word], "forced_eos_token_id": [forced or 0]}
     for name, tokens in named.items():
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise wrong_value(name, wrong[0], f"token ids 0 to {vocab_size - 1} of the target are", "leave it out")
+    least = settings.min_new_tokens
     return TextRules(
         tuple(prompt),
         vocab_size,
         limit,
         ends,
-        min_new_tokens=max((settings["min_length"] or 0) - width, 0) if least is None else least,
-        no_repeat_ngram_size=settings["no_repeat_ngram_size"] or 0,
+        min_new_tokens=max((settings.min_length or 0) - width, 0) if least is None else least,
+        no_repeat_ngram_size=settings.no_repeat_ngram_size or 0,
         bad_words=tuple(word for word in words if len(word) > 1),
-        begin_suppress_tokens=in_vocabulary(settings["begin_suppress_tokens"], vocab_size),
+        begin_suppress_tokens=in_vocabulary(settings.begin_suppress_tokens, vocab_size),
         forced_eos=forced,
     )
 
 
-def in_vocabulary(given: int | list[int] | None, vocab_size: int) -> tuple[int, ...]:
+def in_vocabulary(tokens: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:
     """The tokens that the target has."""
-    tokens = [given] if isinstance(given, int) else given or []
-    return tuple(token for token in tokens if 0 <= token < vocab_size)
+    return tuple(token for token in tokens or () if 0 <= token < vocab_size)

@@ -1,7 +1,7 @@
 """How many threads decode on a CPU: no more than the cores that other processes leave.
 
-The threads of a product wait for each other. One whose core works for another process holds up all, in every one of a
-pass's products, so that fewer threads are faster.
+The threads of a product wait for each other. One thread on a busy core delays every product, so fewer threads can be
+faster.
 """
 
 import os
@@ -10,11 +10,11 @@ import time
 import psutil
 import torch
 
-SECONDS = 0.5  # between looks; the system counts in hundredths of a second
+LOOK_SECONDS = 0.5  # between looks; the system counts in hundredths of a second
 
 
 class Threads:
-    """The number of the calling thread's torch threads, by what other processes do."""
+    """Sets the number of torch threads by the load from other processes."""
 
     def __init__(self) -> None:
         self.most = self.count = torch.get_num_threads()
@@ -22,9 +22,9 @@ class Threads:
 
     def follow(self) -> None:
         """Set the number, if it is time to look again."""
-        if torch.get_num_threads() != self.count:  # as somebody wishes
+        if torch.get_num_threads() != self.count:  # set by the user
             self.most = self.count = torch.get_num_threads()
-        if self.most == 1 or time.monotonic() < self.before[0] + SECONDS:
+        if self.most == 1 or time.monotonic() < self.before[0] + LOOK_SECONDS:
             return
         now = look()
         seconds, busy, own = (after - before for after, before in zip(now, self.before, strict=True))
@@ -47,9 +47,9 @@ def cores() -> list[int]:
 
 
 def look() -> tuple[float, float, float]:
-    """The time, and the seconds in which these cores have worked, for anyone and for this process.
+    """The time, and the seconds that these cores have worked for all processes and for this one.
 
-    What runs for processes that give way to all others (`nice`) is not counted.
+    Niced processes are not counted.
     """
     each = psutil.cpu_times(percpu=True)
     busy = sum(each[core].user + each[core].system for core in cores() if core < len(each))

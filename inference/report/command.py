@@ -16,56 +16,45 @@ download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. 
 each after plain decoding's answer to the one before, so that all methods continue the same text. The test.parquet that
 SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three.
 
-An interrupted report continues where it stopped if recipe, prompts, heads and machine are the same.
-
 The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and token forcing: plain
-passes read each text, and a token is outside if it is neither the target's own choice at its place nor a near-tie. The
-first prompt's text is printed with its draft tokens coloured.
+passes read each text, and a token is outside if it is neither the target's own choice at its position nor a near-tie.
 
-Writes report.json, report.md and report.html, with pictures if matplotlib is installed, to RUN_DIR/report. They also
-have the speed-up's 95 % interval, the acceptance rate by depth, latencies and distinct tokens.
+Writes report.json, report.md and a picture, report.svg, to RUN_DIR/report. They also have the speed-up's 95 % interval,
+the acceptance rate by depth, figures by category, and the share of distinct tokens, which is low for texts that loop.
 """
 
 import json
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from importlib import import_module
 from importlib.metadata import version
-from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from headstart.common.errors import CONTINUES, wrong_value
-from headstart.common.files import check_folder, remove, write_text
+from headstart.common.errors import wrong_value
+from headstart.common.files import check_folder, write_text
 from headstart.common.progress import Progress
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetOrigin, folder_of
-from headstart.inference.core.request import Detokenize
-from headstart.inference.core.sampling import sampling_from_recipe
+from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import check_length, check_vocabulary, refuse_trees_of
 from headstart.inference.generate.loading import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
 from headstart.inference.report.compare import Comparison, Outcome
 from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
+from headstart.inference.report.picture import picture
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
-from headstart.inference.report.rounds import JOURNAL, Journal, Setting, able_to_batch, made_from, run_rounds
-from headstart.inference.report.tables import COLUMNS, LEGEND, NOTE, as_markdown, page, short_table
-from headstart.inference.report.trace import Trace, on_terminal, trace
-from headstart.inference.show import LEGEND as COLOURS
+from headstart.inference.report.rounds import able_to_batch, run_rounds
+from headstart.inference.report.tables import COLUMNS, LEGEND, as_markdown, short_table
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import text_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 
@@ -74,7 +63,7 @@ WARMUP_PROMPTS = 3  # decoded before timing starts
 
 @dataclass(frozen=True)
 class Benchmark:
-    """All that is loaded for a report: prompts, target, heads by name, and the methods to compare."""
+    """What is loaded for a report: prompts, target, heads by name, and the methods to compare."""
 
     prompts: list[Prompt]
     chat: Chat
@@ -96,89 +85,69 @@ class Benchmark:
             print(hint)
         target = TargetModel.load_to_answer(recipe.target, taps)
         chat = Chat(template, target.max_positions - recipe.decode.max_new_tokens)
-        prompts = [*map(chat.shortened, prompts)]
+        prompts = [chat.shortened(prompt) for prompt in prompts]
         for prompt in prompts:
             check_length(target, prompt.tokens, recipe.decode.max_new_tokens)
             check_vocabulary(target, prompt.tokens)
         heads = {name: load_drafting_head(folder, target) for name, folder in folders.items()}
         return cls(prompts, chat, target, heads, build_methods(recipe, target, heads))
 
+    def outcomes(
+        self, batch: int, max_new_tokens: int, sampling: Sampling, warmup: int, progress: Progress
+    ) -> list[Outcome]:
+        """The outcomes of every method that can decode batches of this size."""
+        methods = able_to_batch(self.methods, batch)
+        if left_out := [method.name for method in self.methods if method not in methods]:
+            names = ", ".join(left_out)
+            progress.console.print(f"left out in batches of {batch}, where transformers does not draft: {names}")
+        note = f"temperature {sampling.temperature:g}, batches of {batch}"
+        rounds = run_rounds(
+            methods,
+            self.target,
+            self.prompts,
+            max_new_tokens,
+            sampling,
+            warmup,
+            batch,
+            self.chat.next_turn,
+            lambda run: progress.advance(len(run.texts), note),
+        )
+        progress.advance(0, f"{note}, token forcing")
+        prompts = [prompt.tokens for prompt in self.prompts]
+        forcing = Forcing.measured(self.target, prompts, max_new_tokens, sampling)
+        return Comparison(methods, rounds, forcing, batch).outcomes()
+
 
 def main() -> None:
-    run_command(__doc__, report, CONTINUES)
+    run_command(__doc__, report)
 
 
 def report(recipe: Recipe) -> list[Outcome]:
     """Measure every method, print the tables and write the files; ValueError for a wrong head or missing prompts."""
     with only_run_in(recipe.report_dir, "a report"):
-        return make_report(recipe)
-
-
-def make_report(recipe: Recipe) -> list[Outcome]:
-    """The report, in a folder that no other report writes into."""
-    refuse_original_target(recipe)
-    check_folder(recipe.report_dir)
-    folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
-    benchmark, console = Benchmark.load(recipe, folders), Console()
-    warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
-    about = made_from(recipe, machine(), folders, benchmark.prompts)
-    measured = Journal(recipe.report_dir / JOURNAL, about)
-    groups = measure(recipe, benchmark, measured)
-    text = partial(text_of, benchmark.chat.template.tokenizer)
-    traces = trace_methods(recipe, benchmark)
-    for one in traces:
-        console.rule(f"{one.method}: {COLOURS}")
-        console.print(on_terminal(one, text))
-    write_report(recipe, folders, groups, traces, text)
-    remove(measured.path)  # the same command measures again
-    files = "report.json, report.md, report.html"
-    console.print(f"written to {shown(recipe.report_dir)}: {files}", highlight=False, soft_wrap=True)
-    if drawing_module() is None:
-        print("matplotlib is not installed, so no pictures were drawn; to get them: pip install -e '.[report]'")
+        refuse_original_target(recipe)
+        check_folder(recipe.report_dir)
+        folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
+        benchmark = Benchmark.load(recipe, folders)
+        warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
+        groups = measure(recipe, benchmark)
+        write_report(recipe, folders, groups)
+        print(f"written to {shown(recipe.report_dir)}: report.json, report.md, report.svg")
     return [outcome for group in groups for outcome in group]
 
 
-def measure(recipe: Recipe, benchmark: Benchmark, measured: Journal) -> list[list[Outcome]]:
-    """The outcomes of every method at each setting, whose table is printed as soon as it is ready."""
-    settings = [Setting(*pair) for pair in product(recipe.report.temperatures, recipe.report.batches)]
+def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
+    """The outcomes at each temperature and batch size; their table is printed as soon as it is ready."""
+    section, groups = recipe.report, []
     turns = sum(1 + len(prompt.later) for prompt in benchmark.prompts)
-    num_texts = turns * sum(len(able_to_batch(benchmark.methods, setting.batch)) for setting in settings)
-    groups = []
-    with Progress("report", num_texts, "texts", done=measured.num_texts) as progress:
-        for setting in settings:
-            groups.append(measure_at(setting, recipe, benchmark, measured, progress))
+    num_methods = sum(len(able_to_batch(benchmark.methods, batch)) for batch in section.batches)
+    with Progress("report", turns * num_methods * len(section.temperatures), "texts") as progress:
+        for temperature, batch in product(section.temperatures, section.batches):
+            sampling = sampling_from_recipe(recipe, temperature)
+            groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, WARMUP_PROMPTS, progress))
             progress.console.print(short_table(groups[-1]))
         progress.console.print(LEGEND, highlight=False)
     return groups
-
-
-def measure_at(
-    setting: Setting, recipe: Recipe, benchmark: Benchmark, measured: Journal, progress: Progress
-) -> list[Outcome]:
-    """The outcomes of every method that can decode batches of this size."""
-    methods = able_to_batch(benchmark.methods, setting.batch)
-    if left_out := [method.name for method in benchmark.methods if method not in methods]:
-        names = ", ".join(left_out)
-        progress.console.print(f"left out in batches of {setting.batch}, where transformers does not draft: {names}")
-    sampling = sampling_from_recipe(recipe, setting.temperature)
-    what = f"temperature {setting.temperature:g}, batches of {setting.batch}"
-    rounds = run_rounds(
-        methods,
-        benchmark.target,
-        benchmark.prompts,
-        recipe.decode.max_new_tokens,
-        sampling,
-        WARMUP_PROMPTS,
-        setting.batch,
-        benchmark.chat.next_turn,
-        measured.done[setting],
-        lambda run: progress.advance(len(run.texts), what),
-        partial(measured.add, setting),
-    )
-    reading = partial(progress.advance, 0, f"{what}, reading the texts")
-    tokens = [prompt.tokens for prompt in benchmark.prompts]
-    forcing = Forcing.measured(benchmark.target, tokens, recipe.decode.max_new_tokens, sampling)
-    return Comparison(methods, rounds, forcing, setting.batch, reading).outcomes()
 
 
 def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
@@ -221,45 +190,22 @@ def machine() -> dict[str, Any]:
     }
 
 
-def trace_methods(recipe: Recipe, benchmark: Benchmark) -> list[Trace]:
-    """Trace each method that drafts, on the first prompt at the first temperature."""
-    sampling = sampling_from_recipe(recipe, recipe.report.temperatures[0])
-    prompt, new_tokens = benchmark.prompts[0].tokens, recipe.decode.max_new_tokens
-    return [
-        trace(method.name, method.drafter, benchmark.target, prompt, new_tokens, sampling)
-        for method in benchmark.methods
-        if method.drafter is not None
-    ]
-
-
-def drawing_module() -> ModuleType | None:
-    """The module that draws with matplotlib, which the extra `report` installs; None without it."""
-    return import_module("headstart.inference.report.figures") if find_spec("matplotlib") else None
-
-
-def write_report(
-    recipe: Recipe,
-    folders: Mapping[str, Path],
-    groups: list[list[Outcome]],
-    traces: list[Trace],
-    text: Detokenize,
-) -> None:
+def write_report(recipe: Recipe, folders: Mapping[str, Path], groups: list[list[Outcome]]) -> None:
     """Write into the recipe's report folder; `folders` holds the heads' folders by name."""
     folder, about = recipe.report_dir, machine()
-    others = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
+    other_heads = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
     content: dict[str, Any] = {
         "machine": about,
         "head": str(folders[OWN_HEAD]) if folders else None,
-        "other_heads": others,
+        "other_heads": other_heads,
         "recipe": recipe.model_dump(mode="json"),
         "outcomes": [outcome.as_json() for group in groups for outcome in group],
     }
     write_text(folder / "report.json", json.dumps(content, indent=1) + "\n")
-    heads = [f"Head `{folders[OWN_HEAD]}`", *(f"{name} `{path}`" for name, path in others.items())] if folders else []
+    write_text(folder / "report.svg", picture(groups))
+    heads = [f"{name} `{path}`" for name, path in {"Head": content["head"], **other_heads}.items()] if folders else []
     conditions = "; ".join([*heads, ", ".join(f"{name} {value}" for name, value in about.items())])
     tables = "\n".join(map(as_markdown, groups))
     columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
-    write_text(folder / "report.md", f"{conditions}.\n\n{NOTE}\n\n{tables}\nColumns:\n\n{columns}\n")
-    figures = drawing_module()
-    plots = [] if figures is None else [figures.as_svg(figures.draw(group)) for group in groups]
-    write_text(folder / "report.html", page(f"headstart on {recipe.target.path}", groups, plots, traces, text))
+    image = "![Speed-up and acceptance length of each method](report.svg)"
+    write_text(folder / "report.md", f"{conditions}.\n\n{image}\n\n{tables}\nColumns:\n\n{columns}\n")

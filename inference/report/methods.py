@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from headstart.heads.base import DraftHead
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import build_drafter, growth_for, growth_from_recipe, load_draft_model
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.generate.loading import OWN_HEAD
@@ -35,9 +35,9 @@ class Method:
 
 
 def build_methods(recipe: Recipe, target: TargetModel, heads: Mapping[str, DraftHead]) -> list[Method]:
-    """The methods of report.baselines, with plain decoding always among them; rows of heads once for each head.
+    """The methods of report.baselines, with plain decoding always among them; a head's rows are repeated for each head.
 
-    Where the recipe's tree is a chain, as for a target that verifies no trees, the row of the chain is enough.
+    The tree has no row if it would repeat the chain's, as on a target that cannot verify trees.
     """
     baselines = recipe.report.baselines
     if "plain" not in baselines:
@@ -63,23 +63,18 @@ def methods_of(
             repeats = Repeats(recipe.decode.repeats) if baseline == "repeats" else None
             drafter = head_drafter(head, growth_of(baseline, name, recipe, target, head), repeats)
             yield Method(f"{name} {baseline}".strip(), drafter)
-    elif baseline.startswith("generate"):
-        yield transformers_method(baseline, recipe)
     elif baseline == "plain":
         yield Method(baseline)
+    elif baseline == "generate":
+        yield Method(baseline, transformers=True)
+    elif baseline == "generate_lookup":
+        yield Method(baseline, transformers=True, lookup=recipe.decode.depth)
+    elif baseline == "generate_assisted":
+        draft_model = load_draft_model(recipe.decode, recipe.target)
+        yield Method(baseline, transformers=True, assistant=(draft_model, recipe.decode.depth))
     else:
         section = recipe.decode.model_copy(update={"drafter": baseline})
         yield Method(baseline, build_drafter(section, target, recipe.target))
-
-
-def transformers_method(baseline: Baseline, recipe: Recipe) -> Method:
-    """transformers' `generate`: alone, or drafting decode.depth tokens per step as our own drafters do."""
-    depth = recipe.decode.depth
-    if baseline == "generate_lookup":
-        return Method(baseline, transformers=True, lookup=depth)
-    if baseline == "generate_assisted":
-        return Method(baseline, transformers=True, assistant=(load_draft_model(recipe.decode, recipe.target), depth))
-    return Method(baseline, transformers=True)
 
 
 def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> GrowthPolicy:

@@ -1,4 +1,4 @@
-"""The routes of the server; those of `headstart adapt` are for processes on its own machine, and absent otherwise."""
+"""The server's routes. Routes for `headstart adapt` exist only if asked for, and answer only this machine."""
 
 import asyncio
 import time
@@ -29,7 +29,7 @@ from headstart.inference.serve.api.fields import (
     not_json,
     refusal,
 )
-from headstart.inference.serve.api.responses import ResponsesAnswer, ResponsesRequest, in_own_words
+from headstart.inference.serve.api.responses import ResponsesAnswer, ResponsesRequest, with_field_names
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServerSettings, is_loopback
@@ -51,7 +51,7 @@ from headstart.inference.targets.tokenizer import text_of
 
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
-# The page may load and ask this server alone.
+# The page may only load from and connect to this server.
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -60,7 +60,7 @@ PAGE_HEADERS = {
 
 
 def build_app(served: Served, settings: ServerSettings, log: Callable[[str], None]) -> tuple[ASGIApp, Service]:
-    """The server as an ASGI application, and what its routes share. Its engine starts with the application."""
+    """The server as an ASGI application, and the state of its routes. The worker starts with the application."""
     service, adaptation = Service(served, settings, log), served.adaptation
 
     @asynccontextmanager
@@ -103,7 +103,7 @@ def add_completions(app: FastAPI, service: Service) -> None:
         try:
             return await complete(request, service, fields.as_chat(), partial(ResponsesAnswer, fields))
         except ApiError as error:
-            raise in_own_words(error) from None
+            raise with_field_names(error) from None
 
 
 async def complete(
@@ -118,7 +118,7 @@ async def complete(
         return EventStream(stream(request, service, exchange, answer))
     try:
         await unless_gone(gather(exchange), request.receive)
-        return JSONResponse(answer.whole())
+        return JSONResponse(answer.full())
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     finally:
@@ -131,16 +131,16 @@ async def gather(exchange: Exchange) -> None:
 
 
 async def stream(request: Request, service: Service, exchange: Exchange, answer: Answer) -> AsyncGenerator[str, None]:
-    """The events of an answer. The first one comes with the first token, so that a refusal has a status of its own."""
+    """The events of an answer. The first comes with the first token, so that an earlier error has its own status."""
     begun = opened = False
     try:
-        async for found in exchange.outputs(service.settings.keep_alive):
+        async for addition in exchange.outputs(service.settings.keep_alive):
             begun = True
-            if found is None:
+            if addition is None:
                 yield KEEP_ALIVE
                 continue
             opening = [] if opened else answer.opening()
-            for chunk in [*opening, *answer.chunks(*found)]:
+            for chunk in [*opening, *answer.chunks(*addition)]:
                 yield event(chunk)
             opened = True
         yield answer.last
@@ -201,7 +201,7 @@ def add_state(app: FastAPI, service: Service) -> None:
 
 
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip")
-LOOK = 10.0  # seconds between looks for requests that are too old
+EXPIRY_SECONDS = 10.0  # between checks for requests that are too old
 
 
 def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> None:
@@ -232,20 +232,20 @@ def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> No
 
 
 def refuse_others(request: Request) -> None:
-    """Raise ApiError unless the request comes from this machine, and from no other through a proxy on it.
+    """Raise ApiError unless the request comes from this machine, and not through a proxy on it.
 
-    Whoever may read the traffic may read the prompts of all clients, so a client's API key is not enough.
+    The traffic holds the prompts of all clients, so a client's API key is not enough.
     """
     is_local = request.client is not None and is_loopback(request.client.host)
     if not is_local or any(name in request.headers for name in FORWARDED):
         allowed = "a process on the server's own machine is allowed; run headstart adapt there"
-        raise ApiError(403, f"{request.url.path}: asked from another machine, {allowed}")
+        raise ApiError(403, f"{request.url.path}: requested from another machine, {allowed}")
 
 
 async def drop_old_traffic(traffic: Traffic) -> None:
-    """Drop old requests also while nobody asks for anything."""
+    """Expire stored requests even when the server is idle."""
     while True:
-        await asyncio.sleep(min(LOOK, traffic.keep))
+        await asyncio.sleep(min(EXPIRY_SECONDS, traffic.keep))
         traffic.drop_old()
 
 
@@ -269,7 +269,7 @@ async def page_file(name: str) -> Response:
 async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         return error_response(refusal(error.errors()[0]))
-    cause = error.__cause__  # FastAPI raises this from whatever reading the body raised
+    cause = error.__cause__  # the error from parsing the body
     for each in (error, cause):
         if isinstance(each, ApiError):
             return error_response(each)
@@ -279,8 +279,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
         return error_response(not_json(cause))
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
-        says = {404: "there is no such path here", 405: f"this path has another method ({headers.get('Allow')})"}
-        what = f"{request.method} {request.url.path[:100]}: {says.get(error.status_code, error.detail)}"
-        return error_response(ApiError(error.status_code, what, headers=headers))
-    request_id = log_entry(request)["request_id"]  # the error itself is raised once more and logged
-    return error_response(ApiError(500, f"the server failed; its log has the reason for request {request_id}"))
+        reasons = {404: "there is no such path", 405: f"method not allowed; allowed: {headers.get('Allow')}"}
+        message = f"{request.method} {request.url.path[:100]}: {reasons.get(error.status_code, error.detail)}"
+        return error_response(ApiError(error.status_code, message, headers=headers))
+    request_id = log_entry(request)["request_id"]  # the error is raised again and logged
+    return error_response(ApiError(500, f"the server failed; its log has the reason, under request {request_id}"))

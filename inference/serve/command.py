@@ -4,9 +4,9 @@
     headstart serve --target assets/demo_target --head assets/demo_head
     headstart serve --target models/SmolLM2-135M-Instruct --port 8080 --api-key secret
 
-Any OpenAI client talks to it; base_url is http://127.0.0.1:8000/v1, and the chat page is http://127.0.0.1:8000/.
-Requests decode together, and each gets the text that it would get alone and without drafts. /metrics is for Prometheus.
-What is refused is refused with a status and the name of the field; docs/serving.md lists all fields and limits.
+OpenAI clients use http://127.0.0.1:8000/v1 as base_url; the chat page is http://127.0.0.1:8000/. Requests decode
+together, and each gets the same text as alone and without drafts. /metrics is for Prometheus. Unsupported and wrong
+fields are refused by name; docs/serving.md lists all fields and limits.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 
-LAST_BYTES = 5  # seconds that clients get to read the end of their answers
+LAST_BYTES_SECONDS = 5  # for clients to read the ends of their answers
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             served = thread.submit(load, options, thread).result()
         except KeyboardInterrupt:
             print(f"\n{NOT_BEGUN}", file=sys.stderr, flush=True)
-            os._exit(130)  # a usual end would wait until the thread has loaded the target
+            os._exit(130)  # a normal exit would wait for the thread to load the target
         app, service = build_app(served, options.settings, partial(print, flush=True))
         try:
             asyncio.run(Server(app, service, options).serve(sockets=[listening]))
@@ -80,7 +80,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
 
     def loop_with_head(folder: Path) -> Callable[[], DecodeLoop]:
         drafter = build_drafter(decode, target, section, load_drafting_head(folder, target))
-        target.tap_columns(drafter.taps)  # refuses a head that reads other states than the target gives
+        target.tap_columns(drafter.taps)  # refuses a head that reads other hidden states
         return loop_with(drafter)
 
     head = options.model.head
@@ -105,8 +105,8 @@ def load(options: ServeOptions, thread: Executor) -> Served:
 
 
 def ready_loop(target: TargetModel, *options: Any, **more: Any) -> DecodeLoop:
-    """A decode loop whose first requests wait for no capture."""
-    target.kept(SpareSteps).clear()  # they drafted with the head before
+    """A decode loop with its CUDA graphs captured, so that the first requests do not wait for it."""
+    target.kept(SpareSteps).clear()  # they belong to the previous head
     loop = DecodeLoop(target, *options, **more)
     loop.capture_ahead()
     return loop
@@ -119,16 +119,16 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         taken = f"--port: {port} given, but {host}:{port} cannot be opened ({error.strerror or error})"
-        remedy = "give another --port (0 takes a free one), or end the server that has it"
+        remedy = "give another --port (0 takes a free one), or end the server that uses it"
         raise ValueError(f"{taken}, a free port is needed; {remedy}") from None
 
 
 class Server(uvicorn.Server):
-    """uvicorn with our own signals: the first one lets running requests end, the second one ends the process."""
+    """uvicorn with other signal handling: the first lets running requests end, the second ends the process."""
 
     def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:
         quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(http_config(app, options.settings, timeout_graceful_shutdown=LAST_BYTES, **quiet))
+        super().__init__(http_config(app, options.settings, timeout_graceful_shutdown=LAST_BYTES_SECONDS, **quiet))
         self.service, self.options = service, options
         self.ending: asyncio.Task[None] | None = None
 
@@ -141,11 +141,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave the signals to `end`: uvicorn would close connections first."""
+        """Leave signals to `end`, because uvicorn would close the connections first."""
         yield
 
     def end(self, number: int) -> None:
-        """A signal has come."""
+        """Handle a signal."""
         if self.ending is not None:
             print("ending at once; running requests are lost", file=sys.stderr, flush=True)
             os._exit(128 + number)

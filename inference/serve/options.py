@@ -21,7 +21,7 @@ MEBIBYTE, GIBIBYTE = 2**20, 2**30
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server presents itself and what it allows, apart from what it decodes with."""
+    """A server's names, access and limits; not how it decodes."""
 
     names: tuple[str, ...]  # names of the model; the first one is in answers
     api_keys: tuple[str, ...] = ()  # none: no key is required
@@ -33,12 +33,12 @@ class ServerSettings:
     body_timeout: float = 60.0  # seconds until a request has arrived
     keep_alive: float = 15.0  # seconds of silence after which a stream gets a comment
     busy_status: int = 503  # where the queue is full
-    hosts: frozenset[str] | None = None  # names of this server apart from those of loopback; None: any name
+    hosts: frozenset[str] | None = None  # names of this server besides loopback names; None: any name
 
     def is_own(self, host: str | None) -> bool:
-        """May a request name this server so, in Host or Origin? `host` comes without a port.
+        """Whether a request may have this host, without its port, in Host or Origin.
 
-        A page of another site can point its own name at 127.0.0.1 (DNS rebinding), and its browser then sends that one.
+        Another site can point its own name at 127.0.0.1 (DNS rebinding); browsers then send that name.
         """
         if self.hosts is None or host is None or host in self.hosts:
             return True
@@ -46,7 +46,7 @@ class ServerSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether this is an address of the machine itself."""
+    """Whether this is an address of this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -65,109 +65,109 @@ class ServeOptions:
     port: int
     settings: ServerSettings
     shutdown_timeout: float
-    memory: int | None  # bytes of the cache; None: what all rows may need
-    prefix_memory: int | None  # bytes for prefixes of earlier texts; None: none are kept
+    memory: int | None  # bytes of the cache; None: enough for all rows
+    prefix_memory: int | None  # bytes for prefixes of earlier texts; None: they are dropped
     always_draft: bool
-    adapt_memory: int | None  # bytes for finished requests; None: none are kept
-    adapt_keep: float  # seconds that one is kept
+    adapt_memory: int | None  # bytes for finished requests; None: they are dropped
+    adapt_keep: float  # seconds until a finished request is dropped
 
 
 def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOptions:
-    """Read the command line; `doc` opens --help. Mistakes go to stderr and end the process with status 2."""
+    """Parse the command line; `doc` is the description in --help. Errors exit with status 2."""
     parser = own_parser(doc)
     add_model(
         parser,
-        target="folder or hub name of the model, in place of a recipe",
+        target="folder or hub name of the model, instead of a recipe",
         head="folder of its draft head (without one: drafts by prompt lookup)",
     )
     add_names(parser)
     add_limits(parser)
-    given = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     if missing := [name for name in PACKAGES if find_spec(name) is None]:
         needed = f"all of {', '.join(PACKAGES)} are needed to serve"
         parser.error(f"{', '.join(missing)}: not installed, {needed}; pip install -e '.[serve]'")
-    if given.recipe is None and given.target is None:
+    if arguments.recipe is None and arguments.target is None:
         parser.error("--target: missing, a RECIPE or the folder of a model is needed; write one of them")
-    model = model_options(parser, given)
-    source = KEYS if given.api_key is None else "--api-key"
-    keys = given.api_key or [key for key in os.environ.get(KEYS, "").split(",") if key]
+    model = model_options(parser, arguments)
+    source = KEYS if arguments.api_key is None else "--api-key"
+    keys = arguments.api_key or [key for key in os.environ.get(KEYS, "").split(",") if key]
     if any(not re.fullmatch("[!-~]+", key) for key in keys):
-        wrong = "an empty key or one with spaces or characters beyond ASCII given"
+        wrong = "an empty key, or a key with spaces or non-ASCII characters given"
         parser.error(f"{source}: {wrong}, visible ASCII characters are allowed, as in HTTP headers; change it")
-    if any(not name for name in given.served_model_name or ()):
+    if any(not name for name in arguments.served_model_name or ()):
         parser.error("--served-model-name: '' given, a name is allowed; write one, or leave it out")
-    if given.adapt_memory is not None and model.head is None:
-        drafts = f"--adapt-memory: {given.adapt_memory:g} given, but drafts by {model.drafts} learn nothing"
+    if arguments.adapt_memory is not None and model.head is None:
+        drafts = f"--adapt-memory: {arguments.adapt_memory:g} given, but drafts by {model.drafts} cannot be trained"
         parser.error(f"{drafts}, a head is needed; give --head, or leave --adapt-memory out")
-    if given.max_batch is not None:
-        model = replace(model, decode=model.decode.model_copy(update={"max_batch": given.max_batch}))
+    if arguments.max_batch is not None:
+        model = replace(model, decode=model.decode.model_copy(update={"max_batch": arguments.max_batch}))
     return ServeOptions(
         model,
-        given.host,
-        given.port,
+        arguments.host,
+        arguments.port,
         ServerSettings(
-            names=tuple(given.served_model_name or [Path(str(model.target)).name]),
+            names=tuple(arguments.served_model_name or [Path(str(model.target)).name]),
             api_keys=tuple(keys),
             max_batch=model.decode.max_batch,
-            max_queue=given.max_queue,
-            max_body=int(given.max_body * MEBIBYTE),
-            queue_timeout=given.queue_timeout or None,
-            request_timeout=given.request_timeout or None,
-            busy_status=given.busy_status,
-            hosts=own_hosts(given.host, given.allowed_host or ()),
+            max_queue=arguments.max_queue,
+            max_body=int(arguments.max_body * MEBIBYTE),
+            queue_timeout=arguments.queue_timeout or None,
+            request_timeout=arguments.request_timeout or None,
+            busy_status=arguments.busy_status,
+            hosts=own_hosts(arguments.host, arguments.allowed_host or ()),
         ),
-        given.shutdown_timeout,
-        None if given.memory is None else int(given.memory * GIBIBYTE),
-        int(given.prefix_memory * GIBIBYTE) or None,
-        given.always_draft,
-        None if given.adapt_memory is None else int(given.adapt_memory * GIBIBYTE),
-        given.adapt_keep * 3600,
+        arguments.shutdown_timeout,
+        None if arguments.memory is None else int(arguments.memory * GIBIBYTE),
+        int(arguments.prefix_memory * GIBIBYTE) or None,
+        arguments.always_draft,
+        None if arguments.adapt_memory is None else int(arguments.adapt_memory * GIBIBYTE),
+        arguments.adapt_keep * 3600,
     )
 
 
 def own_hosts(host: str, allowed: Sequence[str]) -> frozenset[str] | None:
-    """The names that `is_own` allows: any, unless only this machine is listened to or names are given."""
+    """The names that `is_own` allows: any, unless the server listens only to this machine or names are given."""
     is_local = is_loopback(host) or host == "localhost"
     return frozenset(name.lower() for name in (*allowed, host)) if allowed or is_local else None
 
 
 def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add the options that are no numbers."""
+    """Add the options that are not numbers."""
     add = parser.add_argument
-    name = "name that requests give as `model`; repeat it for several (default: the last part of the target's path)"
+    name = "name that requests may give as `model`; repeatable (default: the last part of the target's path)"
     add("--served-model-name", action="append", metavar="NAME", help=name)
-    key = "key that requests must send as `Authorization: Bearer KEY`; repeat it for several"
-    no_key = f"default: those in {KEYS}, separated by commas; without it no key is required"
+    key = "key that requests must send as `Authorization: Bearer KEY`; repeatable"
+    no_key = f"default: the comma-separated keys in {KEYS}; without any, no key is required"
     add("--api-key", action="append", metavar="KEY", help=f"{key} ({no_key})")
-    add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 lets other machines in")
-    only = "name by which clients and web pages may reach the server, besides localhost; repeat it for several"
-    name_or_any = "default: none at a loopback --host, else any"
+    add("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 accepts other machines")
+    only = "host name, besides localhost, by which clients and web pages may reach the server; repeatable"
+    name_or_any = "default: none with a loopback --host, else any"
     add("--allowed-host", action="append", metavar="NAME", help=f"{only} ({name_or_any})")
-    always = "draft at every load; by default a head drafts only while that pays, by this machine's step times"
+    always = "draft at any load; by default a head drafts only while that pays, by this machine's step times"
     add("--always-draft", action="store_true", help=always)
-    status = "HTTP status of a refusal while the queue is full; clients retry after both (default: %(default)s)"
+    status = "HTTP status of refusals while the queue is full; clients retry after both (default: %(default)s)"
     add("--busy-status", type=int, choices=(503, 429), default=DEFAULTS.busy_status, help=status)
 
 
 def add_limits(parser: argparse.ArgumentParser) -> None:
     add, forever = partial(add_number, parser), (0, 10**6)
-    add("--port", int, (0, 65535), 8000, "0 takes a free one")
-    add("--max-batch", int, (1, 4096), None, "texts that decode together (default: the recipe's, or 16)")
-    fits = "requests wait until they fit (default: what --max-batch texts of the requested lengths need)"
-    add("--memory", float, (0.001, 10**6), None, f"GiB that the cache may take; {fits}")
-    again = "so that a conversation or a system prompt that comes again is not read again; 0 keeps none"
+    add("--port", int, (0, 65535), 8000, "0 picks a free one")
+    add("--max-batch", int, (1, 4096), None, "texts that decode together (default: from the recipe, or 16)")
+    fits = "requests wait until they fit (default: enough for --max-batch texts of the requested lengths)"
+    add("--memory", float, (0.001, 10**6), None, f"GiB for the cache; {fits}")
+    again = "so that a repeated conversation or system prompt skips prefill; 0 drops them"
     add("--prefix-memory", float, forever, 0.5, f"GiB for prefixes of earlier texts, {again}")
-    queue = "texts that may wait in addition to those; more are refused with --busy-status"
-    kept = "GiB of this process's memory for finished requests, which headstart adapt trains the head on; on no disk"
-    add("--adapt-memory", float, (0.001, 10**6), None, f"{kept} (default: none are kept)")
-    add("--adapt-keep", float, (0.001, 8760), 24.0, "hours that a finished request is kept with --adapt-memory")
+    queue = "texts that may wait in addition; more are refused with --busy-status"
+    memory = "GiB of this process's memory, never disk, for finished requests that headstart adapt trains the head on"
+    add("--adapt-memory", float, (0.001, 10**6), None, f"{memory} (default: they are dropped)")
+    add("--adapt-keep", float, (0.001, 8760), 24.0, "hours until --adapt-memory drops a finished request")
     add("--max-queue", int, forever, DEFAULTS.max_queue, queue)
-    add("--max-body", float, (0.001, 1024), DEFAULTS.max_body / MEBIBYTE, "largest body of a request in MiB")
-    waiting = "seconds after which a request without a first token is refused; 0: never"
+    add("--max-body", float, (0.001, 1024), DEFAULTS.max_body / MEBIBYTE, "largest request body in MiB")
+    waiting = "seconds until a request without a first token is refused; 0: never"
     add("--queue-timeout", float, forever, DEFAULTS.queue_timeout, waiting)
-    running = "seconds after which a request ends with what it has, finish_reason abort; 0: never"
+    running = "seconds until a request ends with the text so far, finish_reason abort; 0: never"
     add("--request-timeout", float, forever, 0.0, running)
-    ending = "seconds that running requests get to end after SIGTERM or Ctrl-C; a second signal ends them at once"
+    ending = "seconds for running requests to end after SIGTERM or Ctrl-C; a second signal ends them at once"
     add("--shutdown-timeout", float, forever, 30.0, ending)
 
 
@@ -181,14 +181,14 @@ def add_number(
 ) -> None:
     low, high = allowed
 
-    def read(given: str) -> float | int:
+    def parsed(value: str) -> float | int:
         try:
-            number = kind(given)
+            number = kind(value)
         except ValueError:
             number = math.nan
         if low <= number <= high:
             return number
-        raise argparse.ArgumentTypeError(f"{given} given, {low} to {high} is allowed; correct it or leave it out")
+        raise argparse.ArgumentTypeError(f"{value} given, {low} to {high} is allowed; correct it or leave it out")
 
     shown = "" if default is None else " (default: %(default)g)"
-    parser.add_argument(name, type=read, default=default, metavar="NUMBER", help=f"{text}{shown}")
+    parser.add_argument(name, type=parsed, default=default, metavar="NUMBER", help=f"{text}{shown}")

@@ -1,4 +1,4 @@
-"""HTTP around the routes: an id, keys, limits and a line in the log for every request; streams; clients that leave."""
+"""HTTP around the routes: request ids, API keys, limits and the log; event streams; clients that disconnect."""
 
 import asyncio
 import hmac
@@ -30,13 +30,13 @@ from headstart.inference.serve.api.fields import read_json
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.options import ServerSettings
 
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
-CLIENT_GONE = 499  # nobody reads it; the log shows the number, as nginx does
+CLIENT_GONE = 499  # as in nginx; it appears only in the log
 ENTRY = "headstart.log"  # the key of the request's log entry in its scope
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 GUARDED = ("/v1", "/tokenize", "/detokenize", "/adapt")
-# Requested every few seconds, or by the chat page; logged only if they fail.
+# Requested every few seconds, or by the chat page: logged only if they fail.
 QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/adapt", "/", "/style.css", "/page.js"})
 
 
@@ -61,7 +61,7 @@ def figures(exchange: Exchange) -> dict[str, Any]:
 
 
 class Front:
-    """Wraps the routes. Every request becomes one line in the log."""
+    """Wraps the routes; writes one line to the log for every request."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, log: Callable[[str], None]) -> None:
         self.app, self.settings, self.log = app, settings, log
@@ -79,7 +79,7 @@ class Front:
             "method": scope["method"],
             "path": scope["path"][:200],
             "client": client[0] if client else None,
-            "status": None,  # the client left before an answer
+            "status": None,  # remains None if the client disconnects before an answer
         }
 
         async def answer(message: Message) -> None:
@@ -94,15 +94,14 @@ class Front:
         except ApiError as error:
             await error_response(error)(scope, receive, answer)
         except Exception:
-            traceback.print_exc(file=sys.stderr)  # the client has an error with status 500 already
+            traceback.print_exc(file=sys.stderr)  # the client has received status 500
         finally:
             entry["seconds"] = round(time.perf_counter() - started, 4)
             if entry["path"] not in QUIET or entry["status"] not in (200, 304):
                 self.log(json.dumps(entry))
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError for another server's name, without a right key, which is compared in full with each, and for a
-        body of another type."""
+        """Raise ApiError for another host's name, a missing or wrong API key, and a body that is not JSON."""
         for name in ("Host", "Origin"):
             given = headers.get(name, "")
             if not self.settings.is_own(host_in(given)):
@@ -110,8 +109,8 @@ class Front:
                 raise ApiError(403, f"{name}: {given[:100]!r} given, {allowed}; restart the server with the name")
         keys = self.settings.api_keys if scope["path"].startswith(GUARDED) and scope["method"] != "OPTIONS" else ()
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        right = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in keys]
-        if keys and (scheme.lower() != "bearer" or not any(right)):
+        matches = [hmac.compare_digest(token.strip().encode(), key.encode()) for key in keys]  # in constant time
+        if keys and (scheme.lower() != "bearer" or not any(matches)):
             allowed = "`Bearer KEY` is needed; send one that the server was started with"
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"Authorization: no valid API key given, {allowed}", headers=challenge)
@@ -121,10 +120,10 @@ class Front:
             raise ApiError(415, f"Content-Type: {kind[:60]!r} given, {allowed}")
 
 
-def host_in(given: str) -> str | None:
-    """The host in a Host or Origin header, without its port; None without a header, "" for one that has no host."""
+def host_in(header: str) -> str | None:
+    """The host in a Host or Origin header, without its port; None without a header, "" for a header without a host."""
     try:
-        return (urlsplit(given if "//" in given else f"//{given}").hostname or "") if given else None
+        return (urlsplit(header if "//" in header else f"//{header}").hostname or "") if header else None
     except ValueError:
         return ""
 
@@ -134,15 +133,15 @@ def error_response(error: ApiError) -> JSONResponse:
 
 
 def log_entry(request: Request) -> dict[str, Any]:
-    """The request's line in the log, to which its route may add."""
+    """The request's line in the log; its route may add to it."""
     return request.scope[ENTRY]
 
 
 class TimedHeaders(H11Protocol):
-    """uvicorn's protocol, but a connection is closed if a request's headers take longer than `seconds`."""
+    """uvicorn's protocol, which does not limit the time of a request's headers; here it is `seconds`."""
 
-    def __init__(self, seconds: float, **given: Any) -> None:
-        super().__init__(**given)
+    def __init__(self, seconds: float, **options: Any) -> None:
+        super().__init__(**options)
         self.seconds = seconds
         self.late: asyncio.TimerHandle | None = None
 
@@ -159,7 +158,7 @@ class TimedHeaders(H11Protocol):
         self._stop()
 
     def _time(self) -> None:
-        """Let the time run from a request's first byte, or from the connection, until its headers are there."""
+        """Run the timer from the connection, or a later request's first byte, until the headers are complete."""
         if self.conn.their_state is not h11.IDLE:
             self._stop()
         elif self.late is None:
@@ -171,23 +170,23 @@ class TimedHeaders(H11Protocol):
             self.late = None
 
 
-def http_config(app: ASGIApp, settings: ServerSettings, **given: Any) -> uvicorn.Config:
-    """How uvicorn serves the application; `given` are its own options."""
+def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
+    """How uvicorn serves the application; `options` are passed to uvicorn."""
     http: Any = partial(TimedHeaders, settings.body_timeout)
-    return uvicorn.Config(app, http=http, lifespan="on", **given)
+    return uvicorn.Config(app, http=http, lifespan="on", **options)
 
 
 def limited(receive: Receive, settings: ServerSettings) -> Receive:
     """`receive`, with an ApiError for a body that is too large or too slow.
 
-    One that is too large is still received, up to eight times the limit, so that the client reads the error.
+    A body that is too large is still received, up to eight times the limit, so that the client reads the error.
     """
     most, end = settings.max_body, time.monotonic() + settings.body_timeout
-    size, is_whole = 0, False
+    size, is_complete = 0, False
 
     async def receive_some() -> Message:
-        nonlocal size, is_whole
-        if is_whole:
+        nonlocal size, is_complete
+        if is_complete:
             return await receive()
         while True:
             try:
@@ -196,10 +195,10 @@ def limited(receive: Receive, settings: ServerSettings) -> Receive:
                 late = f"the body did not arrive within {settings.body_timeout:g} seconds; send it faster"
                 raise ApiError(408, late) from None
             size += len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
+            is_complete = not message.get("more_body", False)
             if size <= most:
                 return message
-            if is_whole or size > 8 * most:
+            if is_complete or size > 8 * most:
                 large = f"the body has more than {most} bytes, at most {most} are allowed; send a smaller one"
                 raise ApiError(413, large)
 
@@ -212,7 +211,7 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route whose body becomes values by `read_json`."""
+    """A route whose body is parsed by `read_json`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -224,13 +223,13 @@ class JsonRoute(APIRoute):
 
 
 async def until_gone(receive: Receive) -> None:
-    """Returns when the client has closed the connection."""
+    """Return when the client has closed the connection."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Found:
-    """The result of the work; cancels it and raises ClientGoneError if the client leaves first."""
+async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    """The result of the work; cancels it and raises ClientGoneError if the client disconnects first."""
     working, gone = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -244,9 +243,9 @@ async def unless_gone(work: Coroutine[Any, Any, Found], receive: Receive) -> Fou
 
 
 class EventStream(Response):
-    """Server-sent events. They are closed, wherever they are, when the client leaves.
+    """Server-sent events. The generator is closed at once when the client disconnects.
 
-    An ApiError before the first one is an answer with its status.
+    An ApiError before the first event becomes an answer with its status.
     """
 
     media_type = "text/event-stream"
@@ -263,7 +262,7 @@ class EventStream(Response):
             if not self.begun:
                 await Response(status_code=CLIENT_GONE)(scope, receive, send)
         finally:
-            await self.events.aclose()  # if the client left before the first one
+            await self.events.aclose()  # if the client disconnected before the first event
 
     async def _write(self, send: Send) -> None:
         async with aclosing(self.events):
@@ -276,6 +275,6 @@ class EventStream(Response):
 
 
 def event(data: dict[str, Any]) -> str:
-    """An object as an event; one that has a type is named after it."""
+    """An object as an event, which is named after the object's type if it has one."""
     name = f"event: {data['type']}\n" if "type" in data else ""
     return f"{name}data: {json.dumps(data, ensure_ascii=False)}\n\n"

@@ -71,8 +71,8 @@ calibrate: the head is a file | calibrate {recipe} | file head
     run/head | holds no head | a trained head's folder is required | name another with decode.head=FOLDER
 report: report.json is a folder | report {recipe} {quick} | folder report/report.json
     report/report.json: | Is a directory | or choose another run_dir
-report: no space for the page | report {recipe} {quick} | full *.html.partial
-    report/report.html: | No space left on device
+report: no space for the tables | report {recipe} {quick} | full *.md.partial
+    report/report.md: | No space left on device
 report: the other head is missing | report {recipe} {quick} 'report.other_heads={other: {run}/none}'
     report.other_heads.other | holds no head | a trained head's folder is required | name another
 export: no space for the weights | export {recipe} export.format=sglang | weights ENOSPC
@@ -211,7 +211,7 @@ def copy_to_a_full_disk(source: Path, into: Path) -> None:
 
 
 # Each of the others writes a report, too.
-@pytest.mark.parametrize("case", slow_unless(CASES.keys() - {"report: no space for the page"}, CASES))
+@pytest.mark.parametrize("case", slow_unless(CASES.keys() - {"report: no space for the tables"}, CASES))
 def test_a_failing_disk_or_network_is_one_message(
     case: str, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

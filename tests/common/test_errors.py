@@ -134,7 +134,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
     "inspect": ("headstart.data_pipelines.inspect.make_prompts_alone", "starts over"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.make_report", "continues where it stopped"),
+    "report": ("headstart.inference.report.command.check_folder", "starts over"),
     "export": ("headstart.heads.formats.export.stored_dtype", "starts over"),
     "lint": ("headstart.heads.formats.lint.lint", "starts over"),
     "convert": ("headstart.heads.formats.convert.convert", "starts over"),
@@ -258,6 +258,6 @@ def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(
         outcome = type_command(arguments, monkeypatch, capsys)
         assert outcome.code == 0, outcome.text
     files = [path for path in run_dir.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".html"}
+    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".svg"}
     modes = {path.relative_to(run_dir).as_posix(): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
     assert set(modes.values()) == {oct(0o666 & ~umask)}, modes

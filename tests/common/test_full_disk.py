@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
     typed(0, "train")
-    for name in ("report.json.partial", "report.html.partial"):
+    for name in ("report.json.partial", "report.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
             SmallDisk(patch, when_writing(name))
             assert "No space left on device" in typed(1, "report", *REPORT)

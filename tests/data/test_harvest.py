@@ -34,7 +34,7 @@ from headstart.data_pipelines.prompts.completion_client import CompletionClient,
 from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
 from headstart.data_pipelines.stages import shard_work
-from headstart.data_pipelines.stages.shard_work import ROOM, idle_cores
+from headstart.data_pipelines.stages.shard_work import DECODE_MEMORY_SHARE, idle_cores
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
 from headstart.inference.core.request import cut_at_end
@@ -52,39 +52,27 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
 # Cost
 
 
-def test_features_too_large_for_the_disk_are_refused_before_the_harvest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
-    needed = sum(
-        len(row["prompt"] + row["response"]) for split in ("train", "heldout") for row in responses(recipe, split)
-    )
-    needed *= bytes_per_token(32, 3, "float32")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=needed - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
-        harvest(recipe)
-    assert not list(recipe.features_dir.glob("*.safetensors"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=int(needed * 1.02)))
-    harvest(recipe)
-
-
-def test_a_disk_too_small_for_the_prompts_features_is_refused_before_responses_are_written(
+def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_run(tmp_path)
-    recipe, usage = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path)
+    recipe, usage, per_token = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path), bytes_per_token(32, 3, "float32")
+
+    def refuse_with(tokens: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
+        with pytest.raises(ValueError, match=r"data\.folder: the features need .* left; choose another data\.folder"):
+            harvest(recipe)
+
     make_prompts(recipe)
-    rows = [row for name in ("train", "heldout") for row in list(read_jsonl(recipe.prompts_dir / f"{name}.jsonl"))]
+    rows = [row for name in ("train", "heldout") for row in read_jsonl(recipe.prompts_dir / f"{name}.jsonl")]
     tokens = sum(len(row["tokens"]) for row in rows[:16])
-    per_token = bytes_per_token(32, 3, "float32")
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
-    with pytest.raises(ValueError, match=r"data\.folder: the features need .* kB left; choose another data\.folder"):
-        harvest(recipe)
+    refuse_with(tokens)
     assert not recipe.responses_dir.exists()
+    monkeypatch.undo()
     harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
+    written = [row for split in ("train", "heldout") for row in responses(recipe, split)]
+    refuse_with(sum(len(row["prompt"] + row["response"]) for row in written))
+    assert not list(recipe.features_dir.glob("*.safetensors"))
     monkeypatch.undo()
     shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
@@ -126,8 +114,9 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
     needed = StepMemory.of(target.config, target.dtype).needed(1, 1, 24 + 12)
     monkeypatch.setattr(shard_work, "SMALL", 0)
     monkeypatch.setattr("headstart.data_pipelines.prompts.responses.generate_each", watched)
-    for room, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
-        monkeypatch.setattr(shard_work, "free_memory", lambda _, room=room: int(room / ROOM * needed) + 1)
+    for texts, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
+        free = int(texts / DECODE_MEMORY_SHARE * needed) + 1
+        monkeypatch.setattr(shard_work, "free_memory", lambda _, free=free: free)
         assert dict(target_writer(recipe, target)(prompts, samplings)) == wanted
         assert said in (printed := capsys.readouterr().out)
         assert bool(said) == bool(printed)
@@ -155,7 +144,7 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
         target = TargetModel(on_two_cards(make_model()), ())
         slot = 2 * 2 * 8 * 4  # bytes of a token in one layer
         assert [StepMemory.on(device, target).cached for device in (CUDA, SECOND)] == [4 * slot, 3 * slot]
-        room = {CUDA: 10**9, SECOND: int(2.5 * StepMemory.on(SECOND, target).needed(1, 1, 36) / ROOM)}
+        room = {CUDA: 10**9, SECOND: int(2.5 * StepMemory.on(SECOND, target).needed(1, 1, 36) / DECODE_MEMORY_SHARE)}
         monkeypatch.setattr(shard_work, "free_memory", room.__getitem__)
         assert shard_work.texts_together(recipe, target, 36) == 2
     assert "3 given, 2 decode together, as cuda:1 has" in capsys.readouterr().out

@@ -217,7 +217,7 @@ def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
     with pytest.raises(SystemExit) as stop:
         make(folder, "1/1")
     assert stop.value.code == 143
-    assert "SIGTERM: what is finished is kept" in capsys.readouterr().out
+    assert "SIGTERM: finished texts and shards are saved" in capsys.readouterr().out
     run = folder / "run"
     if stage == "responses":
         kept = sum(len(path.read_text().splitlines()) for path in (run / "responses").glob("*.jsonl*"))

@@ -222,12 +222,6 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
 
 
-def test_an_unknown_part_of_a_call_is_refused_by_name() -> None:
-    turn = says("", tool_calls=[{"name": "weather", "inputs": {"city": "Oslo"}}])
-    with pytest.raises(BadRow, match="the call of weather has inputs, which is not known"):
-        parse_row({"messages": [user("Snow?"), turn]})
-
-
 # What rows say besides their words
 
 

@@ -87,7 +87,7 @@ def test_a_server_that_is_gone_from_the_start_is_named_and_the_others_go_on(
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert f"data.server: {GONE}/v1/models gave no answer" in printed
-    assert "1 of 2 servers go on" in printed
+    assert "1 of 2 servers remain" in printed
 
 
 def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(
@@ -96,7 +96,7 @@ def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept
     build_run(tmp_path)
     two = [stack.enter_context(serving(Sampler, dies_after=3)) for _ in range(2)]
     recipe = tiny_recipe(tmp_path, f"data.server=[{', '.join(url for url, _ in two)}]", "data.generate_batch=1")
-    with pytest.raises(ValueError, match="run the command again, which keeps the finished") as error:
+    with pytest.raises(ValueError, match="run the command again; finished responses are kept") as error:
         harvest(recipe)
     assert all(f"{url}/v1/completions gave no answer" in str(error.value) for url, _ in two)
     url, handler = stack.enter_context(serving(Sampler))

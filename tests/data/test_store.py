@@ -279,13 +279,6 @@ def test_stores_of_a_target_that_moved_are_merged(harvested: Path, tmp_path: Pat
     assert stats(tmp_path / "merged")["train"]["samples"] == 16
 
 
-def test_stores_of_different_taps_or_dtypes_are_not_merged(harvested: Path, tmp_path: Path) -> None:
-    other = tiny_recipe(harvested, f"run_dir={tmp_path / 'other'}", "head.taps=[0]", "data.dtype=bfloat16")
-    with pytest.raises(ValueError, match=r"dtype: 'float32' in .*, 'bfloat16' in(.|\n)*taps: \[1, 2, 3\]"):
-        merge(tmp_path / "merged", [harvested / "run" / "features", harvest(other).folder])
-    assert not (tmp_path / "merged").exists()
-
-
 def test_stores_of_a_target_that_was_tuned_in_its_middle_were_merged(harvested: Path, tmp_path: Path) -> None:
     tuned, base = tmp_path / "tuned", harvested / "run" / "features"
     shutil.copytree(base, tuned)
@@ -294,22 +287,6 @@ def test_stores_of_a_target_that_was_tuned_in_its_middle_were_merged(harvested: 
     (tuned / "manifest.json").write_text(json.dumps(about))
     with pytest.raises(ValueError, match="cannot be merged:\n  the target's weights, sampled: "):
         merge(tmp_path / "merged", [base, tuned])
-
-
-def test_a_store_of_another_target_or_without_a_tap_is_refused(harvested: Path, tmp_path: Path) -> None:
-    store = harvested / "run" / "features"
-    with pytest.raises(ValueError, match=r"data\.store: .* holds taps \[1, 2, 3\]"):
-        harvest(tiny_recipe(harvested, f"data.store={store}", "head.taps=[0]"))
-    block = "head={kind: block, block_size: 3, taps: [0, 1, 3]}"
-    with pytest.raises(
-        ValueError, match=r"it lacks \[0\]; a new harvest of this text takes about .*B on disk and one pass"
-    ):
-        harvest(tiny_recipe(harvested, f"data.store={store}", block))
-    build_run(tmp_path)
-    weights = tmp_path / "target" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    with pytest.raises(ValueError, match=r"data\.store: .* which is not target\.path"):
-        harvest(tiny_recipe(tmp_path, f"data.store={store}"))
 
 
 # Order and reading

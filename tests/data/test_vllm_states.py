@@ -186,7 +186,7 @@ def test_of_a_target_too_large_to_load_the_last_state_is_checked(
             harvest(with_states(tmp_path, start(), wrong))
     recipe = with_states(tmp_path, start())
     harvest(recipe)
-    assert "too large to load here: of vLLM's states only the last one is checked" in capsys.readouterr().out
+    assert "too large to load here, so only vLLM's last state is checked" in capsys.readouterr().out
     assert len(FeatureStore(recipe.features_dir, "train")) == 12
 
 

@@ -22,7 +22,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.targets.loading import pick_device
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 
 MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]

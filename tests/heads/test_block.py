@@ -27,7 +27,7 @@ from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
-from headstart.recipes.schema import BlockSection
+from headstart.recipes.schema_heads import BlockSection
 
 SEQ = 13
 MakeHead = Callable[..., BlockHead]

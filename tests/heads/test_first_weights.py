@@ -11,11 +11,11 @@ from torch.testing import assert_close
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.kinds.linear_start import RIDGE, LeastSquares
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 from headstart.trainers import run
-from headstart.trainers.new_head import RIDGE, LeastSquares, start_with_fit
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -47,7 +47,7 @@ def test_a_head_starts_as_the_fitted_map(frozen: FrozenTarget) -> None:
         inputs = head.linear_inputs(taps, tokens)
         fit = LeastSquares(inputs.shape[1], config.hidden_size)
         fit.add(inputs, inputs @ torch.randn(inputs.shape[1], config.hidden_size, generator=generator))
-        start_with_fit(head, fit, generator)
+        head.start_with_fit(fit, generator)
         hidden = head(head.project(taps).unsqueeze(1), tokens.unsqueeze(1), torch.zeros(500, 1, dtype=torch.long))
         found = head.norm(hidden)[:, 0]
     predicted = inputs @ fit.solve().float()

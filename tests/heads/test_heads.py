@@ -22,7 +22,7 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import Eagle1Section, Eagle3Section
+from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
 
 BATCH, SEQ = 2, 11
 EAGLE3_SHAPES: list[dict[str, Any]] = [

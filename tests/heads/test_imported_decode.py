@@ -23,7 +23,7 @@ from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.medusa import MedusaHead, MedusaShape
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate
 from headstart.inference.targets.model import TargetModel

@@ -28,9 +28,9 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.block import head_drafter
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.costs import CostAwareShape
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
@@ -39,7 +39,8 @@ from headstart.inference.generate.options import DRAFTS
 from headstart.inference.report.command import report
 from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection, MedusaSection
+from headstart.recipes.schema import DecodeSection
+from headstart.recipes.schema_heads import MedusaSection
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]

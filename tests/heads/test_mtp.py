@@ -25,12 +25,13 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import Request
 from headstart.inference.doctor.command import diagnose
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.other_commands import Options
-from headstart.recipes.schema import MtpSection, TargetSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_heads import MtpSection
 
 pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="MTP layers need transformers 5.23"

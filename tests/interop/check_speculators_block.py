@@ -23,7 +23,7 @@ from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema import BlockSection
+from headstart.recipes.schema_heads import BlockSection
 
 BAR = 1e-4
 LENGTHS = (70, 50)  # tokens of the two documents

@@ -223,7 +223,7 @@ a mask token beyond the vocabulary | head={kind: block, block_size: 3, mask_toke
 input noise for a block head | head={kind: block, block_size: 3} | train.input_noise=0.1
     train.input_noise | 0.1 given | only 0 or null | remove it
 blocks for EAGLE-3 | train.anchors=5
-    train.anchors | 5 given | only block heads | choose head.kind block
+    train.anchors | 5 given | no value is allowed | choose head.kind block
 a fitted start of a trained head | train.start_from=runs/other/head | train.fitted_start=true
     train.fitted_start | true given | only false | remove one of them
 a fitted start of a head whose start is not fitted | head={kind: eagle1} | train.fitted_start=true

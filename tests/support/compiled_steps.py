@@ -14,11 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import Eagle3Section
+from headstart.recipes.schema_heads import Eagle3Section
 
 CONFIG = LlamaConfig(
     vocab_size=97,

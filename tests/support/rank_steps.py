@@ -18,7 +18,7 @@ from headstart.data_pipelines.together import settle
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head
 from headstart.recipes import load_recipe
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.unrolled import Teacher
 from headstart.trainers.parallel.head_on_ranks import HeadOnRanks, full_tensor, set_learning_rates
 from headstart.trainers.parallel.launch import distribute_head, start_accelerator

@@ -21,6 +21,7 @@ from headstart.inference.drafters.costs import (
     CostAware,
     CostSurface,
     CostTable,
+    Drafted,
     Situation,
     StepCosts,
 )
@@ -287,10 +288,7 @@ class SetCosts(CostTable):
     def now(self, at: Situation) -> StepCosts:
         return self.costs
 
-    def observe_target(self, at: Situation, nodes: int, seconds: float) -> None:
-        """Do nothing: the costs stay as they were given."""
-
-    def observe_drafting(self, at: Situation, first_level: float, levels: list[float]) -> None:
+    def observe(self, drafted: Drafted, seconds: float) -> None:
         """Do nothing: the costs stay as they were given."""
 
 

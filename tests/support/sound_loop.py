@@ -10,7 +10,7 @@ from headstart.inference.engine.prefixes import BLOCK, PrefixIndex
 
 def assert_sound(loop: DecodeLoop) -> None:
     """Each request is in one place, and text, slots, hidden states and prefixes agree on what was read of it."""
-    batch, rows, reading = loop.batch, loop.batch.rows, loop.batch.reading
+    batch, rows, partial = loop.batch, loop.batch.rows, loop.batch.partial
     numbers = [*loop.waiting.numbers, *(row.number for row in batch.members), *loop.ended]
     assert len(numbers) == len({*numbers})
     assert {*numbers} <= {*loop.generations}
@@ -36,11 +36,11 @@ def assert_sound(loop: DecodeLoop) -> None:
         # A drafter without slots never falls behind, nor does a row that wants no drafts, once it has made a step.
         never_behind = head is None or not row.request.speculative
         assert not (never_behind and row.generation.stats.steps and row.unread.is_behind)
-    if reading is not None:
-        assert len(rows) <= reading.place < batch.max_rows
-        assert reading.row.text == reading.row.request.prompt
-        assert reading.count < len(reading.row.text)
-        assert_unread(loop, reading.row, reading.count)
+    if partial is not None:
+        assert len(rows) <= partial.place < batch.max_rows
+        assert partial.row.text == partial.row.request.prompt
+        assert partial.cached < len(partial.row.text)
+        assert_unread(loop, partial.row, partial.cached)
 
 
 def assert_unread(loop: DecodeLoop, row: Sequence, held: int) -> None:
@@ -69,8 +69,8 @@ def assert_drafter_has_read(loop: DecodeLoop) -> None:
     """The drafter's slots hold what it computes from each row's text alone, up to where the row says it has read."""
     batch = loop.batch
     places = [*enumerate(batch.rows)]
-    if batch.reading is not None:
-        places.append((batch.reading.place, batch.reading.row))
+    if batch.partial is not None:
+        places.append((batch.partial.place, batch.partial.row))
     for place, row in places:
         start, slots = row.unread.start, batch.cache.head
         if slots is None or not row.request.speculative or not start:

@@ -28,7 +28,7 @@ from headstart.trainers.objectives.unrolled import Teacher
 
 MakeHead = Callable[..., BlockHead]
 MakeRecipe = Callable[..., Recipe]
-DSPARK = Objective("total_variation", 1.8, 0.0, 0.0, (1.0, 0.7, 0.5, 0.3), text_weight=0.1)
+DSPARK = Objective("total_variation", 1.8, text_weight=0.1, unroll_weights=(1.0, 0.7, 0.5, 0.3))
 BLOCK = (
     "head.kind=block",
     "head.block_size=4",
@@ -96,7 +96,7 @@ def test_the_blocks_of_a_text_are_the_same_in_any_batch_and_in_packed_rows(limit
 
 def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[str, Tensor]]:
     """For each level of one block that counts: its losses, computed from one block alone, and the target's choice."""
-    head, frozen, vocab = trained.block_head, trained.teacher.frozen, trained.teacher.vocab
+    head, frozen, vocab = trained.head, trained.teacher.frozen, trained.teacher.vocab
     lone = Batch.collate([sample], torch.float32)
     supervision = trained.supervision_of(lone, Blocks((0,), (anchor,), (0,)))
     states = trained.unroll(lone, supervision, None)[:, 0]

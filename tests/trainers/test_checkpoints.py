@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.parallel.head_on_ranks import build_optimizers, named_optimizer_state, set_optimizer_state
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
@@ -107,7 +107,7 @@ def test_a_full_disk_leaves_the_checkpoint_before_and_says_so(tmp_path: Path) ->
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
     try:
-        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole checkpoints: step-5; raise"):
+        with pytest.raises(ValueError, match=r"step-10 cannot be written .* whole checkpoints: step-5; correct"):
             checkpoints.save(large)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)

@@ -24,7 +24,7 @@ from torch.testing import assert_close
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.recipes.command_line import Part, harvest_arguments
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.parallel.launch import refuse_deepspeed, refuse_muon
 
 CONFIGS = [

@@ -24,7 +24,7 @@ from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_hea
 from headstart.heads.target_config import TargetOrigin
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report

@@ -11,13 +11,13 @@ from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, length_buckets, pack
 from headstart.heads.attention_kernels import Documents
-from headstart.heads.base import DraftHead
+from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
-MakeHead = Callable[..., DraftHead]
+MakeHead = Callable[..., LevelHead]
 UNROLL, VOCAB, HIDDEN = 4, 97, 32
 LENGTHS = [1, 14, 2, 9, 23, 5, 14, 3]
 LIMITS = {"one row": 100, "two rows": 40, "less than the longest": 16, "one token": 1}
@@ -34,7 +34,7 @@ def random_sample(length: int, kind: str) -> Sample:
     return Sample(torch.randint(VOCAB, (length,)), torch.rand(length) < 0.8, taps, torch.randn(length, HIDDEN))
 
 
-def head_and_samples(make_head: MakeHead, name: str) -> tuple[DraftHead, list[Sample]]:
+def head_and_samples(make_head: MakeHead, name: str) -> tuple[LevelHead, list[Sample]]:
     shape, limited = HEADS[name]
     head = make_head(vocab=DraftVocab(torch.arange(0, VOCAB, 2), VOCAB) if limited else None, **shape)
     with torch.no_grad():
@@ -45,12 +45,14 @@ def head_and_samples(make_head: MakeHead, name: str) -> tuple[DraftHead, list[Sa
 
 
 def loss_and_gradients(
-    head: DraftHead, frozen: FrozenTarget, batch: Batch, noise: Tensor | None = None
+    head: LevelHead, frozen: FrozenTarget, batch: Batch, noise: Tensor | None = None
 ) -> dict[str, Tensor]:
     """The training loss, the sums that it consists of, and its gradient with respect to each weight."""
     is_eagle1 = head.kind == "eagle1"
     weight, regression_weight = (0.1, 1.0) if is_eagle1 else (1.0, 0.0)
-    objective = Objective("soft_cross_entropy", weight, regression_weight, 0.0, tuple(0.8**k for k in range(UNROLL)))
+    objective = Objective(
+        "soft_cross_entropy", weight, regression_weight, unroll_weights=tuple(0.8**k for k in range(UNROLL))
+    )
     unrolled = UnrolledHead(head, Teacher(frozen, head.vocab), objective)
     supervision = unrolled.teacher.supervise(batch)
     scores = unrolled(batch, supervision, supervision.counts(UNROLL), noise)

@@ -19,7 +19,7 @@ from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
-from headstart.recipes.schema import BlockSection, Eagle1Section, Eagle3Section, HeadSection, MedusaSection
+from headstart.recipes.schema_heads import BlockSection, Eagle1Section, Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers import loop, run
 from headstart.trainers.new_head import describe_vocabulary
 

@@ -18,7 +18,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import locate_target
 from headstart.recipes import Recipe
-from headstart.recipes.schema import TrainSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers import run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run

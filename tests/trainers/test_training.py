@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, write_manifest
-from headstart.heads.base import DraftHead
+from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Layer
@@ -26,7 +26,7 @@ from headstart.heads.layers import RMSNorm
 from headstart.heads.losses import OBJECTIVES
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe, load_recipe
-from headstart.recipes.schema import Eagle1Section, Eagle3Section
+from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, input_noise
 
@@ -35,8 +35,8 @@ TARGET = ROOT / "assets" / "demo_target"
 UNROLL, DECAY = 4, 0.8
 VARIANTS: dict[str, dict[str, Any]] = {"whole vocabulary": {}, "draft vocabulary": {"draft_vocab_size": 90}}
 DECAYED = tuple(DECAY**k for k in range(UNROLL))
-EAGLE_3 = Objective("soft_cross_entropy", 1.0, 0.0, 0.0, DECAYED)
-EAGLE_1 = Objective("soft_cross_entropy", 0.1, 1.0, 0.2, DECAYED)
+EAGLE_3 = Objective("soft_cross_entropy", unroll_weights=DECAYED)
+EAGLE_1 = Objective("soft_cross_entropy", 0.1, 1.0, 0.2, unroll_weights=DECAYED)
 EAGLE_31 = {"draft_vocab_size": 90, "norms": True}
 
 
@@ -69,7 +69,7 @@ def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3
 
 
 def unrolled_loss(
-    head: DraftHead,
+    head: LevelHead,
     batch: Batch,
     frozen: FrozenTarget,
     counts: Tensor | None = None,
@@ -241,7 +241,7 @@ def batch_for(head: DraftHead, samples: list[Sample]) -> Batch:
     return Batch.collate([replace(sample, taps=sample.taps[:, kept]) for sample in samples], head.embedding.dtype)
 
 
-def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[DraftHead, Objective]]:
+def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Objective]]:
     """Heads and objectives that chunks and activation checkpoints could each get wrong."""
     limited = random_head(harvested, frozen, **EAGLE_31)
     others = [replace(EAGLE_3, name=name) for name in OBJECTIVES if name != EAGLE_3.name]
@@ -355,7 +355,7 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
     own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
     assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_decay=0.5")) == Objective(
-        "log_acceptance", 0.1, 0.0, 0.5, (1.0, 0.5, 0.25, 0.125)
+        "log_acceptance", 0.1, 0.0, 0.5, unroll_weights=(1.0, 0.5, 0.25, 0.125)
     )
     with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
         make_recipe("a", "train.regression_weight=1.0")

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Batch, tapped
-from headstart.heads.base import DraftHead
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.losses import OBJECTIVES
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective
-from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead, weighted
+from headstart.trainers.objectives.unrolled import HeadInTraining, Teacher, weighted
 
 
 @dataclass(frozen=True)
@@ -39,25 +39,33 @@ class BlockSupervision:
         return self.predicted.sum(1).float()
 
 
-class TrainedBlocks(UnrolledHead):
+class TrainedBlocks(HeadInTraining):
     """A block head under training; the levels of a block take the place of unroll steps."""
+
+    head: BlockHead
+    learns_from = "the second of two in a row"
 
     def __init__(
         self,
-        head: DraftHead,
+        head: BlockHead,
         teacher: Teacher,
         objective: Objective,
         anchors: int,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__(head, teacher, objective)
-        assert isinstance(head, BlockHead)
         assert objective.unroll == head.shape.levels
-        self.block_head, self.anchors, self.checkpointing = head, anchors, activation_checkpointing
+        self.anchors, self.checkpointing = anchors, activation_checkpointing
         if head.shared_lm_head is not None:
             # The teacher's is already in the number format of the matrix products. Autocast keeps only what it converts
             # of trained weights, so it would convert this one again for every chunk of blocks.
             head.shared_lm_head = teacher.within_vocab.lm_head
+
+    @classmethod
+    def from_section(
+        cls, head: BlockHead, teacher: Teacher, objective: Objective, section: TrainSection
+    ) -> "TrainedBlocks":
+        return cls(head, teacher, objective, section.anchors, section.activation_checkpointing)
 
     @torch.no_grad()
     def supervise(self, batch: Batch, key: str) -> BlockSupervision:
@@ -94,7 +102,7 @@ class TrainedBlocks(UnrolledHead):
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state at each level of each block. [levels, blocks, hidden]"""
         assert noise is None
-        head, places = self.block_head, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        head, places = self.head, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, head.target.num_layers))
         positions = places if batch.documents is None else batch.documents.places
         hidden = head.blocks_of(features, positions, batch.tokens, supervision.blocks, self.checkpointing)
@@ -102,7 +110,7 @@ class TrainedBlocks(UnrolledHead):
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
-        head, before = self.block_head, supervision.before[:, part]
+        head, before = self.head, supervision.before[:, part]
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
         log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
         losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]

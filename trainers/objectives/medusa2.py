@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from headstart.common.files import remove, whole_folder
 from headstart.data_pipelines.features.batches import Batch
-from headstart.heads.base import DraftHead
 from headstart.heads.files import as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.losses import forward_kl
@@ -23,7 +22,8 @@ from headstart.inference.targets.architecture import decoder_layers
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import TargetSection, TrainSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective, score_in_chunks
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
 from headstart.trainers.parallel.head_on_ranks import (
@@ -153,7 +153,7 @@ class JointHead(UnrolledHead):
 
     def __init__(
         self,
-        head: DraftHead,
+        head: Any,  # Medusa heads
         teacher: Teacher,
         objective: Objective,
         target: TrainableTarget,

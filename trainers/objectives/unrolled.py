@@ -1,6 +1,7 @@
 """The training-time test: unroll the head on its own features, as drafting will, and score every depth."""
 
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from headstart.heads.frozen import FrozenTarget, at_least_float32
 from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective, score_in_chunks
 
 CHUNK_LOGITS = 2**25  # logits scored at once: 128 MiB in float32, and a few times that in intermediate results
@@ -110,16 +112,20 @@ class UnrollScores(NamedTuple):
         return torch.stack([self.counts, self.losses, self.hits, self.accepted])
 
 
-class UnrolledHead(nn.Module):
+class HeadInTraining(nn.Module, ABC):
     """A head under training: one module with a single forward, as data-parallel wrappers need."""
 
-    def __init__(
-        self, head: DraftHead, teacher: Teacher, objective: Objective, activation_checkpointing: bool = False
-    ) -> None:
+    head: DraftHead
+    learns_from: str = "one"  # the tokens of a text that a token to learn has to be among
+
+    def __init__(self, head: DraftHead, teacher: Teacher, objective: Objective) -> None:
         super().__init__()
         self.head, self.teacher, self.objective = head, teacher, objective
-        checkpointed = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
-        self.step = checkpointed if activation_checkpointing else self.run_step
+
+    @classmethod
+    def from_section(cls, head: Any, teacher: Teacher, objective: Objective, section: TrainSection) -> "HeadInTraining":
+        """The head as the recipe trains it."""
+        return cls(head, teacher, objective)
 
     def supervise(self, batch: Batch, key: str) -> Any:
         """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""
@@ -138,9 +144,34 @@ class UnrolledHead(nn.Module):
         loss, sums = score_in_chunks(score, hidden, self.head.logits_parameters, chunk)
         return UnrollScores(loss * largest, supervision.counts(self.objective.unroll), *sums)
 
+    @abstractmethod
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state that predicts each position, at each step. [unroll, positions, feature]"""
-        assert isinstance(self.head, LevelHead)
+
+    @abstractmethod
+    def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a chunk of positions, and its sums [3, unroll] of losses, hits and acceptances."""
+
+
+class UnrolledHead(HeadInTraining):
+    """A head that drafts a level in each call, unrolled on its own features."""
+
+    head: LevelHead
+
+    def __init__(
+        self, head: LevelHead, teacher: Teacher, objective: Objective, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__(head, teacher, objective)
+        checkpointed = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
+        self.step = checkpointed if activation_checkpointing else self.run_step
+
+    @classmethod
+    def from_section(
+        cls, head: LevelHead, teacher: Teacher, objective: Objective, section: TrainSection
+    ) -> "UnrolledHead":
+        return cls(head, teacher, objective, section.activation_checkpointing)
+
+    def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
@@ -157,15 +188,12 @@ class UnrolledHead(nn.Module):
 
     def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
         """The hidden state at every index, and a cache with this step's keys; pure, for activation checkpointing."""
-        assert isinstance(self.head, LevelHead)
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
         places = torch.arange(tokens.shape[1], device=tokens.device)
         positions = k + (places if cache.documents is None else cache.documents.places)
         return self.head(features, tokens, positions, cache=grown, level=k), grown
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
-        """The weighted loss of a chunk of positions, and its sums [3, unroll] of losses, hits and acceptances."""
-        assert isinstance(self.head, LevelHead)
         objective, last_hidden = self.objective, supervision.last_hidden[part]
         log_p = self.teacher.log_p(last_hidden)  # [chunk, draft_vocab], the same for all steps
         log_q = at_least_float32(self.head.unrolled_logits(hidden)).log_softmax(-1)  # [unroll, chunk, draft_vocab]

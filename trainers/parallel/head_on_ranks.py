@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from headstart.recipes.schema import TrainSection
-from headstart.trainers.objectives.unrolled import UnrolledHead, UnrollScores
+from headstart.recipes.schema_train import TrainSection
+from headstart.trainers.objectives.unrolled import HeadInTraining, UnrollScores
 
 BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
 BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w")  # prefixes of the matrices that have a row per token
@@ -31,7 +31,7 @@ class HeadOnRanks(ABC):
     Every rank must call each method. The loss is a sum over the ranks, so gradients are summed too, not averaged.
     """
 
-    unrolled: UnrolledHead  # this rank's copy or slices
+    unrolled: HeadInTraining  # this rank's copy or slices
     module: nn.Module  # runs the forward of `unrolled` on this rank's samples
     optimizers: list[Optimizer]  # their learning rates are the ones in effect
 
@@ -47,7 +47,7 @@ class HeadOnRanks(ABC):
         return nullcontext()
 
     def forward(self, *inputs: object) -> UnrollScores:
-        """`UnrolledHead.forward` on this rank's samples."""
+        """`HeadInTraining.forward` on this rank's samples."""
         return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
@@ -59,7 +59,7 @@ class HeadOnRanks(ABC):
         return clip_and_step(self.unrolled, self.optimizers, self.clip_norm)
 
     @abstractmethod
-    def whole(self) -> UnrolledHead | None:
+    def whole(self) -> HeadInTraining | None:
         """The head with all its weights on the main rank, None on the others; valid until the next update."""
 
     def optimizer_state(self) -> dict[str, Tensor]:
@@ -75,7 +75,7 @@ class HeadOnRanks(ABC):
 class ReplicatedHead(HeadOnRanks):
     """One process, or data parallel: every rank holds the whole head."""
 
-    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+    def __init__(self, accelerator: Accelerator, unrolled: HeadInTraining, section: TrainSection) -> None:
         super().__init__(accelerator, section)
         self.unrolled = unrolled
         self.optimizers = build_optimizers(unrolled.head, section)
@@ -87,7 +87,7 @@ class ReplicatedHead(HeadOnRanks):
     def micro_batch(self, is_last: bool) -> AbstractContextManager[object]:
         return nullcontext() if is_last else self.accelerator.no_sync(self.module)
 
-    def whole(self) -> UnrolledHead | None:
+    def whole(self) -> HeadInTraining | None:
         return self.unrolled if self.accelerator.is_main_process else None
 
 
@@ -100,7 +100,7 @@ class FullyShardedHead(HeadOnRanks):
     GPUs only, so it is done here.
     """
 
-    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+    def __init__(self, accelerator: Accelerator, unrolled: HeadInTraining, section: TrainSection) -> None:
         super().__init__(accelerator, section)
         self.whole_head, self.unrolled = whole_and_sharded(accelerator, unrolled)
         ranks, slices = accelerator.num_processes, ranks_of_a_machine(accelerator)
@@ -111,7 +111,7 @@ class FullyShardedHead(HeadOnRanks):
         self.module = self.unrolled
         self.optimizers = build_optimizers(self.unrolled.head, section)
 
-    def whole(self) -> UnrolledHead | None:
+    def whole(self) -> HeadInTraining | None:
         named = self.unrolled.head.named_parameters()
         return copy_weights(((name, full_tensor(parameter)) for name, parameter in named), self.whole_head)
 
@@ -133,7 +133,9 @@ def clip_and_step(module: nn.Module, optimizers: list[Optimizer], clip_norm: flo
     return norm
 
 
-def whole_and_sharded(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple[UnrolledHead | None, UnrolledHead]:
+def whole_and_sharded(
+    accelerator: Accelerator, unrolled: HeadInTraining
+) -> tuple[HeadInTraining | None, HeadInTraining]:
     """The head that stays whole, on the main rank only, and the one to shard; both use the same buffers."""
     if not accelerator.is_main_process:
         return None, unrolled
@@ -142,7 +144,7 @@ def whole_and_sharded(accelerator: Accelerator, unrolled: UnrolledHead) -> tuple
 
 
 @torch.no_grad()
-def copy_weights(weights: Iterator[tuple[str, Tensor]], whole: UnrolledHead | None) -> UnrolledHead | None:
+def copy_weights(weights: Iterator[tuple[str, Tensor]], whole: HeadInTraining | None) -> HeadInTraining | None:
     """Copy gathered weights into the whole head; ranks without one consume the iterator too, as gathering needs all."""
     parameters = {} if whole is None else dict(whole.head.named_parameters())
     for name, weight in weights:

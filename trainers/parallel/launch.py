@@ -13,8 +13,8 @@ from headstart.common.errors import wrong_value
 from headstart.common.process import refuse_separate_processes
 from headstart.data_pipelines.stages.shard_work import RANK_TIMEOUT
 from headstart.recipes import Recipe
-from headstart.recipes.schema import TrainSection
-from headstart.trainers.objectives.unrolled import UnrolledHead
+from headstart.recipes.schema_train import TrainSection
+from headstart.trainers.objectives.unrolled import HeadInTraining
 from headstart.trainers.parallel.head_on_ranks import FullyShardedHead, HeadOnRanks, ReplicatedHead, ranks_of_a_machine
 
 ACCELERATE_PRECISION = {"float32": "no", "bfloat16": "bf16"}  # train.precision -> its name there
@@ -59,7 +59,7 @@ def ranks_of_a_copy(accelerator: Accelerator) -> int:
     return ranks_of_a_machine(accelerator) if is_fsdp() else accelerator.num_processes
 
 
-def distribute_head(accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> HeadOnRanks:
+def distribute_head(accelerator: Accelerator, unrolled: HeadInTraining, section: TrainSection) -> HeadOnRanks:
     """Put a head on the ranks as the launch asked for; `HeadOnRanks.whole` copies the weights back into `unrolled`."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         from headstart.trainers.parallel.zero import ZeroHead  # DeepSpeed is an extra and may not be installed

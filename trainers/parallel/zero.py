@@ -9,8 +9,8 @@ from deepspeed.runtime.zero import register_external_parameter
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_optimizer_state
 from torch import Tensor
 
-from headstart.recipes.schema import TrainSection
-from headstart.trainers.objectives.unrolled import UnrolledHead
+from headstart.recipes.schema_train import TrainSection
+from headstart.trainers.objectives.unrolled import HeadInTraining
 from headstart.trainers.parallel.head_on_ranks import (
     HeadOnRanks,
     build_optimizers,
@@ -24,7 +24,7 @@ from headstart.trainers.parallel.head_on_ranks import (
 class ZeroHead(HeadOnRanks):
     """DeepSpeed's engine clips the gradient and steps."""
 
-    def __init__(self, accelerator: Accelerator, unrolled: UnrolledHead, section: TrainSection) -> None:
+    def __init__(self, accelerator: Accelerator, unrolled: HeadInTraining, section: TrainSection) -> None:
         super().__init__(accelerator, section)
         self.whole_head, self.unrolled = whole_and_sharded(accelerator, unrolled)
         config = accelerator.state.deepspeed_plugin.deepspeed_config
@@ -58,7 +58,7 @@ class ZeroHead(HeadOnRanks):
         self.engine.step()  # DeepSpeed itself leaves the weights unchanged if the norm is not finite
         return float(self.engine.get_global_grad_norm())
 
-    def whole(self) -> UnrolledHead | None:
+    def whole(self) -> HeadInTraining | None:
         named = self.unrolled.head.named_parameters()
         return copy_weights(((name, safe_get_full_fp32_param(p)) for name, p in named), self.whole_head)
 

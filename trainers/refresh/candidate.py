@@ -19,7 +19,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head, stored_dtype
 from headstart.heads.target_config import folder_of
 from headstart.recipes import Recipe
-from headstart.trainers import SCRIPTS
 from headstart.trainers.loop import train
 from headstart.trainers.new_head import build_head
 from headstart.trainers.stages import TrainingRun
@@ -91,7 +90,7 @@ def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapsh
     Its weights follow from the served head, the snapshot, the recipe and the steps. Checkpoints are in `folder`, too.
     """
     recipe = candidate_recipe(recipe, folder, served, steps)
-    run = TrainingRun.start(recipe, SCRIPTS[recipe.head.kind])
+    run = TrainingRun.start(recipe, recipe.head.script)
     frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, run.accelerator.device)
     before = load_head_for(served, frozen)
     old = replayed(recipe, before, len(snapshot.train), snapshot.train[0].last_hidden.dtype)

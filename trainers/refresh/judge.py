@@ -9,7 +9,6 @@ from torch import Tensor
 
 from headstart.data_pipelines.features.batches import Sample, tapped
 from headstart.heads.base import DraftHead
-from headstart.inference.calibrate import level_logits
 
 MOST = 256  # requests that are judged, the newest ones
 LEAST = 8  # requests without which nothing is judged
@@ -71,7 +70,8 @@ def accepted_after(head: DraftHead, sample: Sample, depth: int, width: int) -> I
     column = head.vocab.columns().to(text.device)
     choices = len(text) - 2
     hits = torch.zeros(depth, max(choices, 0), dtype=torch.long)
-    for level, logits in enumerate(level_logits(head, taps.unsqueeze(0), text.unsqueeze(0), depth, 0)):
+    features = head.project(taps.unsqueeze(0))
+    for level, logits in enumerate(head.text_logits(features, text.unsqueeze(0), depth)):
         columns = column[text[level + 2 :]]
         chosen = logits.gather(1, columns.clamp(min=0).unsqueeze(1))
         # An equal guess counts as better, and so does one that is not a number: a broken head accepts nothing.

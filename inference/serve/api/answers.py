@@ -1,4 +1,4 @@
-"""Answers in OpenAI's shapes, whole and in chunks."""
+"""Answers in OpenAI's shapes, in one piece and in chunks."""
 
 import time
 from itertools import pairwise
@@ -22,7 +22,7 @@ class Answer:
     last = "data: [DONE]\n\n"  # the end of a stream
 
     prefix: str  # begins the id
-    whole_object: str
+    full_object: str
     chunk_object: str
 
     def __init__(
@@ -40,40 +40,40 @@ class Answer:
             "seed": completion.encoded.seed,
         }
 
-    def whole(self) -> Json:
+    def full(self) -> Json:
         """The answer in one piece."""
         choices = []
         for choice in self.completion.choices:
-            choices.append({**self.shape(choice, choice.output, is_whole=True), **ending(choice)})
+            choices.append({**self.shape(choice, choice.output, is_full=True), **ending(choice)})
             if self.fields.headstart.tokens:
                 choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
-        own = {"usage": usage(self.completion), "metrics": metrics(self.completion, self.max_depth)}
-        return {**self.base, "object": self.whole_object, "choices": choices, **own}
+        figures = {"usage": usage(self.completion), "metrics": metrics(self.completion, self.max_depth)}
+        return {**self.base, "object": self.full_object, "choices": choices, **figures}
 
     def opening(self) -> list[Json]:
         """The chunks before the first token."""
         return []
 
     def chunks(self, choice: Choice, output: Output) -> list[Json]:
-        """The chunks of a step: its text, then its finish reason; after the last one the usage, if it is asked for.
+        """The chunks of a step: its text, then its finish reason; the usage comes last, if the request asks for it.
 
-        Without it every chunk has a choice, as clients expect. The very last chunk also has the metrics.
+        All other chunks have a choice, as clients expect. The last chunk also has the metrics.
         """
         shows_tokens = self.fields.headstart.tokens
-        found = []
+        chunks = []
         if output.shown or output.calls or output.logprobs or (shows_tokens and output.count):
             content = {**self.shape(choice, output), **ending(None)}
             if shows_tokens:
-                own: Json = {"tokens": as_json(output.shown), "count": output.count, "seconds": output.seconds}
-                content["headstart"] = own if output.tree is None else {**own, "tree": self.tree(output.tree)}
-            found.append(self.chunk(content))
+                shown: Json = {"tokens": as_json(output.shown), "count": output.count, "seconds": output.seconds}
+                content["headstart"] = shown if output.tree is None else {**shown, "tree": self.tree(output.tree)}
+            chunks.append(self.chunk(content))
         if choice.finish is not None:
-            found.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
+            chunks.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
         if self.completion.is_over:
             if self.fields.stream_options.with_usage:
-                found.append({**self.base, "choices": [], "usage": usage(self.completion)})
-            found[-1]["metrics"] = metrics(self.completion, self.max_depth)
-        return found
+                chunks.append({**self.base, "choices": [], "usage": usage(self.completion)})
+            chunks[-1]["metrics"] = metrics(self.completion, self.max_depth)
+        return chunks
 
     def failed(self, error: ApiError) -> Json:
         """The chunk that ends a stream in an error."""
@@ -81,47 +81,47 @@ class Answer:
 
     def tree(self, tree: Accepted) -> Json:
         """A draft tree with the texts of its nodes, without padding."""
-        kept = [0, *(node for node, parent in enumerate(tree.parents) if node and parent >= 0)]
-        number = {node: place for place, node in enumerate(kept)}
+        nodes = [0, *(node for node, parent in enumerate(tree.parents) if node and parent >= 0)]
+        number = {node: index for index, node in enumerate(nodes)}
         return {
-            "texts": [text_of(self.tokenizer, [tree.nodes[node]]) for node in kept],
-            "parents": [-1, *(number[tree.parents[node]] for node in kept[1:])],
+            "texts": [text_of(self.tokenizer, [tree.nodes[node]]) for node in nodes],
+            "parents": [-1, *(number[tree.parents[node]] for node in nodes[1:])],
             "path": [number[node] for node in tree.path],
         }
 
     def chunk(self, choice: Json) -> Json:
-        found, options = {**self.base, "choices": [choice]}, self.fields.stream_options
-        if options.with_usage:
-            found["usage"] = usage(self.completion) if options.continuous_usage_stats else None
-        return found
+        options = self.fields.stream_options
+        figures = usage(self.completion) if options.continuous_usage_stats else None
+        return {**self.base, "choices": [choice], **({"usage": figures} if options.with_usage else {})}
 
     def spelled(self, token: int) -> str:
-        """The text of one token; in place of parts of characters it has replacement characters."""
+        """The text of one token, with replacement characters for parts of characters."""
         return bytes_of(self.tokenizer, token).decode(errors="replace")
 
-    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
-        """A whole choice, or what a step added to it."""
+    def shape(self, choice: Choice, output: Output, is_full: bool = False) -> Json:
+        """A full choice, or what a step added to it."""
         raise NotImplementedError
 
 
 class ChatAnswer(Answer):
-    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, full_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def opening(self) -> list[Json]:
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, **ending(None)}
         return [self.chunk({"index": choice.index, **first}) for choice in self.completion.choices]
 
-    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+    def shape(self, choice: Choice, output: Output, is_full: bool = False) -> Json:
         text, calls, logprobs = output.text, output.calls, self.logprobs(output)
-        if is_whole:
+        if is_full:
             content = text if text.strip() or not calls else None
             message: Json = {"role": "assistant", "content": content, "refusal": None}
-            own = {"tool_calls": calls} if calls else {}
-            return {"index": choice.index, "message": {**message, **own}, "logprobs": logprobs}
+            if calls:
+                message["tool_calls"] = calls
+            return {"index": choice.index, "message": message, "logprobs": logprobs}
         delta: Json = {"content": text} if text or logprobs else {}
         if calls:
             first = len(choice.output.calls) - len(calls)
-            delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls, start=first)]
+            delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls, start=first)]
         return {"index": choice.index, "delta": delta, "logprobs": logprobs}
 
     def logprobs(self, output: Output) -> Json | None:
@@ -136,39 +136,38 @@ class ChatAnswer(Answer):
 
 
 class CompletionAnswer(Answer):
-    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix, full_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
-    def shape(self, choice: Choice, output: Output, is_whole: bool = False) -> Json:
+    def shape(self, choice: Choice, output: Output, is_full: bool = False) -> Json:
         wants_ids = isinstance(self.fields, CompletionRequest) and self.fields.return_token_ids
-        ids = {"token_ids": choice.tokens} if is_whole and wants_ids else {}
+        ids = {"token_ids": choice.tokens} if is_full and wants_ids else {}
         return {"index": choice.index, "text": output.text, "logprobs": self.logprobs(output), **ids}
 
     def logprobs(self, output: Output) -> Json | None:
-        given = output.logprobs
-        if not given:
+        if not output.logprobs:
             return None
         return {
-            "tokens": [self.spelled(each.token) for each in given],
-            "token_logprobs": [each.logprob for each in given],
-            "top_logprobs": [self.top_logprobs(each) for each in given],
-            "text_offset": [each.offset for each in given],
+            "tokens": [self.spelled(each.token) for each in output.logprobs],
+            "token_logprobs": [each.logprob for each in output.logprobs],
+            "top_logprobs": [self.top_logprobs(each) for each in output.logprobs],
+            "text_offset": [each.offset for each in output.logprobs],
         }
 
-    def top_logprobs(self, told: TokenLogprob) -> dict[str, float] | None:
-        """Those of the likeliest tokens and of the token itself, by their texts; None if it has none.
+    def top_logprobs(self, chosen: TokenLogprob) -> dict[str, float] | None:
+        """Log-probabilities by text, of the likeliest tokens and of the chosen one; None for a prompt's first token.
 
-        Of tokens that look alike, as parts of characters do, the likeliest counts.
+        Of tokens with the same text, such as parts of characters, the likeliest counts.
         """
-        if told.logprob is None:
+        if chosen.logprob is None:
             return None
-        found: dict[str, float] = {}
-        for token, logprob in (*told.alternatives, (told.token, told.logprob)):
-            found.setdefault(self.spelled(token), logprob)
-        return found
+        by_text: dict[str, float] = {}
+        for token, logprob in (*chosen.alternatives, (chosen.token, chosen.logprob)):
+            by_text.setdefault(self.spelled(token), logprob)
+        return by_text
 
 
 def ending(choice: Choice | None) -> Json:
-    """Why a choice has ended; None: it has not."""
+    """Why a choice has ended; None: it has not ended."""
     if choice is None:
         return {"finish_reason": None, "stop_reason": None}
     return {"finish_reason": choice.finish, "stop_reason": choice.stop_reason}
@@ -199,9 +198,9 @@ def metrics(completion: Completion, max_depth: int) -> Json:
 
 
 def speculative(stats: DecodeStats, max_depth: int) -> Json:
-    """vLLM's block of figures. Draft tokens are the nodes of trees, and the depth of a path counts as its length.
+    """vLLM's block of figures. Each node of a tree is a draft token; a path's depth is its length.
 
-    Steps that had nothing to verify, such as those at a load where drafts do not pay, do not count.
+    Steps without drafts, such as those at a load where drafts do not pay, do not count.
     """
     reached = [stats.drafting_steps, *stats.accepted_at_depth, 0]
     accepted = sum(stats.accepted_at_depth)

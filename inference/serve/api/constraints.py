@@ -1,7 +1,7 @@
 """Constraints for the output of requests: JSON schemas and regular expressions.
 
-llguidance compiles no automaton ahead, computes the mask of a state in about 0.1 ms, takes tokens back, and needs
-nothing but the tokenizer; xgrammar, which does the same, brings compiled code for torch.
+llguidance compiles no automaton in advance, computes a mask in about 0.1 ms, can take tokens back, and needs only the
+tokenizer. xgrammar does the same, but brings compiled code for torch.
 """
 
 import json
@@ -18,22 +18,22 @@ from headstart.inference.core.constraint import Path
 from headstart.inference.serve.api.text import CLOSE, OPEN
 from headstart.inference.targets.tokenizer import FastTokenizer, Tokenizer
 
-# One line, as most models write JSON. With free white space a text could go on for ever without getting anywhere.
+# One line, as most models write JSON. With free white space a text could consist of nothing else.
 LAYOUT: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# Keywords beside `properties` that say or may say which others an object has.
-OTHERS = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref", "if"}
-SHOWN = 200  # characters of a message of the library
-FORCED = 16  # tokens that a text is followed for while the grammar leaves no choice, before any is written
-LONGEST = 120_000  # characters of a grammar; a mask of one with more can take a tenth of a second, for all rows
+# Keywords that may allow properties other than those in `properties`.
+OPEN_KEYWORDS = {"additionalProperties", "unevaluatedProperties", "patternProperties", "anyOf", "oneOf", "$ref", "if"}
+LIBRARY_MESSAGE_MAX = 200  # characters
+FORCED_TOKENS_CHECKED = 16  # at the start of a text, where the grammar leaves no choice
+GRAMMAR_MAX = 120_000  # characters; a mask of a longer grammar can delay all rows by a tenth of a second
 
 
 class Grammars:
-    """Makes constraints for texts in the tokens of one target. Making this takes seconds, a constraint milliseconds."""
+    """Makes constraints for one target's tokens. Constructing this takes seconds, making a constraint milliseconds."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_tokens: list[int]) -> None:
-        """Raise ValueError for a tokenizer that cannot be used."""
+        """Raise ValueError for a tokenizer that llguidance cannot use."""
         if not end_tokens:
-            raise ValueError("end_tokens: none given, 1 or more are allowed, as a grammar must be able to end its text")
+            raise ValueError("end_tokens: none given, 1 or more are allowed, so that a grammar can end its text")
         if not isinstance(tokenizer, FastTokenizer):
             allowed = "only fast ones of the tokenizers library are allowed"
             remedy = "leave the constraint out, or use such a tokenizer"
@@ -44,7 +44,7 @@ class Grammars:
         self.no_text = torch.tensor([*{*special, *end_tokens}])
 
     def json_schema(self, schema: Any, name: str = "schema") -> "Grammar":
-        """JSON in one line that this schema allows. Raises ValueError, beginning with `name`, for one of no use."""
+        """JSON in one line that this schema allows. Raises ValueError, beginning with `name`."""
         if not isinstance(schema, dict):
             raise ValueError(f"{name}: a {type(schema).__name__} given, a JSON object is allowed; correct it")
         try:
@@ -54,21 +54,21 @@ class Grammars:
         return self._checked(source, name, "a JSON schema whose keywords are supported")
 
     def regex(self, pattern: str, name: str = "regex") -> "Grammar":
-        """Text that matches this regular expression as a whole. Raises ValueError, beginning with `name`."""
+        """Text that fully matches a regular expression. Raises ValueError, beginning with `name`."""
         return self._checked(LLMatcher.grammar_from_regex(pattern), name, "a regular expression without look-around")
 
     def tool_calls(self, tools: dict[str, Any], only_one: bool, content: Any = None) -> "Grammar":
-        """Calls of tools, given by name with the schemas of their arguments, as `ToolCallParser` reads them.
+        """Calls that `ToolCallParser` reads; `tools` has the schema of each tool's arguments by its name.
 
-        `content`: in place of calls the text may be JSON that this schema allows. Raises ValueError for a schema of no
-        use.
+        `content`: instead of calls the text may be JSON that this schema allows. Raises ValueError for an unusable
+        schema.
         """
-        newline, rules, names = r'"\n"?', [], []  # the model writes it or not, as it has learned
+        newline, rules, names = r'"\n"?', [], []  # optional, because models differ
         for number, (name, schema) in enumerate(tools.items()):
             self.json_schema(schema, f"tools: parameters of {name}")
             begin = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
             names.append(f"tool{number}")
-            # The parts of an allOf list some of the properties each.
+            # With allOf, each part lists only some of the properties.
             arguments = {"type": "object", **(schema if '"allOf"' in json.dumps(schema) else closed(schema))}
             rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(arguments)}"]
         rules.append(f'call: "{OPEN}" {newline} ({" | ".join(names)}) {newline} "{CLOSE}"')
@@ -77,26 +77,25 @@ class Grammars:
         return self._checked(LLMatcher.grammar_from_lark("\n".join(rules)), "tools", "a list of tools")
 
     def _checked(self, source: str, name: str, allowed: str) -> "Grammar":
-        if len(source) > LONGEST:
-            raise ValueError(f"{name}: {len(source)} characters given, at most {LONGEST} are allowed; shorten it")
+        if len(source) > GRAMMAR_MAX:
+            raise ValueError(f"{name}: {len(source)} characters given, at most {GRAMMAR_MAX} are allowed; shorten it")
         if error := LLMatcher.validate_grammar(source, self.tokens):
             raise ValueError(f"{name}: {one_line(error)}; {allowed} is allowed: correct it")
         grammar = Grammar(self, source)
         state = grammar.start()
-        for _ in range(FORCED):
-            ways = state.allowed(()).nonzero().flatten().tolist()
-            if len(ways) > 1:
+        for _ in range(FORCED_TOKENS_CHECKED):
+            tokens = state.allowed(()).nonzero().flatten().tolist()
+            if len(tokens) > 1:
                 break
-            if not ways or not state.advance(ways):
+            if not tokens or not state.advance(tokens):
                 reason = one_line(state.matcher.get_error().partition("\n")[0])
-                raise ValueError(
-                    f"{name}: no text fits, or it is too complex ({reason}); {allowed} is allowed: correct it"
-                )
+                wrong = f"{name}: no text fits, or it is too complex ({reason})"
+                raise ValueError(f"{wrong}; {allowed} is allowed: correct it")
         return grammar
 
 
 class Grammar:
-    """The texts of one language; a text may end only as a whole one of them."""
+    """A formal language; a text may end only when it belongs to the language."""
 
     def __init__(self, grammars: Grammars, source: str) -> None:
         self.grammars, self.source = grammars, source
@@ -116,12 +115,12 @@ class GrammarState:
         self.taken: list[int] = []  # tokens of the text, without its end
         self.is_renewed = False
         self.has_ended = False
-        self.known: dict[Path, Tensor] = {}  # masks after the present text: a level's drafts and their target ask alike
+        self.masks: dict[Path, Tensor] = {}  # after the present text; drafts and their target need the same ones
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        if path not in self.known:
-            self.known[path] = self._mask(path)
-        return self.known[path]
+        if path not in self.masks:
+            self.masks[path] = self._mask(path)
+        return self.masks[path]
 
     def _mask(self, path: Path) -> Bool[Tensor, " vocab"]:
         ends, mask = self.grammars.end_tokens, torch.zeros(self.grammars.vocab_size, dtype=torch.bool)
@@ -137,8 +136,8 @@ class GrammarState:
         assert taken == len(path), "the path is not allowed"
         mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: len(mask)].astype(bool))
         may_end = self.matcher.is_accepting()
-        mask[self.grammars.no_text] = False  # the library would have a special token for the text that spells it
-        mask[[*ends]] = may_end  # an end token may also be ordinary text, which would end the output all the same
+        mask[self.grammars.no_text] = False  # the library would allow a special token where its spelling is allowed
+        mask[[*ends]] = may_end  # an end token may also spell ordinary text, but it always ends the output
         if not mask.any() and (forced := self.matcher.compute_ff_bytes()):
             mask[self.grammars.tokens.greedy_tokenize(forced.decode(errors="ignore"))[0]] = True
         if path:
@@ -146,10 +145,10 @@ class GrammarState:
         return mask
 
     def _renew(self) -> bool:
-        """Begin anew after an error of the matcher, which is final; returns whether this is the first time.
+        """Replace the matcher after an error, which is final; returns whether this is the first time.
 
-        Drafts, and other texts of one request, count towards the library's limits. They must not end a text that would
-        go on without them, so after the first error it goes on without drafts.
+        Drafts, and other texts of the request, count towards the library's limits. They must not end a text that would
+        continue without them, so after the first error the text continues without drafts.
         """
         if self.is_renewed:
             return False
@@ -167,7 +166,7 @@ class GrammarState:
                 self.taken.append(token)
             else:  # beyond the library's limits
                 return count
-            self.known.clear()
+            self.masks.clear()
         return len(tokens)
 
 
@@ -177,26 +176,26 @@ def inlined(schema: Any) -> str:
 
 
 def closed(schema: Any) -> Any:
-    """The schema of a tool's arguments without properties that it does not list, unless it says that there are others.
+    """The schema of a tool's arguments, closed to properties that it does not list unless it allows others.
 
-    Clients leave out `additionalProperties`, and a small model that may invent arguments goes on for ever.
+    Clients leave out `additionalProperties`, and then a small model keeps inventing arguments and never stops.
     """
     if not isinstance(schema, dict):
         return schema
-    found = {**schema}
+    result = {**schema}
     for key in ("properties", "$defs", "definitions"):
         if isinstance(schema.get(key), dict):
-            found[key] = {name: closed(each) for name, each in schema[key].items()}
+            result[key] = {name: closed(each) for name, each in schema[key].items()}
     if "items" in schema:
-        found["items"] = closed(schema["items"])
+        result["items"] = closed(schema["items"])
     if "properties" not in schema:
         either = [key for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)]
-        found |= {key: [closed(each) for each in schema[key]] for key in either}
-    elif not OTHERS & schema.keys():
-        found["additionalProperties"] = False
-    return found
+        result |= {key: [closed(each) for each in schema[key]] for key in either}
+    elif not OPEN_KEYWORDS & schema.keys():
+        result["additionalProperties"] = False
+    return result
 
 
 def one_line(error: object) -> str:
-    """A message of the library in one line, not longer than a line should be."""
-    return " ".join(str(error).split())[:SHOWN]
+    """A message of the library, shortened to one line."""
+    return " ".join(str(error).split())[:LIBRARY_MESSAGE_MAX]

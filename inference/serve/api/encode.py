@@ -18,7 +18,6 @@ from headstart.inference.serve.api.fields import (
     CompletionRequest,
     Message,
     NamedTool,
-    SamplingFields,
     Templated,
     TextRequest,
     TokenizeRequest,
@@ -28,8 +27,10 @@ from headstart.inference.serve.api.fields import (
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
+from headstart.recipes.sampling import SamplingFields
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+SAMPLING = SamplingFields.model_fields.keys() - {"seed"}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
 
@@ -57,7 +58,7 @@ class PromptEncoder:
             no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
             raise ApiError(400, f"messages: {no_template}")
         if taken := self.template.reserved(variables):
-            raise wrong("chat_template_kwargs", taken, "names of the template's own variables are", "leave it out")
+            raise wrong("chat_template_kwargs", taken, "variables of the template itself are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
         turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
         try:
@@ -218,16 +219,11 @@ class RequestEncoder:
             raise ApiError(400, f"{name}: {prompts * copies} choices requested, {allowed}; request fewer", name)
 
     def sampling(self, fields: TextRequest) -> Sampling:
-        """The sampling fields without the seed; the target's own where the request leaves one out."""
-        given = {name: value for name in SamplingFields.model_fields if (value := getattr(fields, name)) is not None}
-        if given.get("top_k") in (0, -1):
-            given["top_k"] = None
-        if given.get("temperature", 1) < 1e-8:  # logits would overflow; so small a one chooses the likeliest token
-            given["temperature"] = 0.0
+        """The sampling fields without the seed; the target's own for fields that the request leaves out."""
         bias = tuple(self.bias(token, value) for token, value in fields.logit_bias.items())
         check_bias(bias, self.vocab_size)
-        own = self.defaults.sampling
-        return replace(own, **given, logit_bias=(*own.logit_bias, *bias))
+        defaults, chosen = self.defaults.sampling, fields.model_dump(include=SAMPLING, exclude_none=True)
+        return replace(defaults, **chosen, logit_bias=(*defaults.logit_bias, *bias))
 
     def bias(self, token: str, value: Any) -> tuple[int, float]:
         """Token ids come as strings, because JSON has no other keys."""

@@ -1,9 +1,11 @@
-"""Errors in OpenAI's shape. What a client sent is never repeated beyond a few words of it."""
+"""Errors in OpenAI's shape. They repeat at most a few words of the client's input."""
 
 import reprlib
 from typing import Any
 
-LONGEST = 600  # characters of a message
+from headstart.common.errors import wrong_value
+
+MESSAGE_MAX = 600  # characters
 TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -20,13 +22,13 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer that is an error; `param` names the field at fault."""
+    """An error as an answer; `param` names the wrong field."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
         super().__init__(message)
-        self.message = message if len(message) <= LONGEST else f"{message[:LONGEST]}..."
+        self.message = message if len(message) <= MESSAGE_MAX else f"{message[:MESSAGE_MAX]}..."
         self.status, self.param, self.headers = status, param, headers or {}
 
     def body(self) -> dict[str, Any]:
@@ -35,10 +37,10 @@ class ApiError(Exception):
 
 
 def stopping() -> ApiError:
-    """The answer to a request that a server on its way out does not begin."""
+    """The answer to a request that arrives while the server is stopping."""
     return ApiError(503, "the server is stopping; send the request to another one", headers={"Retry-After": "5"})
 
 
-def wrong(name: str, given: Any, allowed: str, remedy: str) -> ApiError:
-    """A field of the request with a value that is not allowed."""
-    return ApiError(400, f"{name}: {reprlib.repr(given)} given, {allowed} allowed; {remedy}", name)
+def wrong(name: str, value: Any, allowed: str, remedy: str) -> ApiError:
+    """The error for a field with a wrong value."""
+    return ApiError(400, str(wrong_value(name, reprlib.repr(value), allowed, remedy)), name)

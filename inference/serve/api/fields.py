@@ -1,99 +1,66 @@
-"""The fields of requests as pydantic models: strict, null is the same as left out, unknown fields are refused."""
+"""The fields of requests as pydantic models. Types are strict, null counts as left out, unknown fields are refused."""
 
 import difflib
 import json
 import re
 import reprlib
 from collections.abc import Collection
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, Field, model_validator
-from pydantic_core.core_schema import CoreSchema, custom_error_schema
 
 from headstart.inference.serve.api.errors import ApiError, wrong
+from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
-# Accepted without effect: they tell OpenAI's service about the caller, its cache and its own tools.
+# Accepted without effect, because they concern OpenAI's service: the caller, its cache, its tools.
 IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "request_id", "max_tool_calls",
 })  # fmt: skip
-# Fields of other servers, with the value that switches them off and is accepted for that reason.
+# Fields of other servers, with the value that switches each of them off: only that value is accepted.
 OFF: dict[str, Any] = {
     **{"suffix": "", "best_of": 1, "prompt_logprobs": 0, "use_beam_search": False, "length_penalty": 1, "typical_p": 1},
     **{"bad_words": [], "modalities": ["text"], "functions": [], "function_call": "none"},
     **{"spaces_between_special_tokens": True, "include_obfuscation": False, "include_reasoning": True},
     **{"return_token_ids": False, "return_tokens_as_token_ids": False, "background": False, "truncation": "disabled"},
 }
-MOST_STOPS, LONGEST_STOP = 64, 1000
-STOPS = f"a text, or a list of at most {MOST_STOPS} texts of 1 to {LONGEST_STOP} characters without U+FFFD, is"
-MOST_ALTERNATIVES = 20
-# Each escape of a JSON text; what is not whole is half of a surrogate pair.
-HALF = re.compile(r"(?P<whole>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
-
-
-@dataclass(frozen=True)
-class Allowed:
-    """Refuses what does not fit the type with these words. A list is refused at its first wrong item."""
-
-    words: str
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        schema = handler(source)
-        if schema["type"] == "list":
-            schema["fail_fast"] = True
-        return custom_error_schema(schema, "not_allowed", custom_error_message=self.words)
-
-
-@dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`; `above` excludes `low` itself."""
-
-    low: int
-    high: int | None = None
-    above: bool = False
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> CoreSchema:
-        schema = {**handler(source), "gt" if self.above else "ge": self.low}
-        words = f"of at least {self.low}"
-        if self.high is not None:
-            schema["le"] = self.high
-            words = f"above {self.low}, at most {self.high}" if self.above else f"from {self.low} to {self.high}"
-        kind = "a whole number" if source is int else "a number"
-        return custom_error_schema(schema, "not_allowed", custom_error_message=f"{kind} {words} is")
+STOPS_MAX, STOP_LENGTH_MAX = 64, 1000
+STOPS = f"a text, or a list of at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters without U+FFFD, is"
+TOP_LOGPROBS_MAX = 20
+# The escapes of a JSON text; one outside the group is half of a surrogate pair.
+ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
 
 
 def read_json(text: str) -> Any:
     """The value of a JSON text, with the replacement character for each half of a surrogate pair.
 
-    JSON can name such halves by escapes, but no tokenizer reads them and no answer can hold them.
+    JSON can name such halves by escapes, but tokenizers cannot encode them and answers cannot hold them.
     """
-    return json.loads(HALF.sub(lambda found: found["whole"] or r"\ufffd", text))
+    return json.loads(ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text))
 
 
-def check_tools(given: list[Any]) -> list[Any]:
-    """The tools of a chat as they were given, since their order of keys reaches the template."""
-    for place, tool in enumerate(given):
+def check_tools(tools: list[Any]) -> list[Any]:
+    """The tools of a chat, unchanged because the template sees their order of keys."""
+    for index, tool in enumerate(tools):
         if not has_function(tool) or tool.get("type") != "function":
-            raise wrong(f"tools[{place}]", tool, "an object of type function with a name is", "correct it")
-    return given
+            raise wrong(f"tools[{index}]", tool, "an object of type function with a name is", "correct it")
+    return tools
 
 
-def has_function(given: Any) -> bool:
+def has_function(tool: Any) -> bool:
     """Is this an object whose function has a name?"""
-    function = given.get("function") if isinstance(given, dict) else None
+    function = tool.get("function") if isinstance(tool, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 Flag = Annotated[bool, Allowed("true or false is")]
 Text = Annotated[str, Allowed("a text is")]
 Tokens = Annotated[list[int], Allowed("a list of token ids is")]
-# Texts show U+FFFD for what is no whole character, also while its last bytes are still missing.
-Stop = Annotated[Text, Field(min_length=1, max_length=LONGEST_STOP, pattern="^[^\ufffd]*$")]
-Stops = Annotated[list[Stop], Field(max_length=MOST_STOPS)]
-Seed = Annotated[int, Range(-(2**63), 2**63 - 1)]
+# Incomplete characters show as U+FFFD until their last byte arrives.
+Stop = Annotated[Text, Field(min_length=1, max_length=STOP_LENGTH_MAX, pattern="^[^\ufffd]*$")]
+Stops = Annotated[list[Stop], Field(max_length=STOPS_MAX)]
 Priority = Annotated[int, Range(-(2**31), 2**31)]
-Alternatives = Annotated[int, Range(0, MOST_ALTERNATIVES)]
+Alternatives = Annotated[int, Range(0, TOP_LOGPROBS_MAX)]
 NonEmpty = Annotated[Text, Field(min_length=1)]
 Format = Literal["text", "json_object", "json_schema"]
 CHOICES = 'auto, none, required or {"type": "function", "function": {"name": NAME}}'
@@ -106,7 +73,7 @@ class Fields(BaseModel, strict=True, allow_inf_nan=False):
     @model_validator(mode="before")
     @classmethod
     def known(cls, values: Any) -> Any:
-        """The fields with a value; raises ApiError for the first that is unknown and would have an effect."""
+        """The fields that have a value; raises ApiError for the first unknown one that would have an effect."""
         if not isinstance(values, dict):
             return values
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -141,35 +108,24 @@ class JsonSchema(Fields):
 
 
 class ResponseFormat(Fields):
-    """The form of the text, as OpenAI has it."""
+    """OpenAI's field for the form of the text."""
 
     type: Annotated[Format, Allowed("text, json_object, json_schema is")] = "text"
     json_schema: JsonSchema = JsonSchema()
 
 
 class StructuredOutputs(Fields):
-    """The form of the text, as vLLM has it."""
+    """vLLM's field for the form of the text."""
 
     json_: Any = Field(None, alias="json")
     regex: Text | None = None
     choice: Annotated[list[NonEmpty], Field(min_length=1), Allowed("a list of texts is")] = []
 
 
-class SamplingFields(Fields):
-    temperature: Annotated[float, Range(0, 100)] | None = None
-    top_k: Annotated[int, Range(-1)] | None = None
-    top_p: Annotated[float, Range(0, 1, above=True)] | None = None
-    min_p: Annotated[float, Range(0, 1)] | None = None
-    repetition_penalty: Annotated[float, Range(0, 100, above=True)] | None = None
-    presence_penalty: Annotated[float, Range(-2, 2)] | None = None
-    frequency_penalty: Annotated[float, Range(-2, 2)] | None = None
-
-
-class CommonFields(SamplingFields):
+class CommonFields(SamplingFields, Fields):
     """The fields of every request for text."""
 
     model: Text | None = None
-    seed: Seed | None = None
     structured_outputs: StructuredOutputs = StructuredOutputs()
     speculative: Flag = True
     priority: Priority = 0
@@ -178,12 +134,12 @@ class CommonFields(SamplingFields):
 
 
 class TextRequest(CommonFields):
-    """The fields that chats and completions have in common."""
+    """The common fields of chats and completions."""
 
     n: Annotated[int, Range(1, 128)] = 1
     max_tokens: Annotated[int, Range(1)] | None = None
     min_tokens: Annotated[int, Range(0)] = 0
-    logit_bias: dict[str, Any] = {}  # its tokens and values are checked when it is read
+    logit_bias: dict[str, Any] = {}  # checked when it is encoded
     stop: Annotated[Stop | Stops, Allowed(STOPS)] = []
     include_stop_str_in_output: Flag = False
     stop_token_ids: Annotated[list[int], Field(max_length=1000), Allowed("a list of at most 1000 token ids is")] = []
@@ -199,7 +155,7 @@ class TextPart(BaseModel, strict=True):
 
 
 class Message(BaseModel, strict=True):
-    """A message of a chat. Fields that templates do not take are ignored."""
+    """A message of a chat. Fields that templates do not use are ignored."""
 
     role: Annotated[Role, Allowed("system, developer, user, assistant, tool are")]
     content: Annotated[Text | list[TextPart], Allowed("a text, or a list of parts of type text, is")] | None = None
@@ -214,14 +170,14 @@ class NamedFunction(Fields):
 
 
 class NamedTool(Fields):
-    """The choice of one tool, as OpenAI has it."""
+    """OpenAI's form of the choice of one tool."""
 
     type: Annotated[Literal["function"], Allowed("function is")]
     function: NamedFunction
 
 
 class Templated(Fields):
-    """The fields by which a chat becomes a prompt."""
+    """The fields that make a prompt of a chat."""
 
     messages: list[Message] | None = None
     tools: Annotated[list[Any], AfterValidator(check_tools)] = []
@@ -230,12 +186,12 @@ class Templated(Fields):
     reasoning_effort: Text | None = None
     verbosity: Text | None = None
     continue_final_message: Flag = False
-    add_generation_prompt: Flag | None = None  # None: unless the final message is continued
-    add_special_tokens: Flag | None = None  # None: for a text, but not for messages
+    add_generation_prompt: Flag | None = None  # None: true unless the final message is continued
+    add_special_tokens: Flag | None = None  # None: true for a text, false for messages
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables of the chat template, which may read these hints, too."""
+        """Variables for the chat template, including hints that some templates use."""
         hints = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
         return {**{name: value for name, value in hints.items() if value is not None}, **self.chat_template_kwargs}
 
@@ -244,7 +200,7 @@ class ChatRequest(TextRequest, Templated):
     """A body of /v1/chat/completions."""
 
     max_completion_tokens: Annotated[int, Range(1)] | None = None
-    parallel_tool_calls: Flag = True  # False: one call at most
+    parallel_tool_calls: Flag = True  # False: at most one call
     logprobs: Flag = False
     top_logprobs: Alternatives = 0
 
@@ -281,30 +237,30 @@ class HeadRequest(Fields):
 
 
 def refusal(error: dict[str, Any]) -> ApiError:
-    """A mistake that FastAPI found in a body, in OpenAI's shape."""
-    kind, (_, *place), given = error["type"], error["loc"], error["input"]
+    """FastAPI's error for a wrong body, in OpenAI's shape."""
+    kind, (_, *steps), value = error["type"], error["loc"], error["input"]
     if kind == "json_invalid":
-        return not_json(f"{error['ctx']['error']} at character {place[0]}")
-    if not place:
-        return not_json(f"{reprlib.repr(given)} given")
-    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place).removeprefix(".")
+        return not_json(f"{error['ctx']['error']} at character {steps[0]}")
+    if not steps:
+        return not_json(f"{reprlib.repr(value)} given")
+    path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
     if kind == "missing":
         return ApiError(400, f"{path}: missing, but it is required; write it", path)
     other = "a list is" if kind == "list_type" else "an object is"
-    return wrong(path, given, error["msg"] if kind == "not_allowed" else other, "correct it")
+    return wrong(path, value, error["msg"] if kind == "not_allowed" else other, "correct it")
 
 
 def not_json(reason: object) -> ApiError:
-    return ApiError(400, f"the body is no JSON object ({reason}); one object is allowed; correct it")
+    return ApiError(400, f"the body is not a JSON object ({reason}); one object is allowed; correct it")
 
 
 def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
-    """Raise ApiError for a field that is in no model, unless its value switches it off."""
+    """Raise ApiError for a field outside the model, unless its value switches it off."""
     shown = name[:60]
     if name in OFF:
         if value == OFF[name] and isinstance(value, bool) == isinstance(OFF[name], bool):
             return
-        raise wrong(shown, value, f"this server does not support it: only {json.dumps(OFF[name])} is", "leave it out")
+        raise wrong(shown, value, f"this server does not support it, only {json.dumps(OFF[name])} is", "leave it out")
     near = difflib.get_close_matches(name, known, 1, 0.75)
     meant = f"did you mean {near[0]}?" if near else "leave it out"
     raise ApiError(400, f"{shown}: there is no such field; {', '.join(sorted(known))} are allowed; {meant}", shown)

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API without stored responses: requests become those of a chat, and answers items and events."""
+"""OpenAI's Responses API without stored responses: requests become chats, and answers become items and events."""
 
 import json
 import re
@@ -25,8 +25,8 @@ from headstart.inference.serve.api.output import Choice, Output
 from headstart.inference.show import TokenText
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
-# A chat's names of fields in messages of errors, and those of this API.
-OWN_WORDS = {
+# Names in the error messages of a chat, and this API's names for them.
+FIELD_NAMES = {
     r"^messages(\[\d+\])?": "input",
     "max_completion_tokens": "max_output_tokens",
     r"^response_format(\.json_schema)?": "text.format",
@@ -47,9 +47,9 @@ Role = Literal["system", "developer", "user", "assistant"]
 
 
 class Item(BaseModel, strict=True):
-    """An item of the input. What a chat has no place for, such as ids and summaries, is ignored."""
+    """An item of the input. Fields without a counterpart in chats, such as ids and summaries, are ignored."""
 
-    type: Annotated[Kind, Allowed("message, function_call, function_call_output or reasoning, whole, is")] = "message"
+    type: Annotated[Kind, Allowed("a complete message, function_call, function_call_output, reasoning is")] = "message"
     role: Annotated[Role, Allowed("system, developer, user, assistant are")] | None = None
     content: Content | None = None
     call_id: Text | None = None
@@ -69,12 +69,12 @@ class TextOptions(Fields):
 
 class Reasoning(Fields):
     effort: Text | None = None
-    summary: Any = None  # of reasoning items, of which this server writes none
+    summary: Any = None  # of reasoning items, which this server does not write
     generate_summary: Any = None
 
 
-def as_items(given: Any) -> Any:
-    return [{"role": "user", "content": given}] if isinstance(given, str) else given
+def as_items(text_or_items: Any) -> Any:
+    return [{"role": "user", "content": text_or_items}] if isinstance(text_or_items, str) else text_or_items
 
 
 class ResponsesRequest(CommonFields):
@@ -90,20 +90,20 @@ class ResponsesRequest(CommonFields):
     parallel_tool_calls: Flag = True
     include: list[Included] = Field([])
     previous_response_id: Annotated[
-        None, Allowed("nothing is stored, so only null here, and the whole conversation as input, is")
+        None, Allowed("responses are not stored: only null, with the full conversation as input, is")
     ] = None
     chat_template_kwargs: dict[str, Any] = Field({})
 
     @field_validator("text", "reasoning", "tools", "tool_choice", mode="before")
     @classmethod
-    def repeatable(cls, given: Any, info: ValidationInfo) -> Any:
-        """A field that the answer repeats; raises ApiError if JSON cannot hold it."""
+    def repeatable(cls, value: Any, info: ValidationInfo) -> Any:
+        """A field that the answer repeats; raises ApiError if it cannot be written as JSON."""
         name = str(info.field_name)
         try:
-            json.dumps({"response": {name: given}}, allow_nan=False)
-        except (ValueError, RecursionError):  # reading allows Infinity and 1e999, and is less deep in calls
-            raise wrong(name, given, "JSON with finite numbers and of less depth is", "correct it") from None
-        return given
+            json.dumps({"response": {name: value}}, allow_nan=False)
+        except (ValueError, RecursionError):  # the parser accepts Infinity, 1e999 and deeper nesting
+            raise wrong(name, value, "JSON with finite numbers and less nesting is", "correct it") from None
+        return value
 
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
@@ -126,63 +126,63 @@ class ResponsesRequest(CommonFields):
             raise refusal({**first, "loc": ("body", *first["loc"])}) from None
 
     def messages(self) -> list[Json]:
-        """The messages of the chat. An assistant's message holds the calls that follow it, and the reasoning before."""
-        found: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        for place, item in enumerate(self.input):
-            content, last = joined(item.content), found[-1] if found else {}
+        """The messages of the chat. An assistant's message includes the reasoning before it and the calls after it."""
+        messages: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        for index, item in enumerate(self.input):
+            content, last = joined(item.content), messages[-1] if messages else {}
             if item.type == "function_call_output":
-                found.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif item.type == "message" and item.role is None:
-                raise wrong(f"input[{place}].role", None, "a role is", "write it")
+                raise wrong(f"input[{index}].role", None, "a role is", "write it")
             elif item.role == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
                 last["content"] = content
             elif item.type == "message":
-                found.append({"role": item.role, "content": content})
+                messages.append({"role": item.role, "content": content})
             elif item.type == "reasoning" and content:
-                found.append({"role": "assistant", "content": "", "reasoning_content": content})
+                messages.append({"role": "assistant", "content": "", "reasoning_content": content})
             elif item.type == "function_call":
                 if last.get("role") != "assistant":
-                    found.append({"role": "assistant"})
+                    messages.append({"role": "assistant"})
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
-                found[-1].setdefault("tool_calls", []).append(call)
-        return found
+                messages[-1].setdefault("tool_calls", []).append(call)
+        return messages
 
 
 def joined(content: str | list[Part] | None) -> str | None:
     return content if content is None or isinstance(content, str) else "".join(part.text for part in content)
 
 
-def nested(given: Any) -> Any:
-    """A tool, or the choice of one, as a chat has it: with the function in a field of its own."""
-    if not isinstance(given, dict) or "function" in given:
-        return given
-    function = {name: value for name, value in given.items() if name != "type" and value is not None}
-    return {"type": given.get("type"), "function": function}
+def nested(tool: Any) -> Any:
+    """A tool, or the choice of one, in a chat's form: with the function in its own field."""
+    if not isinstance(tool, dict) or "function" in tool:
+        return tool
+    function = {name: value for name, value in tool.items() if name != "type" and value is not None}
+    return {"type": tool.get("type"), "function": function}
 
 
-def in_own_words(error: ApiError) -> ApiError:
-    """The error of a chat with this API's names of fields."""
+def with_field_names(error: ApiError) -> ApiError:
+    """A chat's error with this API's names of fields."""
     message, param = error.message, error.param
-    for chats, own in OWN_WORDS.items():
-        message, param = re.sub(chats, own, message), param and re.sub(chats, own, param)
+    for pattern, name in FIELD_NAMES.items():
+        message, param = re.sub(pattern, name, message), param and re.sub(pattern, name, param)
     return ApiError(error.status, message, param, error.headers)
 
 
 class ResponsesAnswer(Answer):
-    """The answer as items, and the events that tell of them; a whole answer is what the last event holds."""
+    """The answer as items, and as events about them; the last event holds the full answer."""
 
-    prefix, whole_object, chunk_object, last = "resp", "response", "response", ""
+    prefix, full_object, chunk_object, last = "resp", "response", "response", ""
 
-    def __init__(self, given: ResponsesRequest, *rest: Any) -> None:
+    def __init__(self, request: ResponsesRequest, *rest: Any) -> None:
         super().__init__(*rest)
-        self.given = given
+        self.request = request
         self.number = 0  # of the next event
-        self.items: list[Json] = []  # those that are done
-        self.message: str | None = None  # the id of the message that is being written
-        self.text = ""  # of that message, or white space of which it is not yet known whether one begins with it
+        self.items: list[Json] = []  # completed ones
+        self.message: str | None = None  # the id of the current message
+        self.text = ""  # of the current message, or white space that may begin one
 
-    def whole(self) -> Json:
+    def full(self) -> Json:
         (choice,) = self.completion.choices
         return self.chunks(choice, choice.output)[-1]["response"]
 
@@ -190,19 +190,19 @@ class ResponsesAnswer(Answer):
         return [self.event(kind, response=self.response("in_progress")) for kind in ("created", "in_progress")]
 
     def chunks(self, choice: Choice, output: Output) -> list[Json]:
-        found, text = list[Json](), ""
+        events, text = list[Json](), ""
         for part in output.parts:
             if isinstance(part, TokenText):
                 text += part.text
             else:
-                found += [*self.write(text), *self.end_message(), *self.call(part)]
+                events += [*self.write(text), *self.end_message(), *self.call(part)]
                 text = ""
-        found += self.write(text, choice.finish is not None and not self.items)
+        events += self.write(text, choice.finish is not None and not self.items)
         if choice.finish is None:
-            return found
+            return events
         status = "completed" if choice.finish in ("stop", "tool_calls") else "incomplete"
-        found += self.end_message(status)
-        return [*found, self.event(status, response=self.response(status, choice))]
+        events += self.end_message(status)
+        return [*events, self.event(status, response=self.response(status, choice))]
 
     def failed(self, error: ApiError) -> Json:
         return {"type": "error", "sequence_number": self.number, **error.body()}
@@ -212,46 +212,46 @@ class ResponsesAnswer(Answer):
         return {"type": f"response.{kind}", "sequence_number": self.number - 1, **fields}
 
     def write(self, text: str, is_all: bool = False) -> list[Json]:
-        """The events of more text. White space begins no message, as it stands around calls, unless it is all."""
-        found: list[Json] = []
+        """The events of more text. White space alone, as around calls, begins a message only if it is all the text."""
+        events: list[Json] = []
         self.text += text
         if self.message is None and (is_all or self.text.strip()):
             text = self.text
-            found += self.begin_message()
+            events += self.begin_message()
         if text and self.message is not None:
-            found.append(self.event("output_text.delta", **self.place(), delta=text, logprobs=[]))
-        return found
+            events.append(self.event("output_text.delta", **self.position(), delta=text, logprobs=[]))
+        return events
 
     def begin_message(self) -> list[Json]:
         self.message = f"msg_{uuid4().hex}"
         item = self.message_item("in_progress", [])
         return [
             self.event("output_item.added", output_index=len(self.items), item=item),
-            self.event("content_part.added", **self.place(), part=output_text("")),
+            self.event("content_part.added", **self.position(), part=output_text("")),
         ]
 
     def end_message(self, status: str = "completed") -> list[Json]:
         text, self.text = self.text, ""
         if self.message is None:
             return []
-        part, place = output_text(text), self.place()
+        part, position = output_text(text), self.position()
         item = self.message_item(status, [part])
         self.message = None
         return [
-            self.event("output_text.done", **place, text=text, logprobs=[]),
-            self.event("content_part.done", **place, part=part),
+            self.event("output_text.done", **position, text=text, logprobs=[]),
+            self.event("content_part.done", **position, part=part),
             self.done(item),
         ]
 
     def call(self, call: Json) -> list[Json]:
-        """The events of a call, which comes in one piece."""
+        """The events of a call, which is written in one piece."""
         item = {"id": f"fc_{uuid4().hex}", "type": "function_call", "call_id": call["id"], **call["function"]}
-        place = {"item_id": item["id"], "output_index": len(self.items)}
-        begun, arguments = {**item, "arguments": "", "status": "in_progress"}, item["arguments"]
+        position = {"item_id": item["id"], "output_index": len(self.items)}
+        started, arguments = {**item, "arguments": "", "status": "in_progress"}, item["arguments"]
         return [
-            self.event("output_item.added", output_index=len(self.items), item=begun),
-            self.event("function_call_arguments.delta", **place, delta=arguments),
-            self.event("function_call_arguments.done", **place, name=item["name"], arguments=arguments),
+            self.event("output_item.added", output_index=len(self.items), item=started),
+            self.event("function_call_arguments.delta", **position, delta=arguments),
+            self.event("function_call_arguments.done", **position, name=item["name"], arguments=arguments),
             self.done({**item, "status": "completed"}),
         ]
 
@@ -259,7 +259,7 @@ class ResponsesAnswer(Answer):
         self.items.append(item)
         return self.event("output_item.done", output_index=len(self.items) - 1, item=item)
 
-    def place(self) -> Json:
+    def position(self) -> Json:
         return {"item_id": self.message, "output_index": len(self.items), "content_index": 0}
 
     def message_item(self, status: str, content: list[Json]) -> Json:
@@ -267,8 +267,8 @@ class ResponsesAnswer(Answer):
 
     def response(self, status: str, ended: Choice | None = None) -> Json:
         """The response so far, with its usage once its choice has ended."""
-        given, sampling = self.given, self.completion.choices[0].request.sampling
-        found: Json = {
+        request, sampling = self.request, self.completion.choices[0].request.sampling
+        response: Json = {
             "id": self.base["id"].replace("-", "_"),
             "object": "response",
             "created_at": self.base["created"],
@@ -277,29 +277,29 @@ class ResponsesAnswer(Answer):
             "output": [*self.items],
             "error": None,
             "incomplete_details": None,
-            "instructions": given.instructions,
-            "max_output_tokens": given.max_output_tokens,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
             "metadata": {},
-            "parallel_tool_calls": given.parallel_tool_calls,
+            "parallel_tool_calls": request.parallel_tool_calls,
             "previous_response_id": None,
-            "reasoning": given.reasoning.model_dump(),
+            "reasoning": request.reasoning.model_dump(),
             "seed": self.base["seed"],
             "store": False,
             "temperature": sampling.temperature,
-            "text": given.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": given.tool_choice,
-            "tools": given.tools,
+            "text": request.text.model_dump(by_alias=True, exclude_none=True),
+            "tool_choice": request.tool_choice,
+            "tools": request.tools,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,
         }
         if ended is None:
-            return found
+            return response
         if status == "incomplete":
             reason = "max_output_tokens" if ended.finish == "length" else ended.finish
-            found["incomplete_details"] = {"reason": reason}
+            response["incomplete_details"] = {"reason": reason}
         return {
-            **found,
+            **response,
             "usage": response_usage(usage(self.completion)),
             "metrics": metrics(self.completion, self.max_depth),
         }
@@ -309,12 +309,12 @@ def output_text(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def response_usage(chats: Json) -> Json:
-    """The usage of a chat in this API's words."""
+def response_usage(chat: Json) -> Json:
+    """A chat's usage under this API's names."""
     return {
-        "input_tokens": chats["prompt_tokens"],
-        "input_tokens_details": {**chats["prompt_tokens_details"], "cache_write_tokens": 0},
-        "output_tokens": chats["completion_tokens"],
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {**chat["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": chat["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": chats["total_tokens"],
+        "total_tokens": chat["total_tokens"],
     }

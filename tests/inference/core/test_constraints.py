@@ -26,7 +26,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.lookup import Lookup
@@ -35,7 +35,8 @@ from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.api.constraints import Grammar, Grammars
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import BlockSection, Eagle3Section, TargetSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_heads import BlockSection, Eagle3Section
 
 SCHEMA = {
     "type": "object",

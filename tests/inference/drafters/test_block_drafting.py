@@ -23,11 +23,12 @@ from headstart.inference.core.cache import Move
 from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import BlockDrafter, head_drafter
+from headstart.inference.drafters.block import BlockDrafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import BlockSection
+from headstart.recipes.schema_heads import BlockSection
 
 MakeHead = Callable[..., BlockHead]
 SHAPES: list[dict[str, Any]] = [

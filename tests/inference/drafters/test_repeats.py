@@ -15,7 +15,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs import CostAware, Situation
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.drafters.repeats import DEPTH, PRIOR, RATES, Repeats
+from headstart.inference.drafters.repeats import PRIOR_TOKENS, REPEAT_DEPTH, REPEAT_RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 
@@ -57,13 +57,13 @@ def test_without_a_repeat_the_tree_stays_as_it_is() -> None:
 def test_no_repeat_is_longer_than_a_row_can_use() -> None:
     found = beside([*PHRASE, 1, *PHRASE[:3]], drawn([-1, -1], [13, 50]), remaining=2)
     assert paths(found)[0] == {(14,), (14, 15)}
-    assert max(map(len, paths(beside([9] * 40, drawn([-1], [9]), most=40))[0])) == DEPTH
+    assert max(map(len, paths(beside([9] * 40, drawn([-1], [9]), most=40))[0])) == REPEAT_DEPTH
 
 
 def test_repeats_end_where_their_chance_is_not_worth_it() -> None:
     """Policies without costs verify tokens down to a chance of 0.15; two matching tokens promise a half of the next."""
     found = beside([*PHRASE, 1, *PHRASE[1:3]], drawn([-1], [13]), Dynamic(3, 3, 8))
-    assert RATES[2] == 0.5
+    assert REPEAT_RATES[2] == 0.5
     assert paths(found)[0] == {(14,), (14, 15)}
 
 
@@ -85,8 +85,8 @@ def test_what_was_right_is_counted_as_far_as_the_text_tells() -> None:
     row = repeats.rows[0]
     text += [14, 15, 99]  # two of the repeat, then another token
     repeats.extend(drawn([-1], [99]), verified_text(text, 99), Everything(3, 3, 8))
-    assert row.tried[3] == PRIOR + 3
-    assert row.right[3] == pytest.approx(PRIOR * RATES[3] + 2)
+    assert row.tried[3] == PRIOR_TOKENS + 3
+    assert row.right[3] == pytest.approx(PRIOR_TOKENS * REPEAT_RATES[3] + 2)
 
 
 def test_sampled_rows_draft_repeats_no_deeper_than_the_head() -> None:
@@ -163,10 +163,9 @@ def test_costs_decide_how_many_repeats_are_verified() -> None:
     assert growth.is_worth(4, 0.51)
 
 
-def test_the_step_watch_hears_of_all_nodes_that_were_verified(target: TargetModel, make_head: MakeHead) -> None:
+def test_the_cost_table_learns_from_all_nodes_that_were_verified(target: TargetModel, make_head: MakeHead) -> None:
     growth, seen = CostAware(3, 3, 8, SetCosts()), []
-    growth.watch.costs.observe_target = lambda at, nodes, seconds: seen.append(nodes)  # type: ignore[method-assign]
-    found = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))
-    # Of the last step it is never told.
-    assert found.stats.drafted - 8 - 8 <= sum(seen) - len(seen) <= found.stats.drafted
-    assert max(seen) > 3 + 1
+    growth.costs.observe = lambda drafted, seconds: seen.append(drafted.nodes - 1)  # type: ignore[method-assign]
+    generation = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))
+    assert sum(seen) == generation.stats.drafted
+    assert max(seen) > 3

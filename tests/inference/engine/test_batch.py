@@ -18,7 +18,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
-from headstart.inference.engine.prefill import read_chunk, read_prompts
+from headstart.inference.engine.prefill import prefill_chunk, prefill_prompts
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -218,9 +218,9 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
     """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
     prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
     cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
-    together = read_prompts(target, prompts, [cache.row(row) for row in range(3)])
+    together = prefill_prompts(target, prompts, [cache.row(row) for row in range(3)])
     for row, prompt in enumerate(prompts):
-        single = read_chunk(target, prompt, alone.row(row), 0)
+        single = prefill_chunk(target, prompt, alone.row(row), 0)
         assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
         assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
         held = (..., slice(len(prompt)), slice(None))

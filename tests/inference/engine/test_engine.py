@@ -17,12 +17,12 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
-from headstart.inference.engine.prefill import Pace
+from headstart.inference.engine.prefill import PrefillSchedule
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -174,7 +174,7 @@ LONG = [7 + (5 * i + i * i) % 71 for i in range(100)]
 def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static: bool = False) -> DecodeLoop:
     """A loop that reads `piece` tokens per pass while rows run, whatever the passes take."""
     loop = DecodeLoop(target, drafter, 3, static, prefill_chunk=piece)
-    loop.pace.chunk = piece
+    loop.schedule.chunk_with_rows = piece
     return loop
 
 
@@ -234,7 +234,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
         assert loop.generations[number].tokens == alone
     assert loop.generations[1].cached_tokens == 32
     apart = family in ("gemma2", "gpt_oss")  # transformers runs these on eager attention
-    assert target.packs == loop.pace.beside == (not apart)
+    assert target.packs == loop.schedule.shares_steps == (not apart)
     loop.submit(other)
     loop.step()
     loop.submit(replace(request, prompt=request.prompt[::-1]))
@@ -257,7 +257,7 @@ def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, targ
     assert target.packs
     assert not changed.packs
     loop = make_paced(changed, None, 10)
-    assert not loop.pace.beside
+    assert not loop.schedule.shares_steps
     for request in (Request([3], 40), Request(LONG, 5)):
         loop.submit(request)
         loop.step()
@@ -280,11 +280,11 @@ def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, sta
     blocks: list[list[int]] = []
     while not any(1 in numbers for numbers in blocks) and not loop.idle:
         blocks.append([block.number for block in loop.step()])
-    pieces = len(blocks) // 2 if static else len(blocks) - 1  # the first step is alone: it tells how long steps take
+    pieces = len(blocks) // 2 if static else len(blocks)
     if static:
         assert blocks == [[0], *[[], [0]] * (pieces - 1), [1]]
     else:
-        assert blocks == [*[[0]] * pieces, [0, 1]]
+        assert blocks == [*[[0]] * (pieces - 1), [0, 1]]
     assert pieces >= len(LONG) / 10
     loop.close()
 
@@ -317,7 +317,7 @@ def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None
     loop.submit(Request(LONG, 5))
     loop.step()
     loop.step()
-    assert loop.batch.reading is not None
+    assert loop.batch.partial is not None
     loop.cancel(0)
     assert loop.idle
     assert loop.generations[0].finish == "cancelled"
@@ -326,20 +326,16 @@ def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None
     assert loop.generations[1].tokens == generate(target, REQUESTS[0].prompt, REQUESTS[0].max_new_tokens).tokens
 
 
-def test_a_pass_over_prompts_takes_little_longer_than_a_step() -> None:
-    """On a machine where a step takes 1 s and each prompt token 0.1 s, plus 0.5 s per pass: 1.5 s are 10 tokens."""
-    pace = Pace(512, prompts_first=False)
-    assert pace.tokens(has_rows=False) == 512
-    pace.stepped(1.0, drafts=False)
-    for _ in range(12):
-        tokens = pace.tokens(has_rows=True)
-        pace.has_read(tokens, 0.5 + 0.1 * tokens)
-        assert not pace.reads_next(running=1)
-        pace.stepped(1.0, drafts=False)
-        assert pace.reads_next(running=1)
-    assert 9 <= pace.tokens(has_rows=True) <= 11
-    pace.has_read(512, 51.7)  # nobody waited for this one
-    assert pace.tokens(has_rows=True) <= 20
+def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
+    """Of prompts that share the rows' steps, or take turns with them; without rows a pass may be large."""
+    for shares_steps in (False, True):
+        schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
+        assert (schedule.tokens(has_rows=False), schedule.tokens(has_rows=True)) == (512, 16)
+        assert schedule.reads_next(running=1)
+        schedule.read_last = True
+        assert schedule.reads_next(running=1) == shares_steps
+        assert schedule.reads_next(running=0)
+    assert PrefillSchedule(4, 16, prompts_first=False).tokens(has_rows=True) == 4
 
 
 def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) -> None:
@@ -349,7 +345,7 @@ def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) ->
     loop, passes = loop_of(target, requests, max_batch=48), 0
     while not loop.idle:
         loop.step()
-        passes += loop.pace.read_last
+        passes += loop.schedule.read_last
     loop.close()
     for number in range(5, 96, 24):
         alone = generate(target, requests[number].prompt, lengths[number])
@@ -357,48 +353,15 @@ def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) ->
     assert passes <= 24  # 36 as long as each place was filled at once
 
 
-def test_places_that_became_free_are_filled_together_and_in_the_end() -> None:
-    pace = Pace(512, prompts_first=True)
-    pace.stepped(1.0, drafts=False)
-    assert not pace.reads_next(running=480, free=29, waiting=100)
-    assert pace.reads_next(running=480, free=30, waiting=100)
-    assert pace.reads_next(running=480, free=3, waiting=3)  # no more will come
-    assert pace.reads_next(running=15, free=1, waiting=100)
-    pace.has_read(512, 1.0)
-    assert pace.reads_next(running=510, free=2, waiting=60)  # until all places are taken
-
-
-def test_a_step_with_a_piece_of_a_prompt_takes_less_than_two_plain_steps() -> None:
-    """Where a step takes 1 s and each prompt token 0.05 s more, but the first ten nothing: 24 tokens are 1.7 s."""
-    pace = Pace(512, prompts_first=False, beside=True)
-    pace.stepped(3.0, drafts=True)
-    assert pace.reads_next(running=1)
-    pace.stepped(1.3, drafts=False, beside=16)
-    assert not pace.reads_next(running=1)  # nobody knows yet what a step takes without a piece
-    pace.stepped(1.0, drafts=False)
-    alone = 0
-    for _ in range(60):
-        if pace.reads_next(running=1):
-            tokens = pace.tokens(has_rows=True)
-            pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
-        else:
-            alone += 1
-            pace.stepped(1.0, drafts=False)
-    assert 22 <= pace.tokens(has_rows=True) <= 26
-    assert 2 <= alone <= 5  # it measures again now and then
-    for _ in range(20):  # the rows draft between prompts: no piece is compared to such a step
-        pace.stepped(3.0, drafts=True)
-    assert pace.reads_next(running=1)
-    for _ in range(3):
-        tokens = pace.tokens(has_rows=True)
-        pace.stepped(1 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
-    assert 22 <= pace.tokens(has_rows=True) <= 26
-    pace.stepped(3.0, drafts=True)
-    pace.stepped(2.0, drafts=False)  # with more rows or longer texts, plain steps take twice as long by now
-    for _ in range(12):
-        tokens = pace.tokens(has_rows=True)
-        pace.stepped(2 + 0.05 * max(tokens - 10, 0), drafts=False, beside=tokens)
-    assert 36 <= pace.tokens(has_rows=True) <= 40
+def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
+    schedule = PrefillSchedule(512, 16, prompts_first=True)
+    assert schedule.tokens(has_rows=True) == 512
+    assert not schedule.reads_next(running=480, free=29, waiting=100)
+    assert schedule.reads_next(running=480, free=30, waiting=100)
+    assert schedule.reads_next(running=480, free=3, waiting=3)  # no more will come
+    assert schedule.reads_next(running=15, free=1, waiting=100)
+    schedule.read_last = True
+    assert schedule.reads_next(running=510, free=2, waiting=60)  # until all slots are taken
 
 
 def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:
@@ -443,7 +406,7 @@ def test_what_a_drafter_has_read_moves_with_its_row(
     target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, event: str
 ) -> None:
     """The drafter catches up with the second row, in several steps without a draft, when it moves to another place."""
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP", 4)
+    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
     loop, switch = DecodeLoop(target, HeadDrafter(make_head(), Dynamic(3, 3, 8)), max_batch=2), Switch()
     loop.decode_step.speculation = switch  # type: ignore[assignment]
     loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
@@ -624,8 +587,8 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
     some rows fail.
     """
-    for module in ("step", "reading"):
-        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP", 8)
+    for module in ("step", "prefill"):
+        monkeypatch.setattr(f"headstart.inference.engine.{module}.CATCH_UP_POSITIONS", 8)
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
     memory = None if static else 12 * 128 * (512 + 128)
@@ -641,7 +604,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
         if rng.random() < 0.05:
             cancelled.add(number := rng.choice([*requests]))
             loop.cancel(number)
-        loop.pace.chunk = rng.randrange(1, 40)
+        loop.schedule.chunk_with_rows = rng.randrange(1, 40)
         for block in loop.step():
             seen.setdefault(block.number, []).extend(block.tokens)
         if rng.random() < 0.1:

@@ -1,6 +1,5 @@
 """Laws of prefix reuse: a prompt that begins like an earlier text is continued as if it had been read whole."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -8,15 +7,16 @@ import pytest
 import torch
 from matrix import slow_unless
 
+from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate
-from headstart.inference.engine.prefixes import BLOCK, Cached, PrefixIndex
+from headstart.inference.engine.prefixes import BLOCK, Cached, CachedRow, PrefixIndex
 from headstart.inference.targets.model import TargetModel
 
 SYSTEM = [7 + (5 * i + i * i) % 71 for i in range(40)]  # two and a half blocks
@@ -81,7 +81,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
     requests = [Request([*SYSTEM, *range(number, 3 * number)], 9) for number in range(1, 6)]
     requests[2] = replace(requests[2], speculative=False)
     loop = DecodeLoop(target, drafter, 3, prefix_memory=MEBIBYTE)
-    loop.pace.chunk = 4
+    loop.schedule.chunk_with_rows = 4
     for request in requests:
         loop.submit(request)
     finish(loop)
@@ -137,7 +137,7 @@ def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
         loop.submit(Request([7], 60))
         loop.step()
         loop.step()
-        loop.pace.chunk = 512
+        loop.schedule.chunk_with_rows = 512
     requests = [Request([*SYSTEM, *rest], 3) for rest in ([60], [61], [62, *range(30)])] + [
         Request([*range(70, 80)], 3)
     ]
@@ -252,22 +252,28 @@ def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_h
     assert_as_alone(target, drafter, Request(SYSTEM, 12), loop.generations[1])
 
 
-def block_of(value: float) -> Callable[[int, int], Cached]:
-    return lambda first, end: Cached((torch.full((1, 2, 1, BLOCK, 4), value),), None, torch.full((1, 3), value))
+class Row(CachedRow):
+    """A row of these tokens whose blocks are full of one value."""
+
+    def __init__(self, tokens: list[int], value: float) -> None:
+        super().__init__(KVCache.allocate((1, 1, 4), None, 1), 0, tokens, torch.full((1, 3), value), 0, 0)
+
+    def block(self, first: int, end: int) -> Cached:
+        return Cached((self.taps[0, 0].expand(1, 2, 1, BLOCK, 4),), None, self.taps)
 
 
 def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_followers() -> None:
     """A block takes 524 bytes. a - b - c is one text, a - d the other; with room for three, c goes and then b."""
     a, b, c, d = ([letter] * BLOCK for letter in range(4))
     index = PrefixIndex(3 * 524, keeps_all_taps=False)
-    index.add([*a, *b, *c], block_of(1.0), lambda first, end: None)
+    index.add(Row([*a, *b, *c], 1.0))
     assert index.num_bytes == 3 * 524
     assert index.use([*a, *b, *c, 9]).tokens == 48  # type: ignore[union-attr]
-    index.add([*a, *d], block_of(2.0), lambda first, end: None)
+    index.add(Row([*a, *d], 2.0))
     assert index.num_bytes == 3 * 524
     assert index.known_tokens([*a, *b, *c, 9]) == 32
     assert index.known_tokens([*a, *d, 9]) == 32
-    index.add([*d, *c], block_of(3.0), lambda first, end: None)
+    index.add(Row([*d, *c], 3.0))
     assert index.known_tokens([*a, *d, 9]) == 16
     assert index.known_tokens([*d, *c, 9]) == 32
     assert index.known_tokens(a) == 0  # its last token is always read

@@ -26,7 +26,7 @@ from transformers import (
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels.compiled import CompiledForward, Compiler, patch_own_thread_alone, use_compiled
@@ -212,7 +212,7 @@ def test_a_program_may_end_while_layers_are_compiled() -> None:
     program = """
 import time, torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.core.request import Request

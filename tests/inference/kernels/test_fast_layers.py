@@ -34,7 +34,8 @@ from headstart.inference.kernels.fast_layers import (
 )
 from headstart.inference.kernels.products import FEWEST, EightBits, exact_weight, remember_eight_bits
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import BlockSection, TargetSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_heads import BlockSection
 
 Dtype = Literal["float32", "bfloat16"]
 

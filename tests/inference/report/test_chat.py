@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -17,22 +18,22 @@ from rich.console import Console
 from tiny_run import ENDS, build_target, build_tokenizer
 
 from headstart import chat as command
+from headstart.chat import HELP, SHADES, Chat, first_ctrl_c, printable, read_command, token_style
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference import chat
-from headstart.inference.chat import HELP, Answer, Chat, Conversation, first_ctrl_c, printable, read_command
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Request
+from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import BONUS, Accepted, Verified
-from headstart.inference.report.trace import trace
-from headstart.inference.show import SHADES, TextStream, token_style
+from headstart.inference.engine.loop import loop_of
+from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
-from headstart.recipes.schema import Eagle3Section, TargetSection
+from headstart.recipes.schema import TargetSection
+from headstart.recipes.schema_heads import Eagle3Section
 
 ESCAPE = "\x1b"
 
@@ -100,7 +101,7 @@ def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
 
 
 def answers(chat: Chat) -> list[str]:
-    return [turn["content"] for turn in chat.conversation.turns if turn["role"] == "assistant"]
+    return [turn["content"] for turn in chat.turns if turn["role"] == "assistant"]
 
 
 def test_every_command_is_read_and_questions_are_not_commands() -> None:
@@ -148,17 +149,16 @@ def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
 
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
     """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
-    prompt, count = [5, 6, 7, 11], 23
-    found = trace("method", KnowsTheText(talker), talker, prompt, count, Sampling())
-    paths = [[] if step.tree is None else step.tree.path for step in found.steps]
-    wanted = [
-        [None if not path else depth if depth < len(path) else BONUS for depth in range(1, len(step.tokens) + 1)]
-        for step, path in zip(found.steps, paths, strict=True)
-    ]
-    answer = Answer(talker, KnowsTheText(talker), Request(prompt, count), str)
-    assert [block.depths for block in answer.blocks()] == [[None], *wanted]
-    assert {BONUS, 1, 2, 3} <= {depth for depths in wanted for depth in depths}
-    assert len(answer.step_seconds) == answer.generation.stats.steps == len(found.steps)
+    request = Request([5, 6, 7, 11], 23, show_trees=True)
+    first, *steps = loop_of(talker, [request], KnowsTheText(talker)).run()
+    assert first.depths == [None]
+    seen = set[int | None]()
+    for step in steps:
+        on_path = 0 if step.tree is None else len(step.tree.path) - 1
+        depths = [*range(1, on_path + 1), None if step.tree is None else BONUS]
+        assert step.depths == depths[: len(step.tokens)]
+        seen |= {*step.depths}
+    assert {BONUS, 1, 2, 3} <= seen
 
 
 def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:
@@ -180,70 +180,49 @@ def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whol
     assert cut.rest() == "\ufffd"
 
 
-def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(talker: TargetModel) -> None:
-    tokenizer = build_tokenizer()
+def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any, talker: TargetModel) -> None:
     ended = 0
-    for first in range(8):
-        prompt = [first + 20, 30, 40]
-        answer = Answer(
-            talker,
-            KnowsTheText(talker),
-            Request(prompt, 40, end_tokens=tuple(ENDS)),
-            lambda tokens: visible_text_of(tokenizer, tokens),
-        )
-        shown = "".join(piece.text for piece in answer.shown())
-        before = len(visible_text_of(tokenizer, prompt))
-        kept = answer.generation.tokens[: -1 if answer.generation.finish == "end" else None]
-        assert shown == visible_text_of(tokenizer, prompt + kept)[before:]
-        ended += answer.generation.finish == "end"
+    for first in range(20, 25):
+        prompt, (chat, printed) = [first, 30, 40], make_chat(KnowsTheText(talker))
+        generation = chat.stream(Request(prompt, 40, end_tokens=tuple(ENDS)), Event())
+        tokens = generation.tokens[: -1 if generation.finish == "end" else None]
+        before, full = (visible_text_of(chat.template.tokenizer, prompt + each) for each in ([], tokens))
+        assert printed.getvalue().split() == printable(full[len(before) :]).split()  # rich expands tabs
+        ended += generation.finish == "end"
     assert ended
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(
-    temperature: float, make_chat: Any, talker: TargetModel, folders: Path
+    temperature: float, make_chat: Any, talker: TargetModel
 ) -> None:
-    chat, printed = make_chat(KnowsTheText(talker), temperature)
-    found = []
+    chat, printed = make_chat(KnowsTheText(talker), temperature, longest=16)
+    answers_after = []
     for line in ("the target writes", "/plain", "/again", "/draft", "/again", "/seed 5", "/again"):
         assert chat.handle(line)
-        found.append(answers(chat))
-    with_drafts, without, again, other = found[0], found[2], found[4], found[6]
+        answers_after.append(answers(chat))
+    with_drafts, without, again, other = (answers_after[number] for number in (0, 2, 4, 6))
     assert with_drafts == without == again
     assert len(with_drafts) == 1
     assert (other == again) == (temperature == 0)
-    told = printed.getvalue()
-    assert "times as fast as plain decoding" in told
-    assert "measured at the start" in told
-    assert "plain decoding, " in told
-    assert "measured in the last plain answer" in told
-
-
-def test_answers_become_part_of_the_next_prompt_until_a_reset(make_chat: Any, talker: TargetModel) -> None:
-    chat, _ = make_chat(KnowsTheText(talker), longest=6)
-    chat.converse(["a draft", "a tree"])
-    roles = [turn["role"] for turn in chat.conversation.turns]
-    assert roles == ["user", "assistant"] * 2
-    chat.handle("/reset")
-    assert chat.conversation.turns == []
+    assert printed.getvalue().count("tokens per target step") == 3
+    assert printed.getvalue().count("plain decoding;") == 1
 
 
 def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_says_so(
     make_chat: Any, talker: TargetModel
 ) -> None:
-    chat, printed = make_chat(KnowsTheText(talker), longest=24)
-    for number in range(6):
-        chat.handle(f"{number} the target judges")
-    assert "turn is dropped: the conversation would exceed the target's 128 positions" in printed.getvalue()
-    kept = [turn["content"] for turn in chat.conversation.turns if turn["role"] == "user"]
-    assert kept[-1].startswith("5 ")
-    assert len(kept) < 6
-    prompt = Conversation(ChatTemplate(build_tokenizer()), 60, 20)
-    prompt.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 3]
-    asked = prompt.ask("of tokens")
-    assert len(asked.tokens) <= 40
-    assert asked.turns == [*prompt.turns[2 * asked.dropped :], {"role": "user", "content": "of tokens"}]
-    assert asked.dropped
+    chat, printed = make_chat(KnowsTheText(talker), longest=16)
+    chat.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 8]
+    tokens, turns = chat.prompt("of tokens")
+    assert len(tokens) <= talker.max_positions - 16
+    assert turns == [*chat.turns[16 - len(turns) + 1 :], {"role": "user", "content": "of tokens"}]
+    dropped = (16 - len(turns) + 1) // 2
+    assert f"oldest {dropped} turns are dropped" in printed.getvalue()
+    chat.handle("of tokens")
+    assert len(chat.turns) == len(turns) + 1
+    chat.handle("/reset")
+    assert chat.turns == []
 
 
 def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_chat: Any, talker: TargetModel) -> None:
@@ -262,10 +241,10 @@ def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_c
 
 def test_a_second_ctrl_c_interrupts_at_once() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
-    pressed: list[int] = []
-    with first_ctrl_c(lambda: pressed.append(1)):
+    with first_ctrl_c() as pressed:
+        assert not pressed.is_set()
         signal.raise_signal(signal.SIGINT)
-        assert pressed == [1]
+        assert pressed.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -283,12 +262,12 @@ def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any, talker: 
 
 def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, talker: TargetModel) -> None:
     chat, printed = make_chat(KnowsTheText(talker))
-    chat.conversation.template.tokenizer.chat_template = None
+    chat.template.tokenizer.chat_template = None
     chat.introduce("names")
     chat.converse(["  the target\n", "writes\n"])
     assert "no chat template" in printed.getvalue()
-    assert chat.conversation.turns == []
-    assert chat.conversation.ask(" a").tokens == chat.conversation.template.tokenizer(" a")["input_ids"]
+    assert chat.turns == []
+    assert chat.prompt(" a")[0] == chat.template.tokenizer(" a")["input_ids"]
 
 
 def test_control_characters_of_the_target_do_not_reach_the_terminal() -> None:
@@ -316,7 +295,7 @@ def test_piped_lines_are_answered_one_by_one_without_colours(
         "> is \ufffd a draft",
         "> /quit",
     ]
-    assert told.count("tokens/s, about") == told.count("plain decoding, ") == 1
+    assert told.count("tokens per target step") == told.count("plain decoding") == 1
     assert ESCAPE not in told
 
 
@@ -326,19 +305,7 @@ def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
     talk(monkeypatch, b"", "--target", str(folders / "target"), "--prompt", "a draft is", "--max-new-tokens", "8")
     told = capsys.readouterr().out
     assert "drafts by prompt lookup" in told
-    assert "tokens/s, about" in told
-
-
-def record(monkeypatch: pytest.MonkeyPatch, module: Any, kind: Callable[..., Any]) -> list[Any]:
-    """Everything of this kind that the module makes from now on."""
-    made: list[Any] = []
-
-    def make(*given: Any) -> Any:
-        made.append(kind(*given))
-        return made[-1]
-
-    monkeypatch.setattr(module, kind.__name__, make)
-    return made
+    assert "tokens per target step" in told
 
 
 def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
@@ -349,12 +316,18 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
     path = tmp_path / "target" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
     arguments = ["--target", str(tmp_path / "target"), "--dtype", "float32", "--prompt", "a draft is"]
-    chats, answers = record(monkeypatch, command, Chat), record(monkeypatch, chat, Answer)
+    streamed, stream = list[tuple[Request, Generation]](), Chat.stream
+
+    def record(chat: Chat, request: Request, stop: Event) -> Generation:
+        streamed.append((request, stream(chat, request, stop)))
+        return streamed[-1][1]
+
+    monkeypatch.setattr(Chat, "stream", record)
     for more in ((), ("--temperature", "0", "--max-new-tokens", "5")):
         talk(monkeypatch, b"", *arguments, *more)
-    assert [(chat.sampling.temperature, chat.conversation.max_new_tokens) for chat in chats] == [(1.5, 64), (0, 5)]
-    for answer in answers[1::2]:  # after each chat's measurement
-        assert len({*answer.generation.tokens}) == len(answer.generation.tokens)
+    assert [(each.sampling.temperature, each.max_new_tokens) for each, _ in streamed] == [(1.5, 64), (0, 5)]
+    for _, generation in streamed:
+        assert len({*generation.tokens}) == len(generation.tokens)
     path.write_text(json.dumps({"num_beams": 4}))
     with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
         talk(monkeypatch, b"", *arguments)
@@ -407,5 +380,5 @@ def test_a_recipe_says_who_talks_and_how_it_drafts(
     talk(monkeypatch, b"the target\n", str(harvested / "recipe.yaml"), *own, "--seed", "3")
     told = capsys.readouterr().out
     assert f"drafts by head {folders / 'head'}, float32 on cpu" in told
-    assert "times as fast as plain decoding" in told
+    assert "tokens per target step" in told
     assert "cut off after --max-new-tokens 8" in told

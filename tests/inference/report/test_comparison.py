@@ -1,30 +1,28 @@
-"""Laws of comparing methods: intervals cover the truth, figures by category, token forcing, traces, and the page."""
+"""Laws of comparing methods: intervals cover the truth, figures by category, token forcing, and the picture."""
 
 import json
 import math
-from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy
 import pytest
 from matrix import slow
-from scripted import Hidden, Oracle
+from scripted import Oracle
 from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
 
-from headstart.inference.core.request import DecodeStats, EmittedTokens
+from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.verify import Accepted
 from headstart.inference.engine.loop import generate
 from headstart.inference.report import forcing
 from headstart.inference.report.compare import Comparison, speedup
-from headstart.inference.report.figures import as_svg, draw
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
+from headstart.inference.report.picture import picture
 from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
-from headstart.inference.report.tables import low_to_high, page
-from headstart.inference.report.trace import Trace, coloured, on_terminal, pieces, trace, tree_as_text
+from headstart.inference.report.tables import low_to_high
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 
@@ -65,7 +63,7 @@ def test_a_single_prompt_gives_no_interval() -> None:
 
 
 @pytest.mark.parametrize("batch", [slow(1), 2])
-def test_every_method_has_the_same_text_latencies_and_figures_by_category(target: TargetModel, batch: int) -> None:
+def test_every_method_has_the_same_text_and_figures_by_category(target: TargetModel, batch: int) -> None:
     whole = [prompt.tokens + generate(target, prompt.tokens, 9).tokens for prompt in PROMPTS]
     methods = [Method("plain"), Method("generate", transformers=True), Method("oracle", Oracle(*whole, ahead=3))]
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
@@ -81,9 +79,6 @@ def test_every_method_has_the_same_text_latencies_and_figures_by_category(target
         assert (by_category["one"].tokens_per_second is None) == (batch == 2)  # the first batch mixes categories
     assert all(o.new_tokens == 27 for o in found.values())
     for outcome in found.values():
-        if batch == 1 or not outcome.method.startswith("generate"):
-            assert outcome.first_token > 0
-            assert 0 < outcome.per_token[0] <= outcome.per_token[1]
         assert outcome.stats.seconds > 0
         json.dumps(outcome.as_json())
 
@@ -155,7 +150,7 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
     assert (found[0].later, found[2].later) == (("and then",), ())
     path.write_text('{"category": "math"}\n')
     with pytest.raises(
-        ValueError, match=r"report\.prompts: row 1 of .* is {'category': 'math'}, turns .* or text .* is allowed"
+        ValueError, match=r"report\.prompts: row 1 of .*: {'category': 'math'} given, turns .* or text .* is allowed"
     ):
         read_questions(path, template, 10, 3)
 
@@ -183,8 +178,8 @@ def test_speed_bench_keeps_its_eleven_categories_and_all_turns_in_each_file_form
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("category", "cooking", r"row 1 of .*: category is 'cooking', one of coding, .*high_entropy is allowed"),
-        ("turns", ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], r"row 1 of .*: turns .*prepare_data\.py"),
+        ("category", "cooking", r"row 1 of .*: category: 'cooking' given, one of coding, .*high_entropy is allowed"),
+        ("turns", ["FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"], r"row 1 of .*: turns: .*prepare_data\.py"),
         ("turns", "Why?", r"row 1 of .*turns \(a list of texts\), prompt or text \(a text\) is allowed"),
     ],
 )
@@ -200,7 +195,7 @@ def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
 def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "test.parquet").write_text("{}")
-    with pytest.raises(ValueError, match=r"report\.prompts: .*a whole parquet file is allowed"):
+    with pytest.raises(ValueError, match=r"report\.prompts: .*a complete parquet file is allowed"):
         read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
 
 
@@ -226,7 +221,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     prompts, chat = read_questions(path, template, 1000, 2), Chat(template, 100)
     methods = [Method("generate", transformers=True), Method("plain")]
     rounds = run_rounds(methods, target, prompts, 6, Sampling(1.0), 0, 2, chat.next_turn)
-    assert [(each.place, len(each.prompts)) for each in rounds] == [((0, 0), 2), ((0, 1), 1)]
+    assert [(each.number, len(each.prompts)) for each in rounds] == [(0, 2), (0, 1)]
     answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
     assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
     assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
@@ -243,111 +238,20 @@ def test_a_chat_that_is_too_long_loses_its_middle_and_a_text_to_continue_does_no
 
 
 def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
-    def round_of(place: tuple[int, int], seconds: float, tokens: int) -> Round:
-        return Round(place, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds, [], [])])
+    def round_of(number: int, seconds: float, tokens: int) -> Round:
+        return Round(number, [Prompt([1], "qa")], [Run([[1] * tokens], [DecodeStats()], seconds)])
 
-    rounds = [round_of((0, 0), 1.0, 4), round_of((0, 1), 2.0, 5), round_of((1, 0), 4.0, 6)]
+    rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
     assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
 
 
-def test_a_trace_holds_the_whole_text_and_the_accepted_path_of_each_tree(target: TargetModel) -> None:
-    prompt = [5, 6, 7, 11]
-    tokens = generate(target, prompt, 14).tokens
-    found = trace("hidden", Hidden(prompt + tokens, ahead=3), target, prompt, 14, Sampling())
-    assert [found.first, *(token for step in found.steps for token in step.tokens)] == tokens
-    for step in found.steps:
-        if step.tree is None:  # the last token needs no draft
-            assert len(step.tokens) == 1
-            continue
-        path = step.tree.path
-        assert [step.tree.nodes[node] for node in path[1:]] == step.tokens[: len(path) - 1]
-        assert [step.tree.parents[node] for node in path] == [-1, *path[:-1]]
-        assert len(step.tokens) - len(path) in (0, -1)  # 0: the bonus token; -1: the text ended before it
-
-
-class Balanced(HTMLParser):
-    """Checks that tags are closed in order, none is a script, and nothing is fetched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.counts: dict[str, int] = {}
-        self.text = ""
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        assert tag != "script"
-        assert not {name for name, _ in attrs} & {"src", "href", "onclick", "onload"}
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-        if tag != "meta":
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.counts[tag] = self.counts.get(tag, 0) + 1
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "samp" not in self.open:  # a draft tree
-            self.text += data
-
-
-def letters(tokens: list[int]) -> str:
-    """Text that would break the page if it were not escaped."""
-    return "".join("<&>\"'"[token % 5] for token in tokens)
-
-
-def test_a_page_is_valid_html_and_shows_every_token(target: TargetModel) -> None:
-    prompt = [5, 6, 7, 11]
-    tokens = generate(target, prompt, 14).tokens
-    hidden = Hidden(prompt + tokens, ahead=3)
-    found = trace("<hidden>", hidden, target, prompt, 14, Sampling())
-    methods = [Method("plain"), Method("<hidden>", hidden)]
-    rounds = run_rounds(methods, target, [Prompt(prompt, "a & b")], 14, Sampling(), 0)
+def test_the_picture_is_valid_svg_with_a_bar_for_each_method(target: TargetModel) -> None:
+    text = PROMPTS[0].tokens + generate(target, PROMPTS[0].tokens, 9).tokens
+    methods = [Method("plain"), Method("<fast> & new", Oracle(text, ahead=3))]
+    rounds = run_rounds(methods, target, PROMPTS[:1], 9, Sampling(), 0)
     outcomes = Comparison(methods, rounds, forcing_of(target), 1).outcomes()
-    figures = outcomes[0].by_category["a & b"]
-    outcomes[1].by_category = outcomes[0].by_category = {"a & b": figures, "<c>": figures}
-    parsed = Balanced()
-    parsed.feed(page("a <title>", [outcomes], [as_svg(draw(outcomes))], [found], letters))
-    assert parsed.open == []
-    assert parsed.counts["svg"] == 1
-    assert parsed.counts["samp"] == sum(step.tree is not None for step in found.steps) > 0
-    assert parsed.counts["table"] == 1 + 4
-    alone = Balanced()
-    alone.feed(coloured(found, letters))
-    assert alone.text == letters(prompt + tokens) == on_terminal(found, letters).plain
-    assert alone.counts["span"] >= len(tokens)
-
-
-def bytes_of(tokens: list[int]) -> str:
-    """One byte per token, so a character may need several tokens."""
-    return bytes(tokens).decode(errors="replace")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "steps", "wanted"),
-    [
-        ("né", ["è", "à!"], ("", [["è"], ["", "à", "!"]])),
-        ("x", ["€a", "b"], ("", [["", "€", "a"], ["b"]])),
-        ("x", ["ab"], ("a", [["b"]])),
-        (" ", [" €"], (" ", [["", "", "€"]])),
-    ],
-)
-def test_a_character_of_several_tokens_belongs_to_the_last(
-    prompt: str, steps: list[str], wanted: tuple[str, list[list[str]]]
-) -> None:
-    first, *rest = [list(words.encode()) for words in steps]
-    added = [first[1:], *rest] if first[1:] else rest
-    traced = [EmittedTokens(0, tokens, [None] * len(tokens)) for tokens in added]
-    found = Trace("method", list(prompt.encode()), first[0], traced)
-    assert pieces(found, bytes_of) == wanted
-
-
-def test_a_draft_tree_has_every_node_and_the_accepted_path_but_no_padding() -> None:
-    """0 - 1 - 3    the accepted path is 0 1 3, and node 4 is padding
-    \\- 2
-    """
-    tree = Accepted([0, 1, 3], [1, 3, 0], 3, nodes=[0, 1, 2, 3, 1], parents=[-1, 0, 0, 1, -1])
-    drawn = tree_as_text(tree, lambda tokens: "ab d"[tokens[0]])
-    lines = drawn.partition(">")[2].removesuffix("</samp>").splitlines()
-    assert lines == ["<b>a</b><b>─b</b><b>─d</b>", "<span></span><span>└·</span>"]
+    svg = ElementTree.fromstring(picture([outcomes, outcomes]))
+    texts = [element.text for element in svg.findall(".//{*}text")]
+    assert len(svg.findall(".//{*}rect")) == 4
+    assert texts.count("<fast> & new") == 2
+    assert texts.count("1.00 times plain, 1.00 tokens per step") == 2

@@ -2,12 +2,8 @@
 
 import json
 import shutil
-import sys
-from collections.abc import Callable
-from contextlib import suppress
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,16 +15,14 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.drafters.build import load_drafting_head
-from headstart.inference.report import command
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.forcing import Forced
-from headstart.inference.report.methods import Method, build_methods
-from headstart.inference.report.rounds import JOURNAL, Run, run_batch
+from headstart.inference.report.methods import build_methods
 from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.recipes.schema import Eagle3Section, HeadSection, MedusaSection
+from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
 from headstart.trainers import run
 
 
@@ -50,21 +44,11 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
     assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
-    assert [row["way"] for row in written["outcomes"]] == [o.method for o in outcomes]
+    assert [row["method"] for row in written["outcomes"]] == [o.method for o in outcomes]
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
-
-
-def test_without_matplotlib_the_report_writes_all_but_pictures_and_says_how_to_get_them(
-    trained: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folders = f"run_dir={tmp_path}", f"data.folder={trained.run_dir}", f"decode.head={trained.head_dir}"
-    recipe = tiny_recipe(trained.run_dir.parent, *folders, "report.num_prompts=1", "report.baselines=[plain, tree]")
-    report(recipe)
-    files = {path.name for path in recipe.report_dir.iterdir() if not path.name.startswith(".")}
-    assert files == {"report.json", "report.md", "report.html"}
-    assert capsys.readouterr().out.endswith("pip install -e '.[report]'\n")
+    files = {path.name for path in trained.report_dir.iterdir() if not path.name.startswith(".")}
+    assert files == {"report.json", "report.md", "report.svg"}
 
 
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
@@ -148,47 +132,6 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     assert not [method for method in methods if "early" in method]
     with pytest.raises(ValueError, match=r"with report\.other_heads, chain, tree, cost_aware or repeats is needed"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
-
-
-@pytest.mark.slow
-def test_a_killed_report_continues_where_it_stopped(trained: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finished rounds are reused; a torn line, another recipe's figures and a finished report's are not."""
-    settings = "report.num_prompts=3", "report.temperatures=[0.7]"
-    recipe = tiny_recipe(trained.run_dir.parent, "report.baselines=[plain, chain, cost_aware]", *settings)
-    measured: list[str] = []
-    monkeypatch.setattr(command, "WARMUP_PROMPTS", 0)
-
-    def killed_in_prompt(number: int) -> Callable[..., Run]:
-        def run(method: Method, *rest: Any) -> Run:
-            if len(measured) == 3 * number:
-                raise KeyboardInterrupt
-            measured.append(method.name)
-            return run_batch(method, *rest)
-
-        return run
-
-    def measures(recipe: Recipe, killed_in: int) -> int:
-        measured.clear()
-        monkeypatch.setattr("headstart.inference.report.rounds.run_batch", killed_in_prompt(killed_in))
-        with suppress(KeyboardInterrupt):
-            finished.append(report(recipe))
-        return len(measured)
-
-    finished: list[list[Outcome]] = []
-    path = recipe.report_dir / JOURNAL
-    assert measures(recipe, killed_in=1) == 3
-    with path.open("a") as file:
-        file.write('{"torn')
-    assert measures(recipe, killed_in=1) == 3  # the second prompt
-    lines = path.read_text().splitlines()
-    assert measures(recipe, killed_in=9) == 3  # the third, and the report is written
-    assert len(lines) == 3
-    assert not path.exists()
-    assert measures(recipe, killed_in=2) == 6
-    other = recipe.model_copy(update={"decode": recipe.decode.model_copy(update={"max_new_tokens": 4})})
-    assert measures(other, killed_in=9) == 9
-    assert all(o.forced == Forced(o.new_tokens) for found in finished for o in found)
-    assert [o.stats.drafted > 0 for o in finished[0]] == [False, True, True]
 
 
 def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:

@@ -215,7 +215,7 @@ def test_every_path_answers(client: OpenAI, outside: OpenAI) -> None:
         assert outside.get(path, cast_to=object) in (None, "", b"")
     version: Any = outside.get("/version", cast_to=object)
     assert re.fullmatch(r"[\d.]+\w*", version["version"])
-    assert "headstart:num_requests_running" in str(outside.get("/metrics", cast_to=str))
+    assert "vllm:num_requests_running" in str(outside.get("/metrics", cast_to=str))
     told: Any = outside.post("/detokenize", body={"tokens": [40, 41]}, cast_to=object)
     again: Any = outside.post("/tokenize", body={"prompt": told["prompt"], "add_special_tokens": False}, cast_to=object)
     assert again["tokens"] == [40, 41]

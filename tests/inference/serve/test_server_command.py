@@ -53,7 +53,7 @@ WRONG: dict[str, tuple[list[str], Says]] = {
     ),
     "a key that no header holds": (
         ["--target", "x", "--api-key", "schlüssel"],
-        Says("--api-key", "beyond ASCII", "visible ASCII characters", "change"),
+        Says("--api-key", "non-ASCII", "visible ASCII characters", "change"),
     ),
     "an empty name": (
         ["--target", "x", "--served-model-name", ""],

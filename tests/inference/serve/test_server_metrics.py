@@ -10,9 +10,9 @@ import pytest
 from server_run import NAME, Running, load_served, running
 
 from headstart.inference.core.request import EmittedTokens
-from headstart.inference.serve.metrics import WINDOW, AcceptanceWatch, promised_length
+from headstart.inference.serve.api.output import Update
+from headstart.inference.serve.metrics import WATCHED_STEPS, AcceptanceWatch, promised_length
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.worker import Update
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "docs/grafana/headstart.json"
@@ -39,19 +39,18 @@ def total(found: dict[str, float], name: str) -> float:
 
 def test_tokens_are_accepted_drafts_plus_one_per_step_and_the_first(server: Running) -> None:
     found = figures(server)
-    for prefix in ("headstart", "vllm"):
-        drafts = total(found, f"{prefix}:spec_decode_num_drafts_total")
-        accepted = total(found, f"{prefix}:spec_decode_num_accepted_tokens_total")
-        assert total(found, f"{prefix}:generation_tokens_total") == 90
-        # The last step of a text may draft nothing, or accept more than fits.
-        assert 90 - 3 - 3 <= accepted + drafts <= 90 - 3 + 3
-        assert total(found, f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total") == accepted
-        assert accepted <= total(found, f"{prefix}:spec_decode_num_draft_tokens_total")
-        assert total(found, f"{prefix}:request_success_total") == 3
-        assert total(found, f"{prefix}:time_to_first_token_seconds_count") == 3
-        assert total(found, f"{prefix}:request_generation_tokens_sum") == 90
-        assert total(found, f"{prefix}:num_requests_running") == total(found, f"{prefix}:num_requests_waiting") == 0
-        assert total(found, f"{prefix}:kv_cache_usage_perc") == 0
+    drafts = total(found, "vllm:spec_decode_num_drafts_total")
+    accepted = total(found, "vllm:spec_decode_num_accepted_tokens_total")
+    assert total(found, "vllm:generation_tokens_total") == 90
+    # The last step of a text may draft nothing, or accept more than fits.
+    assert 90 - 3 - 3 <= accepted + drafts <= 90 - 3 + 3
+    assert total(found, "vllm:spec_decode_num_accepted_tokens_per_pos_total") == accepted
+    assert accepted <= total(found, "vllm:spec_decode_num_draft_tokens_total")
+    assert total(found, "vllm:request_success_total") == 3
+    assert total(found, "vllm:time_to_first_token_seconds_count") == 3
+    assert total(found, "vllm:request_generation_tokens_sum") == 90
+    assert total(found, "vllm:num_requests_running") == total(found, "vllm:num_requests_waiting") == 0
+    assert total(found, "vllm:kv_cache_usage_perc") == 0
     assert total(found, "headstart:acceptance_length") == pytest.approx(1 + accepted / drafts)
 
 
@@ -60,8 +59,13 @@ def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
     board = json.loads(DASHBOARD.read_text())
     queries = [target["expr"] for panel in board["panels"] for target in panel.get("targets", [])]
     assert len(queries) > 8
-    asked = {name for query in queries for name in re.findall(r"headstart:\w+", query)}
-    assert not asked - known - {f"headstart:{name}_total" for name in ("admission_rejections",)}
+    asked = {name for query in queries for name in re.findall(r"(?:headstart|vllm):\w+", query)}
+    assert not asked - known - {"vllm:admission_rejections_total"}
+
+
+def test_each_figure_has_one_name(server: Running) -> None:
+    names = {key.partition("{")[0] for key in figures(server)}
+    assert len({name.partition(":")[2] for name in names}) == len(names) > 30
 
 
 def step(accepted: int) -> Update:
@@ -77,10 +81,10 @@ def test_acceptance_far_below_the_heads_promise_is_reported_once(tmp_path: Path)
     write_promise(tmp_path, at_0=4.1, at_1=3.0)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(3 * WINDOW):
+    for _ in range(3 * WATCHED_STEPS):
         watch.count(step(2))
     assert not lines
-    for _ in range(3 * WINDOW):
+    for _ in range(3 * WATCHED_STEPS):
         watch.count(step(1))
     assert len(lines) == 1
     assert "2.00" in lines[0] or "is 2." in lines[0]
@@ -92,7 +96,7 @@ def test_drafts_that_hold_the_end_of_short_answers_are_not_called_far_below_the_
     write_promise(tmp_path, at_0=4.1, at_1=4.0)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(2 * WINDOW):
+    for _ in range(2 * WATCHED_STEPS):
         watch.count(Update(EmittedTokens(0, [5], [1], 8, accepted=1), [], [], 0, 1.0, 1.0))
     assert not lines
 
@@ -101,7 +105,7 @@ def test_texts_at_temperature_1_were_called_far_below_the_promise_of_temperature
     write_promise(tmp_path, at_0=2.93, at_1=2.05)
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(2 * WINDOW):
+    for _ in range(2 * WATCHED_STEPS):
         watch.count(step(1))  # two tokens a step
     assert not lines
 

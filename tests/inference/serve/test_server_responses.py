@@ -205,12 +205,12 @@ def test_an_error_after_the_first_event_is_an_event_that_clients_raise(served: S
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [
-        ({"previous_response_id": "resp_1"}, ("previous_response_id", "resp_1", "the whole conversation as input")),
+        ({"previous_response_id": "resp_1"}, ("previous_response_id", "resp_1", "the full conversation as input")),
         ({"conversation": "conv_1"}, ("conversation", "no such field")),
         ({"input": None}, ("input: missing",)),
         ({"input": []}, ("input: []", "at least one message")),
         ({"input": [{"content": "x"}]}, ("input[0].role",)),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, ("input[0].type", "item_reference", "whole")),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, ("input[0].type", "item_reference", "a complete message")),
         ({"input": [{**CALL_ITEM, "arguments": "{"}]}, ("input", "arguments", "a JSON object in a string")),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},

@@ -119,7 +119,7 @@ def test_a_forced_call_is_one_of_the_tools_and_its_schema(
 def test_a_choice_without_such_a_tool_is_refused(client: OpenAI) -> None:
     own: dict[str, Any] = {"structured_outputs": {"regex": "a"}}
     for fields, words in (
-        ({"tool_choice": "required"}, "tool_choice: 'required' given, .* no tools"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' given, .*without tools"),
         ({"tools": MANY, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "'no' given, look, wait is"),
         ({"tools": MANY, "tool_choice": "any"}, "auto, none, required or"),
         ({"tools": [tool("look", at={"type": "wizard"})], "tool_choice": "required"}, "parameters of look: .*wizard"),

@@ -91,7 +91,7 @@ def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_
         loop.submit(request)
     while not loop.idle:
         loop.step()
-        if loop.batch.reading is not None:
+        if loop.batch.partial is not None:
             rows_while_reading.add(len(loop.batch.rows))
     assert 3 in rows_while_reading  # they are run as four
     alone = [generate_batch(target, [request], drafter, 1, False)[0].tokens for request in requests]

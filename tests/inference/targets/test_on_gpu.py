@@ -14,7 +14,7 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels.fast_layers import Fused, own_layers_of

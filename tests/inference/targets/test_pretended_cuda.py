@@ -28,7 +28,7 @@ from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost
-from headstart.inference.drafters.block import head_drafter
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
@@ -247,7 +247,7 @@ TAPS = (2, 3, 4, 7)  # for all heads: a target may give more than a head reads
 PROMPTS = ([5, 6, 7, 11], [3], [9, 9, 1] * 6, [40, 41])
 # What may wait for a device: the outcome of a step, a new row, what a request asks for, trials of each target, and
 # transformers at a prompt without a mask. `elsewhere` are the suite's own checks.
-MAY_WAIT = {"accept", "refuse_nan", "PromptReader._start", "token_scores", "Passes.packs", "elsewhere"}
+MAY_WAIT = {"accept", "refuse_nan", "Prefill._start", "token_scores", "Passes.packs", "elsewhere"}
 MAY_WAIT |= {"find_packed_sequence_indices", "difference"}
 ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise of the tokens that they find
     "head and repeats": {"GumbelRow.at", "Repeats.extend", "chances_of"},

@@ -1,0 +1,79 @@
+"""Whether steps should draft at the present load: drafts stop where they do not pay, and are tried again later."""
+
+import numpy
+
+from headstart.inference.core.verify import Accepted
+from headstart.inference.drafters.costs import CostTable, Situation
+
+STEP_DECAY = 0.98  # weight of a step relative to the next, so that a hard passage does not stop drafting
+STEPS_AT_RETRY = 8.0  # weight of all earlier steps, in steps, when drafting resumes
+PATIENCE_STEPS = 8  # steps for which drafts continue without paying
+STOP_GAIN, RESUME_GAIN = 0.98, 1.05  # speed relative to plain decoding below which drafts stop, above which they resume
+DRAFT_RETRY_STEPS_MIN, DRAFT_RETRY_STEPS_MAX = 32, 256  # plain steps before drafting is tried again
+
+
+class SpeculationByLoad:
+    """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
+
+    What a draft brings is observed; what it costs follows from the table for the rows that decode now. So drafts stop
+    when the batch grows and resume when it shrinks, with a gap between the two so that they do not go back and forth.
+    """
+
+    def __init__(self, costs: CostTable) -> None:
+        self.costs = costs
+        self.is_on = True
+        self.steps = 0.0  # weighted number of observed steps with drafts
+        self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
+        self.patience, self.rest = PATIENCE_STEPS, DRAFT_RETRY_STEPS_MIN
+        self.lasted = 0  # steps since it was switched on or off
+
+    def gain(self, at: Situation) -> float | None:
+        """The speed with drafts, relative to plain decoding; None before anything was observed."""
+        if not self.steps:
+            return None
+        tokens, nodes, levels = (total / self.steps for total in (self.tokens, self.nodes, self.levels))
+        now = self.costs.now(at)
+        largest = max(round(nodes + 0.5), 2)
+        sizes, seconds = numpy.arange(largest + 1), numpy.array([now.target[0], *now.verify(largest)])
+        drafting = now.first_level + max(levels - 1, 0) * now.level
+        return float(tokens * now.target[0] / (numpy.interp(nodes, sizes, seconds) + drafting))
+
+    def pays(self, at: Situation) -> bool:
+        """Whether the next step should draft. Call it once before each step that may."""
+        gain = self.gain(at)
+        if gain is None:
+            return self.is_on
+        self.lasted += 1
+        if self.is_on:
+            self.patience = PATIENCE_STEPS if gain >= STOP_GAIN else self.patience - 1
+            if self.lasted > self.rest:  # a few lucky steps do not show that drafts pay again
+                self.rest = DRAFT_RETRY_STEPS_MIN
+            if not self.patience:
+                self.is_on, self.lasted = False, 0
+        elif gain > RESUME_GAIN or self.lasted == self.rest:
+            if gain > RESUME_GAIN:  # fewer rows decode
+                self.rest = DRAFT_RETRY_STEPS_MIN
+            else:
+                self.rest = min(2 * self.rest, DRAFT_RETRY_STEPS_MAX)
+                self._forget()
+            self.is_on, self.lasted, self.patience = True, 0, PATIENCE_STEPS
+        return self.is_on
+
+    def _forget(self) -> None:
+        """Let the next steps weigh as much as all before them."""
+        if self.steps > STEPS_AT_RETRY:
+            share = STEPS_AT_RETRY / self.steps
+            self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels
+            self.steps = STEPS_AT_RETRY
+
+    def observe(self, accepted: list[Accepted], nodes: int, levels: int) -> None:
+        """Learn from a step with drafts, in which each row had this many nodes; rows without drafts do not count.
+
+        Accepted tokens that are read again count as nodes.
+        """
+        taken = [len(each.tokens) for each in accepted if each.drafted]
+        if taken:
+            self.steps = STEP_DECAY * self.steps + 1
+            self.tokens = STEP_DECAY * self.tokens + sum(taken) / len(taken)
+            self.nodes = STEP_DECAY * self.nodes + nodes - 1
+            self.levels = STEP_DECAY * self.levels + levels
