@@ -105,7 +105,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, key, named, allowed)
         return
     counted = [layer if key == HIDDEN_STATES else layer + 1 for layer in named]
-    trained = subject.own.get("taps")
+    trained = subject.note.get("taps")
     if trained and list(trained) != counted:
         right = trained if key == HIDDEN_STATES else [tap - 1 for tap in trained]
         allowed = f"it captures hidden_states {counted} but the head reads {trained}: {right} is allowed"

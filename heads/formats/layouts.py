@@ -57,8 +57,8 @@ def engine_files(head: DraftHead, target: ServedTarget) -> Files:
 def gguf_files(head: DraftHead, target: ServedTarget) -> Files:
     """The files that llama.cpp's converter reads."""
     if head.kind != "eagle3":
-        given = f"export.format: 'gguf' given for a head of kind {head.kind}"
-        raise ValueError(f"{given}, EAGLE-3 is allowed: llama.cpp drafts with no other; vllm and native hold this head")
+        wrong = f"export.format: 'gguf' given for a head of kind {head.kind}"
+        raise ValueError(f"{wrong}, EAGLE-3 is allowed: llama.cpp drafts with no other; vllm and native hold this head")
     return engine_files(head, target)
 
 
@@ -67,9 +67,9 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
     if isinstance(head, BlockHead):
         return speculators_block_files(head, target)
     if not isinstance(head, Eagle3Head) or head.shape.hidden_size != head.target.hidden_size:
-        given = f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}"
+        wrong = f"export.format: 'speculators' given for a head of kind {head.kind} and width {head.feature_size}"
         allowed = f"only block heads and EAGLE-3 of the target's width, {head.target.hidden_size}, are allowed"
-        raise ValueError(f"{given}; {allowed}; use export.format=vllm instead")
+        raise ValueError(f"{wrong}; {allowed}; use export.format=vllm instead")
     config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", EAGLE3_KEYS)
     if len(head.taps) != 3:
         config["transformer_layer_config"]["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section
@@ -87,8 +87,8 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
 def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     """The same for block heads, as speculators' dspark or dflash."""
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
-        given = "export.format: 'speculators' given for a head that is causal within the block (head.causal)"
-        raise ValueError(f"{given}; vllm and native are allowed for it: choose one of them")
+        wrong = "export.format: 'speculators' given for a head that is causal within the block (head.causal)"
+        raise ValueError(f"{wrong}; vllm and native are allowed for it: choose one of them")
     target = replace(target, draft_tokens=head.shape.levels)
     if head.shape.method == "dspark":
         config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*BLOCK_KEYS, *DSPARK_KEYS))

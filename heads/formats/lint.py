@@ -28,9 +28,9 @@ from headstart.recipes.other_commands import OWN_FORMAT, lint_options
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = lint_options(__doc__, argv)
     with errors_as_messages():
-        found = lint(arguments.export, arguments.target, arguments.engine)
-        print("\n".join(map(str, found)) or all_is_well(arguments.export, arguments.engine))
-    sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
+        broken = lint(arguments.export, arguments.target, arguments.engine)
+        print("\n".join(map(str, broken)) or all_is_well(arguments.export, arguments.engine))
+    sys.exit(1 if any(violation.severity == "error" for violation in broken) else 0)
 
 
 def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
@@ -44,13 +44,14 @@ def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
 def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> list[Violation]:
     """The violations that keep these engines from serving the head as trained; by default those it is meant for."""
     files, folder = HeadFiles.read(export), locate_target(target, field="--target")
-    named = engines or engines_of(files)
-    found = violations(files, FrozenTarget.from_folder(folder, torch.float32), named)
+    checked = engines or engines_of(files)
+    broken = violations(files, FrozenTarget.from_folder(folder, torch.float32), checked)
     trained = TargetOrigin.from_config(files.config)
     if trained is not None and trained.is_another(now := TargetOrigin.of(folder)):
         allowed = f"--target is {now}, of other weights or another config, so that fewer drafts may be accepted"
-        found += [Violation(each, "warning", "config.json headstart.target", str(trained), allowed) for each in named]
-    return found
+        where = "config.json headstart.target"
+        broken += [Violation(engine, "warning", where, str(trained), allowed) for engine in checked]
+    return broken
 
 
 # Which rules apply to which head layout on which engine: a head that breaks none is served there as it was trained.
@@ -132,12 +133,12 @@ def engines_of(files: HeadFiles) -> tuple[str, ...]:
 def violations(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -> list[Violation]:
     """Everything that keeps these engines from serving the head as it was trained."""
     subject = Subject(files, layout_of(files), frozen)
-    found: list[Violation] = []
+    broken: list[Violation] = []
     for engine in engines:
         rules = RULES[subject.layout].get(engine)
         if rules is None:
             allowed = f"{engine} cannot read {subject.layout}, only {', '.join(RULES[subject.layout])} can"
-            found.append(Violation(engine, "error", "layout", subject.layout, allowed))
+            broken.append(Violation(engine, "error", "layout", subject.layout, allowed))
         else:
-            found += [violation for rule in rules for violation in rule(subject, engine)]
-    return found
+            broken += [violation for rule in rules for violation in rule(subject, engine)]
+    return broken

@@ -12,7 +12,7 @@ from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import block_rules, config_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default
-from headstart.heads.formats.subject import SPECULATORS_BLOCK, Subject, layout_of
+from headstart.heads.formats.subject import BLOCK, SPECULATORS_BLOCK, Subject, layout_of
 from headstart.heads.frozen import FrozenTarget, is_copy
 from headstart.heads.kinds.block import CONFIDENCE
 from headstart.heads.kinds.block_config import HIDDEN_STATES, LAYER_OUTPUTS, block_key
@@ -23,7 +23,24 @@ from headstart.heads.layers import rotary_table
 from headstart.heads.target_config import Rope
 from headstart.heads.vocab import DraftVocab
 
-MARKOV_TYPES = ("vanilla", "gated")
+# Keys of config.json and the values that our layers can compute; the first one is meant where a key is absent.
+LAYER_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "num_hidden_layers": (1,),
+    "model_type": ("llama",),
+    "speculators_model_type": ("eagle3",),
+    "eagle_config.use_aux_hidden_state": (True,),
+    "eagle_config.parallel_draft_step": (1,),
+}
+BLOCK_VALUES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "markov_head_type": ("vanilla", "gated"),
+    "projector_type": ("dflash", "dspark"),
+    "speculators_model_type": ("dflash", "dspark"),
+    "selector_rank": (0,),  # of DFlash2
+    "conv_kernel_size": (0,),  # of DFlash2
+}
 ENGINES_EPSILON = 1e-6  # what the engines assume if a Llama's config.json names no rms_norm_eps
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 UNREAD = ("verifier_lm_head.weight", "verifier_norm.weight", *CONFIDENCE)  # saved with heads, of no use here
@@ -61,7 +78,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
         "taps": list(subject.taps),
         "target_num_layers": frozen.config.num_layers,
         "target_rope": asdict(frozen.config.rope),
-        **{key: value for key, value in subject.own.items() if key != "engines"},
+        **{key: value for key, value in subject.note.items() if key != "engines"},
         "kind": subject.kind,
     }
     return head_from_files(files.folder, translation.config, translation.tensors, frozen), translation.inferred
@@ -101,35 +118,35 @@ def misfits(subject: Subject, translation: Translation) -> list[str]:
     return [each.text for each in wrong]
 
 
-def refuse_other_layers(subject: Subject, translation: Translation) -> None:
-    """Refuse what a config.json may ask for but our layers cannot do."""
-    config = subject.config
-    if config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
-        why = "a P-EAGLE head, which is not supported"
-        translation.refused.append(f"pard_token, mask_hidden: {why}; DFlash and DSpark are allowed")
-    if (named := config.get("speculators_model_type", "eagle3")) != "eagle3":
-        translation.refused.append(f"speculators_model_type {named!r}: eagle3, dflash and dspark are allowed")
-    for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", 1), ("model_type", "llama")):
-        if config.get(key, allowed) != allowed:
-            translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
-    for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
-        if subject.eagle_config.get(key, allowed) != allowed:
-            translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
-    if "sliding_attention" in (config.get("layer_types") or []):
-        translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
-    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+def refuse_other_values(subject: Subject, translation: Translation) -> None:
+    """Refuse values in config.json that our layers cannot compute."""
+    is_block, refused = subject.layout in BLOCK, translation.refused
+    for key, allowed in (BLOCK_VALUES if is_block else LAYER_VALUES).items():
+        _, is_nested, name = key.partition("eagle_config.")
+        value = subject.eagle_config.get(name, allowed[0]) if is_nested else block_key(subject.config, key, allowed[0])
+        if value not in allowed:
+            refused.append(f"{key} {value!r}: only {' and '.join(map(repr, allowed))} is allowed")
+    refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+    if is_block:
+        rules = block_rules.mask_token, block_rules.block_size
+        refused += [each.text for rule in rules for each in rule(subject, "headstart")]
+        return
+    if subject.config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
+        refused.append("pard_token, mask_hidden: P-EAGLE heads are not supported; DFlash and DSpark are allowed")
+    if "sliding_attention" in (subject.config.get("layer_types") or []):
+        refused.append("layer_types with sliding_attention: only full_attention is allowed")
 
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
     """Keep the head's own rotary embedding even if the target's differs: the EAGLE authors train with base 10000."""
-    own = subject.config
-    if not {"rope_parameters", "rope_theta", "rope_scaling"} & own.keys():
+    config = subject.config
+    if not {"rope_parameters", "rope_theta", "rope_scaling"} & config.keys():
         translation.inferred.append("rope: no key for it, so base 10000, as every engine assumes")
-    if "rms_norm_eps" not in own:
+    if "rms_norm_eps" not in config:
         translation.config["rms_norm_eps"] = ENGINES_EPSILON
         translation.inferred.append(f"rms_norm_eps: no key for it, so {ENGINES_EPSILON:g}, as every engine assumes")
     try:
-        rotary_table(Rope.from_config(own), 2, 1)
+        rotary_table(Rope.from_config(config), 2, 1)
     except (ValueError, KeyError) as error:
         translation.refused.append(f"rope: {error}")
 
@@ -154,9 +171,9 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
     if top and nested and [layer + 1 for layer in nested] != list(top):
         differ = f"{TAPS} {top} and eagle_config's {nested} name different hidden states"
         translation.refused.append(f"{differ}; eagle_config counts layer outputs, one less: remove the wrong list")
-    if nested and not top and not subject.own:
+    if nested and not top and not subject.note:
         translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
-    elif not top and not subject.own:
+    elif not top and not subject.note:
         translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
         if taps != engine_default(subject.frozen.config.num_layers):
             translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
@@ -189,16 +206,16 @@ def infer_vocabulary(subject: Subject, translation: Translation) -> None:
 
 def share_embedding(subject: Subject, translation: Translation) -> None:
     """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
-    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
-    if own is None:
+    embedding, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
+    if embedding is None:
         return
     # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
-    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
-    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
+    away = float((embedding.float() - target).norm() / target.norm()) if embedding.shape == target.shape else None
+    if embedding.shape == target.shape and torch.equal(embedding, subject.frozen.embedding.to(embedding.dtype)):
         del translation.tensors["embed_tokens.weight"]
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
     elif away is not None and away > UNRELATED:
-        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
+        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, like another target's"
         translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
     else:
         translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
@@ -257,24 +274,6 @@ def sort_token_map(subject: Subject, translation: Translation) -> None:
         translation.inferred.append("token_map: sorted, with the rows of lm_heads")
 
 
-def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
-    """Refuse what a config.json of a block head may ask for but ours cannot do."""
-    config = subject.config
-    for key, allowed in (("hidden_act", ("silu",)), ("attention_bias", (False,)), ("markov_head_type", MARKOV_TYPES)):
-        if (found := block_key(config, key, allowed[0])) not in allowed:
-            translation.refused.append(f"{key} {found!r}: only {' and '.join(map(repr, allowed))} is allowed")
-    projector = block_key(config, "projector_type", "dflash")
-    if projector not in ("dflash", "dspark"):
-        translation.refused.append(f"projector_type {projector!r}: only dflash and dspark are allowed")
-    if block_key(config, "selector_rank") or block_key(config, "conv_kernel_size"):
-        translation.refused.append("selector_rank, conv_kernel_size: heads of DFlash2 are not supported; remove them")
-    if subject.layout == SPECULATORS_BLOCK and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
-        translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
-    rules = block_rules.mask_token, block_rules.block_size
-    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
-    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
-
-
 def infer_slots(subject: Subject, translation: Translation) -> None:
     """The slot convention, which the first DFlash and DSpark files do not name, and the layers that the head reads."""
     if block_key(subject.config, "sample_from_anchor") is None:
@@ -288,7 +287,7 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
     if not subject.taps:
         takes = f"vLLM takes hidden_states {engine_default(subject.frozen.config.num_layers)}"
         translation.refused.append(f"{LAYER_OUTPUTS}: missing; {takes}; add the layers of its training")
-    elif not subject.own:
+    elif not subject.note:
         key = HIDDEN_STATES if subject.layout == SPECULATORS_BLOCK else LAYER_OUTPUTS
         translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
 
@@ -296,11 +295,11 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
 def share_target_tensors(subject: Subject, translation: Translation) -> None:
     """Drop copies of the target's embedding and lm_head, which our block heads share."""
     tensors, frozen = translation.tensors, subject.frozen
-    own = tensors.pop("embed_tokens.weight", None)
-    if own is not None and not is_copy(own, frozen.embedding):
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is not None and not is_copy(embedding, frozen.embedding):
         allowed = "only a copy of it is allowed: name the head's own target"
         translation.refused.append(f"embed_tokens.weight: differs from the target's; {allowed}")
-    elif own is not None:
+    elif embedding is not None:
         translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
     if "d2t" not in tensors and "lm_head.weight" in tensors and is_copy(tensors["lm_head.weight"], frozen.lm_head):
         del tensors["lm_head.weight"]
@@ -310,23 +309,14 @@ def share_target_tensors(subject: Subject, translation: Translation) -> None:
         tensors.pop("t2d", None)
 
 
-LAYER_STEPS = (refuse_other_layers, infer_rope, infer_attention)
+LAYER_STEPS = (refuse_other_values, infer_rope, infer_attention)
 EAGLE3_STEPS = (infer_taps, infer_vocabulary, flatten_norms)
-MEDUSA_STEPS = (infer_medusa_sizes, sort_token_map)
-BLOCK_STEPS = (
-    refuse_other_blocks,
-    infer_rope,
-    infer_attention,
-    infer_slots,
-    share_target_tensors,
-    infer_vocabulary,
-    drop_unread_tensors,
-)
+BLOCK_STEPS = (*LAYER_STEPS, infer_slots, share_target_tensors, infer_vocabulary, drop_unread_tensors)
 STEPS: dict[str, tuple[Callable[[Subject, Translation], None], ...]] = {
     "eagle1": (*LAYER_STEPS, share_embedding),
     "eagle3": (*LAYER_STEPS, *EAGLE3_STEPS, share_embedding),
     "speculators": (*LAYER_STEPS, *EAGLE3_STEPS, drop_unread_tensors, share_embedding),
-    "medusa": MEDUSA_STEPS,
+    "medusa": (infer_medusa_sizes, sort_token_map),
     "block": BLOCK_STEPS,
     "speculators_block": BLOCK_STEPS,
     "mtp": (),  # in our own layout already

@@ -62,11 +62,11 @@ class Subject:
     @cached_property
     def config(self) -> dict[str, Any]:
         """config.json as engines read it, flat: speculators nests the layer's keys in a section of their own."""
-        found = self.files.config
+        config = self.files.config
         if self.layout not in ("speculators", SPECULATORS_BLOCK):
-            return found
-        kept = {key: value for key, value in found.items() if key not in ("architectures", "model_type")}
-        return {**found.get("transformer_layer_config", {}), **kept}
+            return config
+        top_level = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
+        return {**config.get("transformer_layer_config", {}), **top_level}
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -76,7 +76,7 @@ class Subject:
         return {midlayer_name(name): tensor for name, tensor in self.files.tensors.items()}
 
     @property
-    def own(self) -> dict[str, Any]:
+    def note(self) -> dict[str, Any]:
         """The `headstart` section that our own heads carry; empty for published heads."""
         return self.files.config.get("headstart", {})
 
@@ -138,8 +138,8 @@ class Violation:
         """The violation without engine and severity."""
         value = repr(self.value)
         shown = value if len(value) <= 80 else f"{value[:77]}..."
-        found = MISSING if self.value is None or self.value == MISSING else f"{shown} found"
-        return f"{self.where}: {found}; {self.allowed}"
+        content = MISSING if self.value is None or self.value == MISSING else f"{shown} found"
+        return f"{self.where}: {content}; {self.allowed}"
 
     def __str__(self) -> str:
         return f"{self.engine}: {self.severity}: {self.text}"

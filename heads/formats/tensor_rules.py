@@ -101,12 +101,12 @@ def empty_head(subject: Subject, frozen: FrozenTarget, vocab: DraftVocab, engine
 
 def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, ...]]) -> Iterator[Violation]:
     """The expected tensors that are missing, then those of another shape."""
-    found = subject.tensors
-    for name in sorted(expected.keys() - found.keys()):
+    tensors = subject.tensors
+    for name in sorted(expected.keys() - tensors.keys()):
         yield tensor_error(engine, name, MISSING, f"shape {list(expected[name])} is required")
-    for name in sorted(expected.keys() & found.keys()):
-        if tuple(found[name].shape) != expected[name]:
-            yield tensor_error(engine, name, list(found[name].shape), f"shape {list(expected[name])} is required")
+    for name in sorted(expected.keys() & tensors.keys()):
+        if tuple(tensors[name].shape) != expected[name]:
+            yield tensor_error(engine, name, list(tensors[name].shape), f"shape {list(expected[name])} is required")
 
 
 def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -167,11 +167,11 @@ def vocabulary_map(subject: Subject, engine: str) -> Iterator[Violation]:
 
 def embedding(subject: Subject, engine: str) -> Iterator[Violation]:
     """SGLang and TensorRT-LLM replace a head's own embedding by the target's if both have the same shape."""
-    own, target = subject.tensors.get("embed_tokens.weight"), subject.frozen.embedding
-    if own is None and engine == "speculators":
+    stored, target = subject.tensors.get("embed_tokens.weight"), subject.frozen.embedding
+    if stored is None and engine == "speculators":
         allowed = f"a copy of the target's embedding, {list(target.shape)}, is required"
         yield tensor_error(engine, "embed_tokens.weight", MISSING, allowed)
-    if own is None or own.shape != target.shape or torch.equal(own, target.to(own.dtype)):
+    if stored is None or stored.shape != target.shape or torch.equal(stored, target.to(stored.dtype)):
         return
     if engine in ("sglang", "tensorrt_llm") or subject.layout == "eagle1":
         allowed = f"only the target's own is allowed: {engine} uses that one anyway"
