@@ -194,7 +194,7 @@ def scored_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> t
 def scored_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor
 ) -> Gradients:
-    """Gradients by plain matrix products; those of key and value stay in float32 or float64, to be summed."""
+    """Gradients by plain matrix products; the gradients of key and value stay in float32 or float64, to be summed."""
     kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):
         wide_key, wide_value = (at_least_float32(each).unsqueeze(2) for each in (key, value))
@@ -216,7 +216,7 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
 def cuda_forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs all documents in one kernel launch; with `window`, a position sees only so many, itself included."""
+    """Runs all documents in one kernel launch; with `window`, a position sees itself and window - 1 before it."""
     batch, _, seq, _ = query.shape
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         *map(flatten_rows, (query, key, value)),

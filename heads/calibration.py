@@ -84,8 +84,8 @@ def search_tree(accuracies: Float[Tensor, "levels ranks"] | Sequence[Sequence[fl
     """The tree with the largest expected acceptance length.
 
     accuracies[level][rank] is the chance that the guess of this rank at this level is correct, given a correct prefix.
-    The expected acceptance length is 1 plus the sum of the nodes' chances. No node's chance exceeds that of its parent
-    or of an earlier sibling, so repeatedly adding the best candidate node is optimal for every size.
+    The expected acceptance length is 1 plus the sum of the nodes' chances. No node's chance exceeds its parent's
+    or an earlier sibling's, so repeatedly adding the best candidate node is optimal for every size.
     """
     # A higher-ranked guess is at least as good; counts that say otherwise do so by chance.
     levels = [sorted(map(float, level), reverse=True) for level in accuracies]

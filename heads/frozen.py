@@ -255,7 +255,7 @@ class SafetensorsFolder:
 
     def as_stored(self, name: str, dense: Tensor) -> dict[str, Tensor]:
         """New values of a tensor in its own number format, by name, with new scales if it is quantised: the inverse of
-        `dense`, which raises the same errors. What `dense` returned stays bit for bit, whoever quantised it."""
+        `dense`, which raises the same errors. What `dense` returned stays bit for bit."""
         stored, scales = self.read(name), self.scales(name)
         if torch.equal(dequantised(stored, list(scales.values()), f"{self.folder}: {name}").to(dense), dense):
             return {name: stored, **scales}

@@ -38,7 +38,7 @@ class DraftVocab:
     def from_tensors(cls, tensors: dict[str, Tensor], target_size: int) -> "DraftVocab":
         """From a head's file, whose d2t and t2d are taken out of `tensors`; the whole vocabulary if it has no d2t.
 
-        Raises ValueError if the two disagree, or d2t is no list of offsets.
+        Raises ValueError if the two disagree, or d2t is not a list of offsets.
         """
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if d2t is None:
@@ -50,7 +50,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
-        """From offsets, target id = draft id + d2t[draft id]; raises ValueError for a tensor that is no such list."""
+        """From offsets, target id = draft id + d2t[draft id]; raises ValueError unless it holds offsets."""
         check_list("d2t", d2t)
         return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 

@@ -198,7 +198,8 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     where = f"eagle_config.{TAPS}" if engine == "sglang" else TAPS
     if captured != wanted:
         named = subject.eagle_config.get(TAPS) if engine == "sglang" else subject.config.get(TAPS)
-        allowed = f"it captures hidden_states {captured} but the head reads {wanted}: {advice(engine, wanted)}"
+        right = f"{[tap - 1 for tap in wanted]}, counted as layer outputs," if engine == "sglang" else wanted
+        allowed = f"it captures hidden_states {captured} but the head reads {wanted}: {right} is allowed"
         yield config_error(engine, where, named, allowed)
     if wanted != sorted(set(wanted)):
         yield config_error(engine, where, wanted, "ascending indices without repeats are allowed: vLLM sorts them")
@@ -216,9 +217,3 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     if tapped == subject.config.get("hidden_size") and engine != "vllm":
         allowed = f"{engine} skips fc if its input is as wide as the head; train with more taps"
         yield config_error(engine, where, wanted, allowed)
-
-
-def advice(engine: str, wanted: list[int]) -> str:
-    if engine == "sglang":
-        return f"{[tap - 1 for tap in wanted]}, counted as layer outputs, is allowed"
-    return f"{wanted} is allowed"

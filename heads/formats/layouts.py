@@ -6,7 +6,7 @@ FORMATS, and add its rules to lint.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from headstart.heads.kinds.medusa import MedusaHead
 
 Files = tuple[dict[str, Any], dict[str, Tensor]]
 GGUF = "head.gguf"  # the file that llama.cpp reads
-SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written; stated if the library is not installed
+SPECULATORS_VERSION = "0.9.0"  # the version whose layout is written
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
 def speculators_config(
     head: Eagle3Head | BlockHead, target: ServedTarget, algorithm: str, architecture: str, keys: tuple[str, ...]
 ) -> dict[str, Any]:
-    """The keys that speculators' heads of all kinds have, and those of `keys`."""
+    """The keys that speculators' heads of all kinds have, and `keys` of our own config.json."""
     flat, layer = head_config(head), head.shape.to_config(head.target)
     proposal = {
         "proposal_type": "greedy",
@@ -118,7 +118,7 @@ def speculators_config(
     return {
         "architectures": [architecture],
         "speculators_model_type": algorithm,
-        "speculators_version": installed_speculators(),
+        "speculators_version": SPECULATORS_VERSION,
         "transformers_version": version("transformers"),
         "dtype": flat["torch_dtype"],
         "tie_word_embeddings": False,
@@ -143,13 +143,6 @@ NOT_IN_LAYER = ("rope_theta", "rope_scaling")  # the older spelling of rope_para
 
 def speculators_name(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
-
-
-def installed_speculators() -> str:
-    try:
-        return version("speculators")
-    except PackageNotFoundError:
-        return SPECULATORS_VERSION
 
 
 FORMATS = {

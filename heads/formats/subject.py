@@ -1,6 +1,5 @@
 """A head's files in the one view that all rules check: its layout, its keys flat, its tensors under one spelling."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,9 +27,7 @@ def layout_of(files: HeadFiles) -> str:
         return SPECULATORS_BLOCK if "speculators_model_type" in files.config else "block"
     if "speculators_model_type" in files.config:
         return "speculators"
-    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & names or attends_over_two_inputs(
-        files.tensors
-    ):
+    if {"layers.0.hidden_norm.weight", "d2t"} & names or any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     if "fc.weight" in names and "layers.0.self_attn.q_proj.weight" in names:
         return "eagle1"
@@ -41,14 +38,6 @@ def layout_of(files: HeadFiles) -> str:
     allowed = "EAGLE-1, EAGLE-3, speculators' eagle3, Medusa, DFlash and DSpark are allowed"
     advice = "give the folder of such a head, or bring a whole target's MTP layer in with headstart convert"
     raise ValueError(f"{files.folder}: {unknown}; {allowed}: {advice}")
-
-
-def attends_over_two_inputs(tensors: Mapping[str, Tensor]) -> bool:
-    """Does the layer attend over two concatenated inputs, as EAGLE-3's does?"""
-    widths = {name: tensor.shape[-1] for name, tensor in tensors.items() if tensor.ndim == 2}
-    query = next((width for name, width in widths.items() if name.endswith("self_attn.q_proj.weight")), None)
-    gate = next((width for name, width in widths.items() if name.endswith("mlp.gate_proj.weight")), None)
-    return query is not None and gate is not None and query == 2 * gate
 
 
 @dataclass(frozen=True)

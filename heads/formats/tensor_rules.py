@@ -45,7 +45,7 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that config.json asks for: those of an empty head of these sizes."""
+    """The shape of every tensor that config.json asks for, from an empty head of these sizes."""
     config, size, kind, target = subject.config, subject.draft_vocab_size, subject.kind, subject.frozen.config
     if kind == "medusa":
         size, hidden = target.vocab_size, target.hidden_size
@@ -100,7 +100,7 @@ def empty_head(subject: Subject, frozen: FrozenTarget, vocab: DraftVocab, engine
 
 
 def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, ...]]) -> Iterator[Violation]:
-    """The expected tensors that are missing, then those of another shape."""
+    """The expected tensors that are missing, then the misshapen ones."""
     tensors = subject.tensors
     for name in sorted(expected.keys() - tensors.keys()):
         yield tensor_error(engine, name, MISSING, f"shape {list(expected[name])} is required")

@@ -139,8 +139,8 @@ def head_from_files(
 
 
 class NothingDrawn(TorchFunctionMode):
-    """In this context new weights are left as they are in memory: to draw those of an 8B target's head takes seconds,
-    and a head from files gets all of its weights from there.
+    """In this context weights are not initialised: for an 8B target's head that takes seconds, and a head from files
+    gets all of its weights from there.
     """
 
     def __torch_function__(
