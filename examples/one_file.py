@@ -14,9 +14,8 @@ Each step starts from a root: the newest token, which the target has not read ye
               the first choice that is not in the tree is the bonus token, the root of the next step
     compact   keep the keys and values of the accepted nodes, drop the others
 
-The head is a folder with config.json and model.safetensors of EAGLE-3 (arXiv 2503.01840) or EAGLE-3.1 (2605.09992), as
-`headstart export` writes it. This file decodes one text at a time, greedily, on targets with full attention in every
-layer. The engine of headstart adds batches, sampling, other heads and other targets.
+The head is a folder with config.json and model.safetensors of EAGLE-3 (arXiv 2503.01840) or EAGLE-3.1 (2605.09992).
+This file decodes one text at a time, greedily, on targets with full attention in every layer.
 """
 
 import argparse
@@ -245,8 +244,7 @@ def generate(
             f"needs one prompt without padding, and decodes greedily; unsupported: {unsupported or 'rows'}"
         )
     head = head if isinstance(head, DraftHead) else DraftHead.load(head, model)
-    end = model.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
+    ends = torch.tensor(model.generation_config.eos_token_id).flatten().tolist()
     written: list[int] = []
     for tokens in decode(model, head, prompt):
         tokens = tokens[: max_new_tokens - len(written)]

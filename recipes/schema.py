@@ -263,7 +263,7 @@ class ReportSection(Section):
     prompts: HomePath | None = Field(
         default=None,
         description="JSONL or parquet file of prompts by category, such as SPEED-Bench's or Spec-Bench's ("
-        "data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench); null is the held-out prompts.",
+        "data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench); null is the held-out prompts.",
     )
     num_prompts: int = Field(
         default=80, gt=0, description="Prompts for each row, of each category in turn; several turns count once."

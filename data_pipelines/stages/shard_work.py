@@ -121,7 +121,8 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
     """
     wanted, limits = recipe.data.generate_batch, []
     for device in dict.fromkeys(target.layout.devices):
-        free, needed = max(free_memory(device), CHECKED_STEP_BYTES_MIN), StepMemory.on(device, target).needed(1, nodes, length)
+        free = max(free_memory(device), CHECKED_STEP_BYTES_MIN)
+        needed = StepMemory.on(device, target).needed(1, nodes, length)
         limits.append((int(DECODE_MEMORY_SHARE * free) // needed, free, needed, device))
     most, free, needed, device = min(limits, key=lambda limit: limit[0])
     batch = target.ranks.least(max(min(wanted, most), 1))

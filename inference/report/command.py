@@ -12,7 +12,7 @@ Every method of report.baselines decodes the same prompts, at each of report.tem
 report.batches. Methods alternate prompt by prompt, so that a slow phase of the machine hits all of them.
 
 report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
-download data/spec_bench/question.jsonl from github.com/hemingkexia/Spec-Bench. Later turns of a question are asked too,
+download data/spec_bench/question.jsonl from github.com/hemingkx/Spec-Bench. Later turns of a question are asked too,
 each after plain decoding's answer to the one before, so that all methods continue the same text. The test.parquet that
 SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three.
 

@@ -23,7 +23,7 @@ SPEED_BENCH_CATEGORIES = (
     *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are of its throughput splits
 )
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # replaces a question in the published files
-SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkexia/Spec-Bench"
+SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,10 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "docs/*.md")
 CONFIGURATIONS = ("recipes/*.yaml", "recipes/launch/*")
 MODULES = (
-    *(f"{folder}/**/*.py" for folder in ("recipes", "heads", "inference", "data_pipelines", "trainers", "benchmarks")),
+    *(
+        f"{folder}/**/*.py"
+        for folder in ("recipes", "heads", "inference", "data_pipelines", "trainers", "benchmarks", "examples")
+    ),
     "headstart/*.py",
     "tests/interop/*.py",
 )

@@ -82,12 +82,11 @@ BY_HAND = {
     r"^pip install timm$": "what transformers says of some model types, which are not tried",
     r" PYTHON=python3\.12$": "needs another Python; run when a lower bound changes",
     r"benchmarks/soak\.py": "half an hour of load; run when its figures are renewed",
-    r"benchmarks/(own_domain|adapt)\.py|=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
+    r"=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^headstart adapt\b": "needs a server that has answered requests; see tests/trainers/test_adapt.py",
     r"^make chat$|^headstart serve\b": "serve until they are stopped; see tests/inference/serve/test_server_command.py",
     r"--machine_rank|--num_machines [2-9]|^torchrun |^srun |^sbatch ": "see tests/trainers/test_machines.py",
-    r"benchmarks/ray_kills\.py": "half an hour of kills; run when the harvest on Ray changes",
 }
 # The order of the walk: the environment first, then data-flow order. A command belongs to the first pattern it matches.
 ORDER = (
@@ -115,7 +114,7 @@ ORDER = (
     r"^headstart doctor ",
     r"^headstart store (verify|stats|merge) ",
     r"^make drafters$",
-    r"^(PYTHONPATH=tests )?python benchmarks/\w+\.py",
+    r"^(PYTHONPATH=tests/support )?python (benchmarks|examples)/\w+\.py",
     r"^pip install -e '\.\[\w+\]'$",
     r"^make test-all$",
     r"launch/zero[23]\.yaml ",
@@ -173,8 +172,6 @@ def tiny(command: str) -> str:
         command += " train.optimizer=adamw" * (launch[1] in SLICED)  # muon, the recipe's, needs whole matrices
     if "recipes/smollm2" in command and "=assets/smollm2_head" in command:
         command += f" target.path={SMOLLM2}"  # the recipe has the demo target, whose heads have other sizes
-    if "benchmarks/medusa.py" in command:
-        command += " report.num_prompts=10"  # it calibrates on eight of them
     return command
 
 
