@@ -23,7 +23,7 @@ from transformers import LlamaForCausalLM
 
 from headstart.heads import files
 from headstart.heads.formats.card import acceptance_lengths
-from headstart.heads.formats.export import export
+from headstart.heads.formats.export import export, refuse_unservable, violations_by_engine
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
@@ -39,12 +39,17 @@ NO_MEDUSA = {
     "speculators": "EAGLE-3 of the target's width",
 }
 NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
+NO_EAGLE1 = {
+    "tensorrt_llm": "only vllm, sglang can serve",
+    "speculators": "EAGLE-3 of the target's width",
+    "gguf": "of kind eagle1",
+}
+SKIPS_FC = "skips fc if its input is as wide as the head"
+HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
 REFUSED = {  # head -> format -> what the refusal names
-    "eagle1": {
-        "tensorrt_llm": "only vllm, sglang can serve",
-        "speculators": "EAGLE-3 of the target's width",
-        "gguf": "of kind eagle1",
-    },
+    "eagle1": NO_EAGLE1,
+    "eagle1 bias": NO_EAGLE1 | {"vllm": "vLLM silently drops this tensor"},
+    "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
     "narrow": {"speculators": "EAGLE-3 of the target's width"},
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
@@ -84,23 +89,40 @@ def test_a_gguf_export_tells_the_converter_its_number_format_and_target(
     assert "--spec-type draft-eagle3" in (folder / "README.md").read_text()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", EVERY_HEAD)
-def test_every_export_passes_lint_or_is_refused(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_format_serves_a_head_as_trained_or_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, kind: str
 ) -> None:
-    head = make_head(**EVERY_HEAD[kind])
-    reason = REFUSED.get(kind, {}).get(name)
-    if reason:
-        with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
-            exported(head, tmp_path, target_folder, name)
-        assert not (tmp_path / "export").exists()
-        return
-    folder = exported(head, tmp_path, target_folder, name)
+    head = make_head(**HEADS[kind])
+
+    def check(name: str) -> None:
+        refuse_unservable(name, violations_by_engine(name, files_in_memory(head, name), frozen))
+
+    for name in FORMATS:
+        if reason := REFUSED.get(kind, {}).get(name):
+            with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
+                check(name)
+        else:
+            check(name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_export_is_written_and_passes_lint(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+) -> None:
+    folder = exported(make_head(), tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
     written = {"README.md", "config.json", "model.safetensors", *(["head.gguf"] if name == "gguf" else [])}
     assert {path.name for path in folder.iterdir()} == written
+    assert "--spec-type draft-eagle3" in (folder / "README.md").read_text() or name != "gguf"
+
+
+def test_a_head_that_a_format_cannot_hold_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
+        exported(make_head("eagle1", fc_bias=True), tmp_path, target_folder, "vllm")
+    assert not (tmp_path / "export").exists()
 
 
 def test_one_export_serves_three_engines_and_loads_in_headstart(
@@ -135,25 +157,6 @@ def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
     assert "norm_before_residual: only vLLM has it" in readme
     with pytest.raises(ValueError, match=r"(?s)norm_before_residual.*hidden_states 0 to 6 are allowed"):
         exported(head, tmp_path, target_folder, "sglang")
-
-
-def test_a_single_tap_of_the_heads_width_is_refused_for_engines_that_would_skip_fc(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    head = make_head(taps=(3,))
-    assert exported(head, tmp_path, target_folder, "vllm")
-    for engine in ("sglang", "tensorrt_llm"):
-        with pytest.raises(ValueError, match="skips fc if its input is as wide as the head"):
-            exported(head, tmp_path, target_folder, engine)
-
-
-def test_an_eagle_1_bias_is_refused_for_vllm_which_would_drop_it(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    head = make_head("eagle1", fc_bias=True)
-    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
-        exported(head, tmp_path, target_folder, "vllm")
-    assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
 
 
 def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
