@@ -145,7 +145,9 @@ walk: $(INSTALLED) ## run every documented command in a fresh clone, in tiny for
 	.venv-docs/bin/python -m pip install -r docs/requirements.txt
 	touch $@
 
-docs: .venv-docs/.installed ## build the site of the documents into site/; a broken link is an error
+docs: .venv-docs/.installed $(INSTALLED) ## check what the documents name, and build their site into site/
+	$(BIN)/python tests/interop/check_addresses.py
+	$(BIN)/python -m pytest -q tests/laws/test_remedies.py
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build
 
 clean: ## remove environments and caches, but never runs/

@@ -38,8 +38,8 @@ from rich.console import Console
 from rich.table import Table
 
 from headstart.common.progress import Progress
+from headstart.heads.formats.commands import GGUF
 from headstart.heads.formats.export import CONVERTER, export
-from headstart.heads.formats.layouts import GGUF
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from serve import QUESTIONS
 
+from headstart.heads.formats.commands import GGUF
 from headstart.heads.formats.export import export
-from headstart.heads.formats.layouts import GGUF
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import folder_of

@@ -23,7 +23,7 @@ from headstart.data_pipelines.more_prompts import (
 )
 from headstart.data_pipelines.preflight import check_disk
 from headstart.data_pipelines.prompts.completion_client import CompletionClient
-from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_own_candidates
+from headstart.data_pipelines.prompts.prompts import describe_prompts, make_prompts, write_self_prompts
 from headstart.data_pipelines.prompts.responses import (
     Ending,
     Writer,
@@ -35,7 +35,6 @@ from headstart.data_pipelines.prompts.responses import (
     server_writer,
     speculative_writer,
     target_writer,
-    until,
     write_given,
     write_responses,
 )
@@ -97,7 +96,7 @@ class Harvest:
         return prompt_shards(self.recipe)
 
     def prompts(self) -> Stage:
-        write_own_candidates(self.recipe, self.load)
+        write_self_prompts(self.recipe, self.load)
         with self.main_rank_first():
             stage = make_prompts(self.recipe)
         self.say(describe_prompts(self.recipe))
@@ -135,7 +134,7 @@ class Harvest:
             return
         if data.server is not None:
             client = CompletionClient(data.server) if data.states is None else self.vllm.client
-            writer = until(self.ending, server_writer(recipe, client))
+            writer = server_writer(recipe, client, self.ending)
         elif data.draft_head is not None:
             writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
         else:

@@ -1,7 +1,7 @@
-"""Continuing with more prompts: responses and features of the prompts that did not change are taken over.
+"""Continuing with more prompts: responses and features of unchanged prompts are reused.
 
-Content decides what can be taken over: a response by the prompt that it answers, a shard of features by the
-texts that it was made from. So it does not matter which run wrote them, nor where it was killed.
+A response is recognised by its prompt and a shard of features by its texts, so it does not matter which run wrote them
+or where it was killed.
 """
 
 import json
@@ -20,32 +20,33 @@ from headstart.recipes import Recipe
 
 
 def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts]) -> None:
-    """Keep the responses to prompts that are still there, if nothing else of the stage changed.
+    """Keep the responses to existing prompts, if only the prompts of the stage changed.
 
-    The last shard of before may have fewer responses than it has prompts now: they become its journal, as if the run
-    had been killed within the shard. Raises ValueError if a response is to another prompt.
+    If the last shard has fewer responses than it now has prompts, they become its journal, as if the run had been
+    killed within the shard. Raises ValueError for a response to another prompt.
     """
     if stage.changed_inputs() != {"prompts"}:
         return
     shards = {responses_path(recipe, shard): shard for shard in prompts}
-    found = {path: list(read_jsonl(path)) for path in sorted(stage.folder.glob("*.jsonl"))}
+    written = {path: list(read_jsonl(path)) for path in sorted(stage.folder.glob("*.jsonl"))}
     journals = {path: resume_jsonl(journal_of(path)) for path in shards}
-    for path, rows in [*found.items(), *journals.items()]:
+    for path, rows in [*written.items(), *journals.items()]:
         if path not in shards or not belong_to(rows, shards[path]):
             stage.refuse(f"{path.name} answers other prompts, so the run cannot continue from these responses")
     stage.claim(stage.claimed_for())  # not complete from here on
-    for path, rows in found.items():
+    for path, rows in written.items():
         if len(rows) < len(shards[path].rows):
             if recipe.data.responses == "target":
                 write_jsonl(journal_of(path), rows)
             remove(path)
     stage.claim()
-    kept, all_rows = sum(map(len, [*found.values(), *journals.values()])), sum(len(s.rows) for s in shards.values())
-    print(f"responses: {kept:,} of {all_rows:,} are there and reused, {all_rows - kept:,} are new")
+    reused = sum(map(len, [*written.values(), *journals.values()]))
+    total = sum(len(shard.rows) for shard in prompts)
+    print(f"responses: {reused:,} of {total:,} are reused, {total - reused:,} are new")
 
 
 def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
-    """Whether each of these responses, in any order, is to the prompt of the same id in a shard."""
+    """Whether each of these responses, in any order, answers the prompt with the same id in the shard."""
     prompts = {row["id"]: (row["text"], row["spans"]) if "spans" in row else row["tokens"] for row in shard.rows}
     return all(
         prompts.get(row["id"]) == ((row["tokens"], row["spans"]) if "spans" in row else row["prompt"]) for row in rows
@@ -53,46 +54,46 @@ def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
 
 
 def take_over_features(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts], identities: dict[str, str]) -> None:
-    """Keep the shards of features whose texts are still there, if nothing else of the stage changed.
+    """Keep the shards of features whose texts are unchanged, if only the responses of the stage changed.
 
-    A shard that holds only the first of its texts (`identities` differ) is removed, to be made anew. Raises ValueError
-    if a shard was made from other texts.
+    A shard that holds only the first of its texts is removed, to be made again. Raises ValueError for a shard that was
+    made from other texts.
     """
     if stage.changed_inputs() != {"responses"}:
         return
     shards = {shard.features_file: shard for shard in prompts}
-    there = files_in(stage.folder, ".safetensors")
-    grown = [path for path in there if path.name not in shards or made_from(path) != identities[path.name]]
+    existing = files_in(stage.folder, ".safetensors")
+    grown = [path for path in existing if path.name not in shards or made_from(path) != identities[path.name]]
     for path in grown:
         if path.name not in shards or not starts_with(path, responses_path(recipe, shards[path.name])):
             stage.refuse(f"{path.name} was made from other texts, so the run cannot continue from these features")
     stage.claim(stage.claimed_for())  # not complete from here on
-    keep_manifest_entries(stage.folder, {path.name for path in there} - {path.name for path in grown})
+    keep_manifest_entries(stage.folder, {path.name for path in existing} - {path.name for path in grown})
     for path in grown:
         remove(path)
         remove(note_path(path))
     stage.claim()
-    kept = len(there) - len(grown)
-    print(f"features: {kept:,} of {len(shards):,} shards are there and reused, {len(shards) - kept:,} are made now")
+    reused = len(existing) - len(grown)
+    print(f"features: {reused:,} of {len(shards):,} shards are reused, {len(shards) - reused:,} are new")
 
 
 def claim_features(stage: Stage) -> None:
-    """Record what features are made from whose responses may not all be there, for processes that add shards.
+    """Claim the stage for processes that add shards, while some responses may be missing.
 
-    Raises ValueError if the features that are there were made from other inputs; their texts are checked by shard.
+    Raises ValueError if the existing features were made from other inputs; their texts are checked by shard.
     """
-    found = stage.claimed_for()
-    if found == stage.inputs and stage.was_complete():
+    recorded = stage.claimed_for()
+    if recorded == stage.inputs and stage.was_complete():
         return
-    if found is not None:
-        stage.inputs["responses"] = found["responses"]
+    if recorded is not None:
+        stage.inputs["responses"] = recorded["responses"]
     stage.refuse()
     stage.claim()
     keep_manifest_entries(stage.folder, {path.name for path in files_in(stage.folder, ".safetensors")})
 
 
 def remove_grown_shards(recipe: Recipe, prompts: Sequence[ShardPrompts], identities: dict[str, str]) -> None:
-    """Remove the features of shards that hold only the first of their texts, to be made anew."""
+    """Remove the features of shards that hold only the first of their texts, to be made again."""
     for shard in prompts:
         path = recipe.features_dir / shard.features_file
         if not is_there(path) or made_from(path) == identities[path.name]:
@@ -104,7 +105,7 @@ def remove_grown_shards(recipe: Recipe, prompts: Sequence[ShardPrompts], identit
 
 
 def starts_with(shard: Path, responses: Path) -> bool:
-    """Whether the texts of a shard are the first of those in a responses file."""
+    """Whether the texts of a shard are the first texts of a responses file."""
     stored = read_tensors(shard, ["offsets", "tokens", "loss_mask"])
     texts = read_texts(responses)[: len(stored["offsets"]) - 1]
     wanted = token_tensors(texts)
@@ -113,7 +114,7 @@ def starts_with(shard: Path, responses: Path) -> bool:
 
 
 def keep_manifest_entries(folder: Path, names: set[str]) -> None:
-    """Move the manifest's entries of these shards next to them again, so that damage since then is still noticed."""
+    """Move the manifest entries of these shards back next to them, so that later damage is still noticed."""
     if not (folder / MANIFEST).is_file():
         return
     for entry in read_manifest(folder)["shards"]:

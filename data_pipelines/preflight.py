@@ -25,7 +25,7 @@ from headstart.recipes import Recipe
 from headstart.recipes.checks import size_mistakes
 from headstart.recipes.schema import HUB_PREFIX, SELF
 
-DISK_MARGIN = 1.01  # factor for headers, offsets and the manifest
+DISK_FACTOR = 1.01  # for headers, offsets and the manifest
 WITHOUT_WEIGHTS = [pattern for pattern in SAFE_FILES if pattern != "*.safetensors"]
 
 
@@ -76,17 +76,17 @@ def refuse_unwritable(field: str, folder: Path) -> None:
         with named_errors(field):
             check_access(folder)
         return
-    found = next(each for each in (folder, *folder.absolute().parents) if each.exists())
+    existing = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     try:
-        with TemporaryFile(dir=found):
+        with TemporaryFile(dir=existing):
             pass
     except OSError as error:
-        allowed = f"a folder that can be written is allowed, and {found} cannot ({error.strerror})"
-        raise ValueError(f"{field}: {folder} given, {allowed}; choose another, or make {found} writable") from error
+        allowed = f"a writable folder is allowed, and {existing} is not writable ({error.strerror})"
+        raise ValueError(f"{field}: {folder} given, {allowed}; choose another, or make {existing} writable") from error
 
 
 def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Raise ValueError if a file of prompts has no rows, or a chat template is needed that is not there."""
+    """Raise ValueError if a file of prompts has no rows, or a chat template is needed and missing."""
     data = recipe.data
     sources = {} if data.holds_out_own_prompts else {"data.heldout_prompts": str(data.heldout_prompts)}
     if data.prompts == SELF:
@@ -105,7 +105,7 @@ def check_rows(recipe: Recipe, tokenizer: Tokenizer) -> None:
 
 
 def is_conversation(row: Row) -> bool:
-    """Whether a row holds turns; a row that cannot be parsed is left for the harvest, which counts and names it."""
+    """Whether a row is a conversation; unusable rows are left to the harvest, which counts and names them."""
     try:
         return isinstance(parse_row(row.read(), lambda text: False), Conversation)
     except BadRow:
@@ -115,14 +115,14 @@ def is_conversation(row: Row) -> bool:
 def check_disk(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...], least: int, most: int) -> str:
     """The disk space that features of `least` to `most` tokens take, in words.
 
-    Raises ValueError if the disk cannot hold what is missing of the least.
+    Raises ValueError if the disk cannot hold the missing features of `least` tokens.
     """
     token_bytes = bytes_per_token(config.hidden_size, len(taps), recipe.data.dtype)
-    there = sum(path.stat().st_size for path in recipe.features_dir.glob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in recipe.features_dir.glob("*.safetensors"))
     sizes = " to ".join(dict.fromkeys(decimal(token_bytes * tokens) for tokens in (least, most)))
     if (url := url_of(recipe.features_dir)) is not None:
         return f"features take {sizes} in {url} ({token_bytes:,} bytes per token)"
-    needed, free = token_bytes * least * DISK_MARGIN - there, shutil.disk_usage(recipe.data_folder).free
+    needed, free = token_bytes * least * DISK_FACTOR - stored, shutil.disk_usage(recipe.data_folder).free
     if needed > free:
         raise ValueError(
             f"data.folder: the features need {decimal(int(needed))} more in {recipe.features_dir}, whose disk has "

@@ -1,7 +1,7 @@
 """The start of a command on its ranks: one run per folder, and all ranks on the same run.
 
-If a rank dies or fails, torch's launcher ends the others of its machine, and those of other machines fail at their next
-collective operation, because the operating system has closed the connection.
+If a rank dies or fails, torch's launcher ends the other ranks of its machine. Ranks of other machines fail at their
+next collective operation, because the operating system has closed the connection.
 """
 
 import json
@@ -26,7 +26,7 @@ FOLDER_SECONDS = 5.0  # how long a network file system may take to show one mach
 SETTLE_SECONDS = 0.5
 PAGE = "docs/several_machines.md"
 
-Facts = dict[str, str]  # what all ranks must agree on, by name
+Facts = dict[str, str]  # values on which all ranks must agree, by name
 Result = TypeVar("Result")
 
 
@@ -57,7 +57,7 @@ def naming_lost_ranks(state: PartialState) -> Iterator[None]:
             raise
         raise ValueError(
             f"rank {state.process_index} lost the connection to another rank, whose message says why it ended, unless "
-            "it was killed; start the same command again, on all machines: it continues from what was saved last"
+            "it was killed; start the same command again, on all machines: it continues from the last saved state"
         ) from error
     finally:
         if state.num_processes > 1:
@@ -98,7 +98,7 @@ def hold_folder(
     more_facts: Callable[[], Facts] = dict,
     wait: bool = False,
 ) -> Iterator[None]:
-    """Hold a folder that all ranks share, for this launch alone; `wait` for another command rather than refuse."""
+    """Hold a folder that all ranks share, for this launch alone; with `wait`, wait for another command to end."""
     with ExitStack() as stack:
 
         def take() -> str | None:
@@ -123,7 +123,7 @@ def folder_fact(folder: Path, token: str) -> str:
 
 
 def run_facts(recipe: Recipe) -> Facts:
-    """The facts that decide a run besides its folder: the recipe as written, and the data that is already there."""
+    """The facts that decide a run, except its folder: the recipe and the existing data."""
     values = recipe.model_dump(mode="json", exclude={"run_dir"})
     sections = {name: value if isinstance(value, dict) else {"": value} for name, value in values.items()}
     facts = {

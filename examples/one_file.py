@@ -1,9 +1,8 @@
 """Speculative decoding with an EAGLE-3 head in one file, with torch and transformers alone.
 
-    python examples/one_file.py --prompt "Why is the sky blue?"
     python examples/one_file.py --target assets/demo_target --head assets/demo_head --prompt "def main("
 
-Without --prompt it is a chat. The text is the target's own greedy text; the head only makes it come faster.
+Without --prompt it is a chat, by default with models/SmolLM2-135M-Instruct. The text is the target's own greedy text.
 Each step starts from a root: the newest token, which the target has not read yet.
 
     catch up  the head reads the hidden states that the target computed for the accepted nodes
@@ -35,7 +34,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, Lla
 class Attention(nn.Module):
     """Grouped-query attention whose input is twice as wide as its output."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:  # a LlamaConfig
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.q_proj = nn.Linear(2 * hidden, config.num_attention_heads * self.head_dim, bias=False)
@@ -55,7 +54,7 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """The head's one decoder layer. Its attention reads the token's embedding and the feature side by side."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: Any) -> None:  # a LlamaConfig
         super().__init__()
         self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -77,7 +76,9 @@ class Layer(nn.Module):
 class DraftHead(nn.Module):
     """An EAGLE-3 head. Its parameters have the names of the file, so `load_state_dict` checks that all are used."""
 
-    def __init__(self, config: LlamaConfig, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
+    target_ids: Tensor  # of each token that the head scores, the target's token. [draft_vocab]
+
+    def __init__(self, config: Any, model: PreTrainedModel, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         hidden, target_hidden, num_layers = config.hidden_size, model.config.hidden_size, model.config.num_hidden_layers
         # The taps: which of the target's hidden_states the head reads, as transformers counts them.
@@ -93,7 +94,7 @@ class DraftHead(nn.Module):
         if "embed_tokens.weight" in tensors:
             self.embed_tokens = nn.Embedding(*tensors["embed_tokens.weight"].shape)
         self.load_state_dict({name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")})
-        # The head may score only a part of the vocabulary: its token i is the target's token i + d2t[i].
+        # The head may score a part of the vocabulary: its token i is the target's token i + d2t[i].
         offsets = tensors.get("d2t", torch.zeros(len(self.lm_head.weight), dtype=torch.long))
         self.register_buffer("target_ids", torch.arange(len(offsets)) + offsets, persistent=False)
         self.rotary = LlamaRotaryEmbedding(config)
@@ -114,8 +115,7 @@ class DraftHead(nn.Module):
 
     def forward(self, features: Tensor, tokens: Tensor, positions: Tensor, mask: Tensor, cache: DynamicCache) -> Tensor:
         """Entry t reads the feature of position t and the token of position t + 1; it predicts token t + 2."""
-        rotary = self.rotary(features, positions)
-        return self.midlayer(self.embedding[0](tokens), features, rotary, mask, cache)
+        return self.midlayer(self.embedding[0](tokens), features, self.rotary(features, positions), mask, cache)
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:
         return torch.log_softmax(self.lm_head(self.norm(hidden)).float(), dim=-1)
@@ -199,8 +199,7 @@ def decode(
         # Verify: the target reads all nodes in one pass, at the positions of their depths.
         ancestors = tree.mask(device)
         visible = torch.cat([ancestors.new_ones(len(ancestors), length), ancestors], dim=1)
-        mask = torch.zeros(visible.shape, dtype=model.dtype, device=device)
-        mask = mask.masked_fill(~visible, torch.finfo(model.dtype).min)
+        mask = torch.zeros_like(visible, dtype=model.dtype).masked_fill(~visible, torch.finfo(model.dtype).min)
         output = model(
             input_ids=torch.tensor([tree.tokens], device=device),
             attention_mask=mask[None, None],
@@ -218,7 +217,8 @@ def decode(
 
         # Compact: the cache keeps the text before the step and the accepted nodes.
         slots = torch.tensor([*range(length), *(length + node for node in path)], device=device)
-        for layer in cache.layers:
+        layers: Any = cache.layers
+        for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, slots], layer.values[:, :, slots]
         yield written
 
@@ -276,7 +276,7 @@ def main() -> None:
     parser.add_argument("--prompt", help="answer this and exit; without it, chat until an empty line")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(args.target)
+    tokenizer: Any = AutoTokenizer.from_pretrained(args.target)
     model = AutoModelForCausalLM.from_pretrained(args.target, dtype=torch.float32).eval()
     head = DraftHead.load(args.head, model)
     messages: list[dict[str, str]] = []

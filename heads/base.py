@@ -56,6 +56,7 @@ class DraftHead(nn.Module, ABC):
     repeats_layers: ClassVar[bool] = True  # whether all levels run the same layers
     chooses_taps: ClassVar[bool] = False  # whether its config.json names the taps
     max_layers: ClassVar[int | None] = 1  # decoder layers that it may have; None is any number
+    is_target_layer: ClassVar[bool] = False  # whether it is a part of its target, with which engines read it
     vocab_map: ClassVar[str] = "d2t"  # the tensor that holds its draft vocabulary
     # Keys of config.json that are true or false without a trace in the tensors, by what they are about.
     flags: ClassVar[dict[str, tuple[str, ...]]] = {}
@@ -126,6 +127,10 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def engine_tensors(self) -> dict[str, Tensor]:
         """model.safetensors as the engines read it."""
+
+    def served_tensors(self) -> dict[str, Tensor]:
+        """`engine_tensors` in the one form that all engines can draft with."""
+        return self.engine_tensors()
 
     def own_keys(self) -> dict[str, Any]:
         """More keys of the section of config.json that only we read."""

@@ -34,6 +34,11 @@ class HeadFiles:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
+    @property
+    def names(self) -> set[str]:
+        """The tensors' names, without the prefix that some files have."""
+        return {name.removeprefix("model.") for name in self.tensors}
+
     @classmethod
     def read(cls, folder: Path) -> "HeadFiles":
         """Read the folder; raises ValueError that names whatever is missing or damaged."""
@@ -210,7 +215,7 @@ class EagleKeys(Keys):
 class HeadstartKeys(Keys):
     """Our own section, written by heads.checkpoint."""
 
-    kind: str = "eagle3"
+    kind: str | None = None
     taps: Annotated[Layers, Field(min_length=1)] = [0]
     block_size: Size | None = None
     engines: list[str] | None = None

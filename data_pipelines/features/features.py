@@ -154,7 +154,7 @@ def write_batch(
 
 
 def finite_states(recipe: Recipe, states: States, taps: tuple[int, ...], of: str) -> dict[str, Tensor]:
-    """The stored form of states; raises ValueError, naming what they are `of`, if it holds numbers that are not finite.
+    """The stored form of states; raises ValueError, naming their source `of`, if it holds numbers that are not finite.
 
     A head would be trained on them only until the first step that reads one.
     """
@@ -164,16 +164,16 @@ def finite_states(recipe: Recipe, states: States, taps: tuple[int, ...], of: str
     refuse_non_finite(recipe.target.dtype, states, of)
     largest = max(float(part.abs().max()) for part in (states.taps, states.last_hidden) if part.numel())
     most = torch.finfo(compute_dtype(recipe.data.dtype)).max
-    found = f"{recipe.data.dtype} given, of up to {most:,.0f}, but hidden states reach {largest:,.0f} ({of})"
-    raise ValueError(f"data.dtype: {found}; choose one of bfloat16, float32, int8 and float8")
+    given = f"{recipe.data.dtype} given, which holds up to {most:,.0f}, but hidden states reach {largest:,.0f} ({of})"
+    raise ValueError(f"data.dtype: {given}; choose one of bfloat16, float32, int8 and float8")
 
 
 def refuse_non_finite(dtype: str, states: States, of: str) -> None:
     """Raise ValueError if the target itself computes states that are not finite; `dtype` is its number format."""
     if not all(part.isfinite().all() for part in (states.taps, states.last_hidden)):
         wider = "bfloat16 or float32" if dtype == "float16" else "float32"
-        found = f"target.dtype: {dtype} given, but the target's hidden states are not finite in it ({of})"
-        raise ValueError(f"{found}; choose {wider}, or else copy or download the model again")
+        given = f"target.dtype: {dtype} given, but the target's hidden states are not finite in it ({of})"
+        raise ValueError(f"{given}; choose {wider}, or else copy or download the model again")
 
 
 def on_host(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -230,7 +230,7 @@ def refuse_damaged(folder: Path, shard: Json) -> None:
 
 
 def shard_damage(folder: Path, shard: Json) -> str | None:
-    """The damage of a shard that the manifest lists, down to a single flipped bit; None if it is sound."""
+    """The damage of a shard in the manifest, down to a single flipped bit; None if it is intact."""
     path = folder / shard["file"]
     if not path.is_file():
         return f"{path} is in the manifest but missing on disk"
@@ -249,8 +249,8 @@ def repair(folder: Path, wrong: Iterable[Path]) -> str:
     """The remedy for shards that are damaged or lost, or that the manifest does not list."""
     there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
-        f"remove what is wrong ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
-        "shards; of a merged store, merge again"
+        f"remove the wrong files ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
+        "shards; merge a merged store again"
     )
 
 

@@ -37,8 +37,8 @@ MERGE_KEYS = ("taps", "dtype", "target")  # manifest keys that stores must share
 
 def verify(folder: Path) -> dict[Path, str]:
     """The shards of a store that are damaged, missing or not in its manifest, and what is wrong with each."""
-    found = {folder / shard["file"]: shard_damage(folder, shard) for shard in read_manifest(folder)["shards"]}
-    damaged = {path: problem for path, problem in found.items() if problem}
+    damage = {folder / shard["file"]: shard_damage(folder, shard) for shard in read_manifest(folder)["shards"]}
+    damaged = {path: problem for path, problem in damage.items() if problem}
     return damaged | {path: f"{path} is not in the manifest" for path in foreign_shards(folder)}
 
 
@@ -54,7 +54,7 @@ def refuse_damage(folder: Path) -> None:
     about = read_manifest(folder)
     for path in (folder / shard["file"] for shard in about["shards"]):
         opened = open_shard(path)
-        for name in opened.keys():  # noqa: SIM118 (it is no dict)
+        for name in opened.keys():  # noqa: SIM118 (not a dict)
             if non_finite({name: opened.get_tensor(name)}):
                 found = f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}"
                 raise ValueError(f"{found}; harvest again in another run_dir with another data.dtype, such as bfloat16")
@@ -78,9 +78,9 @@ def stats(folder: Path) -> Json:
 
 
 def merge(into: Path, sources: list[Path]) -> Stage:
-    """Copy the shards of several stores, in order, into one new store, which appears only when complete.
+    """Copy the shards of several stores, in order, into one new store, which gets its name when complete.
 
-    A shard that several stores share is copied once. Raises ValueError if there is no store, if one is damaged, or if
+    A shard that several stores share is copied once. Raises ValueError if no store is given, if one is damaged, or if
     they differ in taps, dtype or target.
     """
     refuse_sources(into, sources)
@@ -137,7 +137,7 @@ def merge_values(about: Json) -> Json:
 
 
 def target_of(about: Json) -> TargetOrigin | None:
-    """The target that a store was made with, wherever that target is now; None if it is not recorded."""
+    """The target that a store was made with; None if it is not recorded."""
     target = about.get("target")
     return TargetOrigin.from_record(target) if isinstance(target, dict) and "sha256" in target else None
 
@@ -178,7 +178,7 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     inputs = Stage("features", folder, {}).claimed_for()
     if inputs is None:
         raise ValueError(
-            f"data.store: {folder} has no stage.json, a whole folder of features is needed; copy it with all its files"
+            f"data.store: {folder} has no stage.json, a complete folder of features is needed; copy all of its files"
         )
     return Stage("features", folder, inputs)
 

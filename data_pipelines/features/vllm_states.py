@@ -1,9 +1,9 @@
-"""Hidden states that vLLM computes (data.states: vllm): its servers write them to files, which move into the store.
+"""Hidden states from vLLM (data.states: vllm): its servers write them to files, which move into the store.
 
-Read from vLLM 0.32: with the speculative method extract_hidden_states a server names, in its answer to a completion, a
-safetensors file with `hidden_states` [tokens, layers, hidden] and `token_ids` of the prompt. Layers are numbered as our
-taps are, and L, the number of layers, stands for the last state before the final norm. Whether a server keeps to that
-is checked against the target's own states.
+From the source of vLLM 0.32: with the speculative method extract_hidden_states a server names, in its answer to a
+completion, a safetensors file with `hidden_states` [tokens, layers, hidden] and `token_ids` of the prompt. Layers are
+numbered like our taps, and L, the number of layers, stands for the last state before the final norm. The states of
+each server are compared with the target's own.
 """
 
 import json
@@ -57,8 +57,8 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
 class VllmStates:
     """The servers of data.server as the source of a harvest's hidden states.
 
-    Raises ValueError with the command that starts a server if there is none, and for states that are not those of the
-    texts, in number, shape or format.
+    Raises ValueError with the command that starts a server if there is none, and for states whose number, shape or
+    format does not match the texts.
     """
 
     def __init__(self, recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -> None:
@@ -125,7 +125,7 @@ class VllmStates:
     def _moved(self, text: list[int], answer: Answer) -> Float[Tensor, "tokens layers hidden"]:
         """The states of a text, whose file is removed."""
         if answer.states_path is None:
-            raise ValueError(f"data.states: {answer.url} writes no hidden states; {self.advice}")
+            raise ValueError(f"data.states: {answer.url} did not write hidden states; {self.advice}")
         try:
             with answer.written_states() as path:
                 found = load_file(path)

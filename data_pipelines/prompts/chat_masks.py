@@ -227,7 +227,7 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
 
     The prompt's tokens are those that the target would be given alone, so the answer is tokenized apart if a token of
     the joined text would hold the end of one and the start of the other. Spaces and line ends after the answer's end
-    mark, which templates write there, are no part of it.
+    mark, which templates write there, do not belong to it.
     """
     answer = pair.answer
     if (marks := [*template.special.finditer(answer)]) and not answer[marks[-1].end() :].strip():
@@ -237,10 +237,12 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
         whole = prompt + encode_after(template, answer)
         if tokenizer.decode(whole) != tokenizer.decode(joined):  # such as an end token after the prompt
-            raise BadRow("unclear", "the tokens of prompt and answer make another text; give messages, or tokens")
+            raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give messages, or tokens")
     if early := {*template.end_tokens()} & {*whole[len(prompt) : -1]}:
         mark = tokenizer.decode([min(early)])
-        raise BadRow("end mark", f"the answer goes on after {mark}, at which the target stops; remove what follows it")
+        raise BadRow(
+            "end mark", f"the answer continues after {mark}, at which the target stops; remove the text after it"
+        )
     if tokenizer.eos_token_id is not None and whole[-1] not in tokenizer.all_special_ids:
         whole.append(tokenizer.eos_token_id)
     start = max(len(prompt), 1)  # nothing predicts the first token

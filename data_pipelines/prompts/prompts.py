@@ -1,4 +1,4 @@
-"""The first stage: training and held-out prompts as tokens; with data.responses given, whole samples.
+"""The first stage: training and held-out prompts as tokens; with data.responses given, complete samples.
 
 headstart prompts recipes/tiny.yaml
 """
@@ -40,7 +40,7 @@ from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import SELF, DataSection
 
 ROW_REPORT = "rows.json"  # the unusable rows and why
-MAY_GROW = {"data.prompts", "data.num_prompts"}  # inputs that may change if the prompts that were there stay the first
+GROWING_INPUTS = {"data.prompts", "data.num_prompts"}  # may change if the existing prompts remain the first
 Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
 
 
@@ -83,12 +83,12 @@ def template_settings(recipe: Recipe, target: Path) -> Json:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """The rows of both splits, and what became of the rows of their sources."""
+    """The rows of both splits, with reports on the rows of their sources."""
 
     train: list[Json]
     heldout: list[Json]
     reports: list[RowReport]  # one for the training and one for the held-out source
-    rejected: dict[str, int] | None = None  # the target's own candidates that were left out, by reason
+    rejected: dict[str, int] | None = None  # number of self-written candidates left out, by reason
 
 
 def make_prompts(recipe: Recipe) -> Stage:
@@ -96,17 +96,17 @@ def make_prompts(recipe: Recipe) -> Stage:
 
     A row is {id, tokens, cut}: the prompt's tokens, and whether its beginning was cut off. With data.responses given it
     also has `text`, all tokens of the sample, and `spans`, the token ranges to train on. If the source or
-    data.num_prompts grew and the prompts that are there stay the first ones, the new ones are added. Raises ValueError
-    if too many source rows are unusable, or the prompts that are there were made from other inputs.
+    data.num_prompts grew and the existing prompts remain the first, the new ones are added. Raises ValueError
+    if too many source rows are unusable, or the existing prompts were made from other inputs.
     """
     stage = prompts_stage(recipe)
-    grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & MAY_GROW)
+    grows = stage.was_complete() and 0 < len(stage.changed_inputs()) == len(stage.changed_inputs() & GROWING_INPUTS)
     if stage.was_complete() and not grows:
         stage.refuse()
         return stage
     template = load_chat_template(recipe)
     rows = read_both(recipe, template)
-    if not grows:  # else it would belong to the prompts that are there
+    if not grows:  # otherwise the report on the existing prompts stays until they are extended
         write_report(stage, rows)
     for report in rows.reports:
         if report.counts != CANDIDATE:
@@ -120,15 +120,15 @@ def make_prompts(recipe: Recipe) -> Stage:
 
 
 def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
-    """Raise ValueError unless the prompts that are there are the first of the new ones; else say what is new."""
-    there = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
-    first = len(there["train"])
-    if rows.train[:first] != there["train"] or rows.heldout != there["heldout"]:
-        stage.refuse(f"its first {first} prompts are not those of the run, so it cannot continue from them")
+    """Raise ValueError unless the existing prompts are the first of the new ones; print how many are new."""
+    existing = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
+    first = len(existing["train"])
+    if rows.train[:first] != existing["train"] or rows.heldout != existing["heldout"]:
+        stage.refuse(f"its first {first} prompts differ from the prompts of the run, so it cannot continue from them")
     new = len(rows.train) - first
     print(
-        f"prompts: {first:,} are unchanged, and their responses and features are reused; {new:,} are new, and "
-        "theirs are made now" + (" (with the rest of the last shard, whose features are made anew)" if new else "")
+        f"prompts: {first:,} are unchanged, and their responses and features are reused; {new:,} are new"
+        + (" (the features of the last shard are made again with the new ones)" if new else "")
     )
 
 
@@ -171,7 +171,7 @@ def read_reports(recipe: Recipe) -> list[RowReport]:
     except (FileNotFoundError, ValueError, TypeError, KeyError) as error:
         advice = "Remove the prompts' stage.json, and the same command makes both again"
         removal = f"{advice}: {shlex.join(['rm', str(path.with_name('stage.json'))])}"
-        raise ValueError(f"{path} cannot be read ({error}); it must say what became of the rows. {removal}") from error
+        raise ValueError(f"{path} cannot be read ({error}); it must hold the report on the rows. {removal}") from error
 
 
 def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
@@ -179,7 +179,7 @@ def load_target_tokenizer(recipe: Recipe) -> Tokenizer:
 
 
 def num_tokens(recipe: Recipe) -> int:
-    """The number of tokens that the target knows: the size of its embedding."""
+    """The number of tokens in the target's embedding."""
     return TargetConfig.from_folder(folder_of(recipe.target)).vocab_size
 
 
@@ -189,10 +189,10 @@ def load_chat_template(recipe: Recipe) -> ChatTemplate:
 
 
 def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
-    """Read the prompts of both splits; training samples that are held out too are left out."""
+    """Read the prompts of both splits; training samples that are also held out are left out."""
     data = recipe.data
     if data.prompts == SELF:
-        return own_prompts(recipe, template)
+        return self_written_prompts(recipe, template)
     reports = [
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
@@ -204,8 +204,8 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     return PromptRows(train, heldout, reports)
 
 
-def own_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
-    """The prompts among the candidates that the target has written."""
+def self_written_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
+    """The prompts selected from the candidates that the target has written."""
     selection = start_selection(recipe, template)
     selection.take_all(read_candidates(recipe.prompts_dir))
     assert not selection.missing
@@ -213,7 +213,7 @@ def own_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
 
 
 def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:
-    """A selection that has seen the held-out prompts, if a file has them."""
+    """A selection that knows the held-out prompts of a file, if there is one."""
     data, source = recipe.data, str(recipe.data.heldout_prompts)
     if data.holds_out_own_prompts:
         return Selection(data)
@@ -222,14 +222,14 @@ def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:
     return Selection(data, rows, report, opening_texts(source, template))
 
 
-def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
+def write_self_prompts(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
     """Let the target write missing prompts if data.prompts is self, on all ranks; raises ValueError if it cannot."""
     if recipe.data.prompts != SELF:
         return
     stage = prompts_stage(recipe)
     others = stage.changed_inputs() - {"data.num_prompts"}
     if stage.was_complete() and (others or not stage.changed_inputs()):
-        return  # there is nothing to do, or `make_prompts` refuses
+        return  # complete, or `make_prompts` refuses
     if others and read_candidates(stage.folder):
         stage.refuse()
     template = load_chat_template(recipe)
@@ -239,10 +239,10 @@ def write_own_candidates(recipe: Recipe, load: Callable[[], TargetModel]) -> Non
 
 
 def key_of(row: Json) -> Key:
-    """The tokens that two rows share if one repeats the other: the prompt, or the whole text if it has no prompt."""
+    """The tokens that identify a row: the prompt, or the full text if it has no prompt."""
     prompt: list[int] = row["tokens"]
-    whole: list[int] = row.get("text", prompt)
-    return tuple(prompt if len(prompt) > 1 else whole)
+    text: list[int] = row.get("text", prompt)
+    return tuple(prompt if len(prompt) > 1 else text)
 
 
 def read_prompts(
@@ -253,9 +253,9 @@ def read_prompts(
     held_out: Set[Key] = frozenset(),
     vocab_size: int | None = None,
 ) -> list[Json]:
-    """The first `count` samples of a source that are not held out; rows without a whole sample enter the report.
+    """The first `count` samples of a source that are not held out; rows without a usable sample enter the report.
 
-    `vocab_size` is the number of tokens that the target knows, which a tokenizer with added tokens may exceed.
+    `vocab_size` is the size of the target's embedding; a tokenizer with added tokens may have more.
     """
     rows: list[Json] = []
     chat = ChatMasks(template)
@@ -289,12 +289,12 @@ def refuse_unknown(tokenizer: Tokenizer, samples: list[Json], vocab_size: int) -
     """Raise BadRow for tokens beyond the target's vocabulary, which its tokenizer makes of added tokens."""
     largest = max(max(sample.get("text") or sample["tokens"]) for sample in samples)
     if largest >= vocab_size:
-        given = f"the tokenizer makes token {largest} of {tokenizer.decode([largest])!r}"
-        raise BadRow("unknown token", f"{given}; the target's tokens are 0 to {vocab_size - 1}")
+        unknown = f"the tokenizer produces token {largest} of {tokenizer.decode([largest])!r}"
+        raise BadRow("unknown token", f"{unknown}; the target's tokens are 0 to {vocab_size - 1}")
 
 
 def make_prompts_alone(recipe: Recipe) -> Stage:
-    """`make_prompts` for a command of its own: while it writes, no other command may write into the folder."""
+    """`make_prompts` as a separate command: no other command may write into the folder meanwhile."""
     stage = prompts_stage(recipe)
     if stage.was_complete() and not stage.changed_inputs():
         return stage
@@ -302,7 +302,7 @@ def make_prompts_alone(recipe: Recipe) -> Stage:
         refuse_parts_at_work(recipe.data_folder)
         if recipe.data.prompts == SELF:
             start_processes()
-            write_own_candidates(recipe, partial(TargetModel.load_to_answer, recipe.target, ()))
+            write_self_prompts(recipe, partial(TargetModel.load_to_answer, recipe.target, ()))
         return make_prompts(recipe)
 
 

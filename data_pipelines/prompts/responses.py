@@ -26,7 +26,7 @@ from headstart.recipes import Recipe
 
 # Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
 Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
-Ending = Callable[[], bool]  # whether to finish what has begun, and nothing else
+Ending = Callable[[], bool]  # once true, finish running texts and start no new ones
 
 
 def never() -> bool:
@@ -55,20 +55,8 @@ def responses_stage(recipe: Recipe, prompts: Stage) -> Stage:
     return Stage.of(recipe, "responses", inputs)
 
 
-def until(ending: Ending, writer: Writer) -> Writer:
-    """A writer that ends after the next text once it is `ending`."""
-
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        for answer in writer(prompts, samplings):
-            yield answer
-            if ending():
-                return
-
-    return write
-
-
 def written_by(recipe: Recipe) -> str:
-    """Who or what writes the responses, for the manifest."""
+    """The source of the responses, for the manifest."""
     if recipe.data.responses == "given":
         return "whoever wrote data.prompts"
     if recipe.data.server_writes:
@@ -81,7 +69,7 @@ def responses_path(recipe: Recipe, shard: ShardPrompts) -> Path:
 
 
 def journal_of(path: Path) -> Path:
-    """The file that holds the finished responses of a shard until all are there."""
+    """The file of finished responses of a shard that is not complete."""
     return path.with_name(path.name + ".journal")
 
 
@@ -109,7 +97,7 @@ def read_texts(path: Path) -> list[Text]:
 
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
-    """Write given conversations of a shard as responses; the prompts stage has tokenized them."""
+    """Write the given conversations of a shard, which the prompts stage has tokenized, as responses."""
     rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"]} for row in shard.rows]
     write_jsonl(responses_path(recipe, shard), rows)
 
@@ -139,7 +127,7 @@ def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompt
 
 
 class Journal:
-    """The finished responses of a shard, one line each; it becomes the shard's file once all are there."""
+    """The finished responses of a shard, one line each; it becomes the shard's file when complete."""
 
     def __init__(self, path: Path, shard: ShardPrompts) -> None:
         self.path, self.shard = path, shard
@@ -171,22 +159,24 @@ def refuse_nothing_to_learn(recipe: Recipe, split: str, texts: list[Text]) -> No
         advice = "give prompts in the form that it answers, such as messages, or choose data.responses=given"
         raise ValueError(f"{source}: the target's responses to all {len(texts)} prompts are empty; {advice}")
     if not any(any(text.loss_mask[2:]) for text in texts):
-        found = f"{source}: none of the {len(texts)} texts is trained on after its second token, where a head begins"
-        raise ValueError(f"{found}; train on more of each text (loss_mask, data.turns), or lengthen the prompts")
+        problem = f"{source}: none of the {len(texts)} texts is trained on after its second token, where a head begins"
+        raise ValueError(f"{problem}; train on more of each text (loss_mask, data.turns), or lengthen the prompts")
 
 
 def is_empty(recipe: Recipe, text: Text) -> bool:
-    """Whether a response says nothing: it has no token, or the target's end token alone."""
+    """Whether a response is empty: no token, or only the target's end token."""
     written = sum(text.loss_mask)
     return written == 0 or (recipe.data.responses == "target" and written == 1 < recipe.data.response_tokens)
 
 
 def finish_responses(recipe: Recipe, stage: Stage, shards: Sequence[ShardPrompts]) -> None:
     paths = {responses_path(recipe, shard): shard.split for shard in shards}
-    found = {path: read_texts(path) for path in paths}
+    texts_of = {path: read_texts(path) for path in paths}
     for split in dict.fromkeys(paths.values()):
-        refuse_nothing_to_learn(recipe, split, [text for path in paths if paths[path] == split for text in found[path]])
-    texts = [text for each in found.values() for text in each]
+        refuse_nothing_to_learn(
+            recipe, split, [text for path in paths if paths[path] == split for text in texts_of[path]]
+        )
+    texts = [text for each in texts_of.values() for text in each]
     trained_on = sum(sum(text.loss_mask) for text in texts)
     is_written = recipe.data.responses == "target"
     stage.finish(
@@ -203,7 +193,7 @@ def finish_responses(recipe: Recipe, stage: Stage, shards: Sequence[ShardPrompts
 
 
 def describe_responses(recipe: Recipe, stage: Stage) -> str:
-    """One line for the user: how much was written, by whom, and what was cut."""
+    """One line for the user: the number of responses and tokens, their source, and how many were cut."""
     facts = stage.facts()
     parts = [
         f"responses: {facts['samples']:,} by {facts['written_by']}",
@@ -219,7 +209,7 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
 def target_writer(recipe: Recipe, target: TargetModel, ending: Ending = never) -> Writer:
     """Write responses with our own decoding, one seed per sample. All ranks must call this.
 
-    Raises ValueError for a target whose generation_config.json asks for what we do not support.
+    Raises ValueError for a target whose generation_config.json has unsupported settings.
     """
     return decoding_writer(recipe, target, None, texts_together(recipe, target, recipe.data.longest_sample), ending)
 
@@ -228,12 +218,12 @@ def decoding_writer(
     recipe: Recipe, target: TargetModel, drafter: Drafter | None, max_batch: int, ending: Ending
 ) -> Writer:
     """Write at most `max_batch` responses at a time; a drafter changes the speed, never the text."""
-    own = TargetDefaults.of(target)  # a server applies them, too
+    defaults = TargetDefaults.of(target)  # a server applies them, too
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
         most = recipe.data.response_tokens
-        requests = [own.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
+        requests = [defaults.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
         for number, generation in generate_each(target, requests, drafter, max_batch, ending):
             yield number, generation.tokens
 
@@ -250,7 +240,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
 
 
-def server_writer(recipe: Recipe, client: CompletionClient) -> Writer:
+def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = never) -> Writer:
     """Write responses with OpenAI-compatible servers that run the target."""
     tokenizer, vocab_size = load_target_tokenizer(recipe), num_tokens(recipe)
 
@@ -260,7 +250,9 @@ def server_writer(recipe: Recipe, client: CompletionClient) -> Writer:
         for number, answer in client.each(bodies, recipe.data.generate_batch):
             if recipe.data.states is not None and answer.states_path is not None:
                 with answer.written_states():
-                    pass  # of the prompt alone; those of the whole text are asked for later
+                    pass  # remove the states of the prompt; the full text is sent again later
             yield number, answer.tokens(tokenizer, vocab_size)
+            if ending():
+                return
 
     return write

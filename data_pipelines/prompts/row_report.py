@@ -7,11 +7,11 @@ from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
 from headstart.recipes.schema import DataSection
 
-TOO_LONG = "too long"  # the kind of given texts that are left out and not unusable
-MAX_BAD_FRACTION = 0.01  # largest share of unusable rows
-SHOWN = 5  # unusable rows named in a message; the report lists all
-CANDIDATE = "candidate"  # `counts` of a report on rows that the target wrote itself
-MAX_OVERLAP = 0.1  # largest share of the training rows that may be held out too; they are dropped
+TOO_LONG = "too long"  # given texts that are left out without counting as unusable
+UNUSABLE_SHARE_MAX = 0.01  # largest share of unusable rows
+NAMED_ROWS_MAX = 5  # unusable rows named in a message; the report lists all
+CANDIDATE = "candidate"  # `counts` of a report on self-written rows
+HELD_OUT_SHARE_MAX = 0.1  # largest share of the training rows that may be held out too; they are dropped
 
 
 @dataclass
@@ -21,7 +21,7 @@ class RowReport:
     source: str
     wanted: int | None = None  # samples that the recipe asks for
     wanted_by: str = ""  # the field that asks for them
-    counts: str = "line"  # the unit of row numbers: a line, or a row where there are no lines
+    counts: str = "line"  # the unit of row numbers: line, row or candidate
     rows: int = 0
     samples: int = 0
     bad: list[Json] = field(default_factory=list)  # {line, kind, why}
@@ -54,15 +54,17 @@ class RowReport:
 
     def check(self) -> None:
         """Raise ValueError if too many rows are unusable or held out too, or no row is usable."""
-        if len(self.bad) > MAX_BAD_FRACTION * self.rows:
-            named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:SHOWN]]
-            more = [f"and {len(self.bad) - SHOWN} more"] if len(self.bad) > SHOWN else []
-            what = f"{len(self.bad)} of {self.rows} rows are unusable, up to {MAX_BAD_FRACTION:.0%} are allowed:"
+        if len(self.bad) > UNUSABLE_SHARE_MAX * self.rows:
+            named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:NAMED_ROWS_MAX]]
+            more = [f"and {len(self.bad) - NAMED_ROWS_MAX} more"] if len(self.bad) > NAMED_ROWS_MAX else []
+            what = f"{len(self.bad)} of {self.rows} rows are unusable, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:"
             raise ValueError("\n  ".join([what, *named, *more]) + "\nfix or remove them")
-        if len(self.held_out) > MAX_OVERLAP * self.rows:
-            lines = ", ".join(map(str, self.held_out[:SHOWN])) + (", ..." if len(self.held_out) > SHOWN else "")
+        if len(self.held_out) > HELD_OUT_SHARE_MAX * self.rows:
+            lines = ", ".join(map(str, self.held_out[:NAMED_ROWS_MAX])) + (
+                ", ..." if len(self.held_out) > NAMED_ROWS_MAX else ""
+            )
             found = f"{len(self.held_out)} of {self.rows} rows of {self.source} are held out too"
-            allowed = f"up to {MAX_OVERLAP:.0%} are allowed; remove them from one of the two files"
+            allowed = f"up to {HELD_OUT_SHARE_MAX:.0%} are allowed; remove them from one of the two files"
             raise ValueError(f"data.heldout_prompts: {found} ({self.counts} {lines}), {allowed}")
         if self.samples == 0:
             read = ", ".join([f"{self.rows} rows read", *self.dropped()])

@@ -20,7 +20,7 @@ Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
 CHECKSUM = "xxh3_128"  # the name of a shard's checksum in a store's manifest
 WEIGHTS = "the target's config and weights"  # the name of `target_identity` among a stage's inputs
-SAMPLED = "the target's weights, sampled"  # that of `sampled_identity`
+SAMPLED = "the target's weights, sampled"  # the name of `sampled_identity`
 TOKENIZER_FILES = (
     "tokeniz*",  # tokenizer.json, tokenizer.model, tokenization_NAME.py
     "*.model",
@@ -31,7 +31,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
 )
 TOKENIZER_CONFIG = "tokenizer_config.json"  # may hold the chat template too
-HOW_IT_WAS_LOADED = ("is_local", "local_files_only")  # transformers saves these arguments of from_pretrained there
+LOADING_KEYS = ("is_local", "local_files_only")  # arguments of from_pretrained that transformers saves there
 
 
 def file_digest(path: Path) -> str:
@@ -65,12 +65,12 @@ def shown(value: object) -> str:
 
 
 def is_digest(value: object) -> bool:
-    """Whether a value is a digest of content, whose digits mean nothing to a user."""
+    """Whether a value is a digest of content."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{64}", value) is not None
 
 
 def removal_command(folders: Iterable[Path]) -> str:
-    """A command line that removes those of the folders that exist."""
+    """A command line that removes the folders that exist."""
     return shlex.join(["rm", "-r", *(str(folder) for folder in folders if folder.exists())])
 
 
@@ -80,7 +80,7 @@ class Stage:
     def __init__(
         self, name: str, folder: Path, inputs: Json, dependents: Sequence[Path] = (), shared: bool = False
     ) -> None:
-        """`dependents` are the folders that are made from this one; a message names them too.
+        """`dependents` are the folders that are made from this one, for messages.
 
         A shared folder (data.folder) may serve other recipes, so no message names it for removal.
         """
@@ -106,7 +106,7 @@ class Stage:
         return self.was_complete()
 
     def was_complete(self) -> bool:
-        """Whether the folder is complete, from whichever inputs it was made."""
+        """Whether the folder is complete, for any inputs."""
         return self.path.is_file() and bool(self._recorded()["complete"])
 
     def claimed_for(self) -> Json | None:
@@ -115,8 +115,8 @@ class Stage:
 
     def changed_inputs(self) -> set[str]:
         """The names of the inputs that differ from the recorded ones; empty if no run has claimed the folder."""
-        found = self.claimed_for()
-        return set() if found is None else different_keys(found, self.inputs)
+        recorded = self.claimed_for()
+        return set() if recorded is None else different_keys(recorded, self.inputs)
 
     def claim(self, inputs: Json | None = None) -> None:
         """Record inputs, by default the stage's own, for an output that is not complete."""
@@ -135,12 +135,12 @@ class Stage:
         return file_digest(self.path)
 
     def refuse(self, why: str = "") -> None:
-        """Raise ValueError if the folder was made from other inputs; `why` says what rules out continuing from them."""
-        found = self.claimed_for()
-        different = [] if found is None else differences(found, self.inputs, "made with {}, the recipe says {}")
+        """Raise ValueError if the folder was made from other inputs; `why` says why they cannot be continued."""
+        recorded = self.claimed_for()
+        different = [] if recorded is None else differences(recorded, self.inputs, "made with {}, the recipe says {}")
         if different:
-            what = f"the {self.name} in {self.folder} were made from other inputs:"
-            lines = "\n  ".join([what, *different, *([why] if why else [])])
+            problem = f"the {self.name} in {self.folder} were made from other inputs:"
+            lines = "\n  ".join([problem, *different, *([why] if why else [])])
             raise ValueError(f"{lines}\nundo the change, or {self._start_anew()}")
 
     def _recorded(self) -> Json:
@@ -169,7 +169,7 @@ class Stage:
 def prompt_identities(folder: Path) -> Json:
     """Digests of everything in a target's folder that turns text into prompt tokens."""
     settings = read_object(folder / TOKENIZER_CONFIG)
-    for name in ("chat_template", *HOW_IT_WAS_LOADED):
+    for name in ("chat_template", *LOADING_KEYS):
         settings.pop(name, None)
     paths = {path for pattern in TOKENIZER_FILES for path in folder.glob(pattern) if path.is_file()}
     files = {path.name: file_digest(path) for path in paths if path.name != TOKENIZER_CONFIG}

@@ -17,13 +17,12 @@ from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.remote import shown
 from headstart.heads.base import DraftHead
 from headstart.heads.files import MODEL
-from headstart.heads.formats.commands import headstart_section, serving_sections
-from headstart.heads.formats.layouts import FORMATS, ServedTarget, engine_files, is_whole_target, native_files
-from headstart.heads.formats.subject import Violation
+from headstart.heads.formats.commands import headstart_section
+from headstart.heads.formats.layouts import FORMATS, engine_files, is_whole_target, native_files, serving_sections
+from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.recipes.schema import SELF, Recipe
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-KIND_NAMES = {"eagle1": "EAGLE-1", "eagle3": "EAGLE-3", "medusa": "Medusa", "block": "Block", "mtp": "MTP"}
 LOGGED_LENGTHS = {"heldout/tau": "0", "heldout/tau_t1": "1"}  # key in the training log -> its temperature
 
 
@@ -48,7 +47,7 @@ def card(
     return jinja.from_string(TEMPLATE.read_text()).render(
         recipe=recipe,
         head=head,
-        kind=KIND_NAMES[head.kind],
+        kind=head.title,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         dtype=str(next(head.parameters()).dtype).removeprefix("torch."),
         target=target,

@@ -1,32 +1,15 @@
-"""The serving sections of an export's README.md: for each engine its command, or why it cannot serve the head."""
+"""The commands by which engines serve an export, for its README.md."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from headstart.heads.base import DraftHead
-from headstart.heads.formats.layouts import GGUF, ServedTarget
-from headstart.heads.formats.subject import Violation
-from headstart.heads.kinds.block import BlockHead
-from headstart.recipes.other_commands import ENGINE_NAMES
+from headstart.heads.formats.subject import Command, ServedTarget
 
-Command = Callable[[DraftHead, ServedTarget, Path], str]
-
-
-def serving_sections(
-    head: DraftHead, target: ServedTarget, folder: Path, violations: dict[str, list[Violation]]
-) -> Iterator[str]:
-    """A heading for each engine that reads the layout, followed by its command or by the reasons why it has none."""
-    commands = COMMANDS | ({"vllm": speculators_vllm_command} if "speculators" in violations else {})
-    for engine, broken in violations.items():
-        yield f"### {ENGINE_NAMES[engine]}"
-        errors = [violation for violation in broken if violation.severity == "error"]
-        if errors:
-            reasons = "\n".join(f"- {violation.where}: {violation.allowed}" for violation in errors)
-            yield f"Cannot serve this head as it was trained:\n\n{reasons}"
-        else:
-            yield commands[engine](head, target, folder)
+GGUF = "head.gguf"  # the file that llama.cpp reads
 
 
 def headstart_section(target: ServedTarget, folder: Path, can_load: bool) -> str:
@@ -57,19 +40,18 @@ def in_yaml(path: Path) -> str:
     return str(path) if quote(str(path)) == str(path) else in_python(path)
 
 
-def vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    if head.kind == "mtp":
-        options = json.dumps({"method": "mtp", "num_speculative_tokens": target.draft_tokens})
-        return f"```\nvllm serve {quote(str(folder))} --speculative-config {quote(options)}\n```"
-    if isinstance(head, BlockHead):  # any other number than the block was trained with collapses acceptance
-        method, tokens = head.shape.method, head.shape.levels
-    else:
-        method = {"eagle1": "eagle", "eagle3": "eagle3", "medusa": "medusa"}[head.kind]
+def vllm_command(method: str) -> Command:
+    """vLLM's command for its `method` of drafting."""
+
+    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+        served, options = f"{quote(target.name)}{revision_option(target)}", {"method": method, "model": str(folder)}
+        if head.is_target_layer:
+            served, options = quote(str(folder)), {"method": method}
         tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
-    options = json.dumps({"method": method, "model": str(folder), "num_speculative_tokens": tokens})
-    note = "\n\nRequires vLLM 0.32 or older; later versions cannot serve Medusa heads." if head.kind == "medusa" else ""
-    name = quote(target.name)
-    return f"```\nvllm serve {name}{revision_option(target)} --speculative-config {quote(options)}\n```{note}"
+        config = json.dumps({**options, "num_speculative_tokens": tokens})
+        return f"```\nvllm serve {served} --speculative-config {quote(config)}\n```"
+
+    return command
 
 
 def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -77,23 +59,36 @@ def speculators_vllm_command(head: DraftHead, target: ServedTarget, folder: Path
     return f"```\n{command}\n```\n\nvLLM reads the name of the target, `{target.name}`, from config.json."
 
 
-def sglang_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    launch = f"python -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)}"
-    if isinstance(head, BlockHead):
-        name, size = head.shape.method.upper(), head.shape.block_size
-        count = f"dspark-block-size {size}" if name == "DSPARK" else f"num-draft-tokens {size}"
-        folder_option = f"--speculative-draft-model-path {quote(str(folder))}"
-        return f"```\n{launch} \\\n    --speculative-algorithm {name} {folder_option} --speculative-{count}\n```"
-    option = f"--speculative-draft-model-path {quote(str(folder))} "
-    if head.kind == "mtp":
-        launch, option = f"python -m sglang.launch_server --model-path {quote(str(folder))}", ""
-    algorithm = {"eagle1": "EAGLE", "eagle3": "EAGLE3", "mtp": "NEXTN"}[head.kind]
-    return (
-        f"```\n{launch} \\\n"
-        f"    --speculative-algorithm {algorithm} {option}\\\n"
-        f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
-    )
+def sglang_launch(target: ServedTarget) -> str:
+    return f"python -m sglang.launch_server --model-path {quote(target.name)}{revision_option(target)}"
+
+
+def sglang_command(algorithm: str) -> Command:
+    """SGLang's command for a head that drafts a level in each call."""
+
+    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+        launch, option = sglang_launch(target), f"--speculative-draft-model-path {quote(str(folder))} "
+        if head.is_target_layer:
+            launch, option = f"python -m sglang.launch_server --model-path {quote(str(folder))}", ""
+        return (
+            f"```\n{launch} \\\n"
+            f"    --speculative-algorithm {algorithm} {option}\\\n"
+            f"    --speculative-num-steps {target.draft_tokens} --speculative-eagle-topk 1 "
+            f"--speculative-num-draft-tokens {target.draft_tokens + 1}\n```"
+        )
+
+    return command
+
+
+def speculators_command(names: Callable[[Any], tuple[str, str]]) -> Command:
+    """How speculators loads a head, given its module and class of one."""
+
+    def command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
+        module, name = names(head)
+        load = f"model = {name}.from_pretrained({in_python(folder)})"
+        return f"```python\nfrom speculators.models.{module} import {name}\n\n{load}\n```"
+
+    return command
 
 
 def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
@@ -106,29 +101,9 @@ def tensorrt_llm_command(head: DraftHead, target: ServedTarget, folder: Path) ->
     )
 
 
-def speculators_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    module, name = "eagle3", "Eagle3DraftModel"
-    if isinstance(head, BlockHead):
-        module = head.shape.method
-        name = "DSparkDraftModel" if module == "dspark" else "DFlashDraftModel"
-    return (
-        f"```python\nfrom speculators.models.{module} import {name}\n\n"
-        f"model = {name}.from_pretrained({in_python(folder)})\n```"
-    )
-
-
 def llama_cpp_command(head: DraftHead, target: ServedTarget, folder: Path) -> str:
     return (
         f"```\nconvert_hf_to_gguf.py {quote(target.name)} --outtype bf16 --outfile target.gguf\n"
         f"llama-server -m target.gguf -md {quote(str(folder / GGUF))} --spec-type draft-eagle3 "
         f"--spec-draft-n-max {target.draft_tokens}\n```"
     )
-
-
-COMMANDS: dict[str, Command] = {
-    "vllm": vllm_command,
-    "sglang": sglang_command,
-    "tensorrt_llm": tensorrt_llm_command,
-    "speculators": speculators_command,
-    "llama_cpp": llama_cpp_command,
-}

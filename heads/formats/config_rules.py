@@ -3,22 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from headstart.heads.formats.subject import BLOCK, Subject, Violation, config_error
+from headstart.heads.formats.subject import Subject, Violation, config_error
 from headstart.heads.kinds.checkpoint import target_misfits
 from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
 
-BLOCK_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
-ARCHITECTURES = {
-    ("eagle3", "vllm"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle3", "sglang"): {"LlamaForCausalLMEagle3"},
-    ("eagle3", "tensorrt_llm"): {"LlamaForCausalLMEagle3", "EAGLE3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle3", "llama_cpp"): {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle1", "vllm"): {"EagleLlamaForCausalLM", "LlamaForCausalLM"},
-    ("eagle1", "sglang"): {"LlamaForCausalLMEagle"},
-    **{(layout, engine): BLOCK_ARCHITECTURES for layout in BLOCK for engine in ("vllm", "sglang", "speculators")},
-}
 MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's norms that an engine does not have
 # Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
@@ -47,7 +37,7 @@ REFUSED = {
 
 
 def architectures(subject: Subject, engine: str) -> Iterator[Violation]:
-    allowed = ARCHITECTURES.get((subject.layout, engine))
+    allowed = subject.layout.architectures.get(engine)
     named = subject.files.config.get("architectures") or []
     if allowed is not None and not allowed & set(named):
         yield config_error(engine, "architectures", named, f"{' or '.join(sorted(allowed))} is allowed")
@@ -88,7 +78,7 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
         if value is not None:
             allowed = f"the target's {its} is allowed: the head was trained for another target, name that one"
             yield config_error(engine, key, value, allowed)
-    if (kind := subject.note.get("kind", subject.kind)) != subject.kind:
+    if (kind := subject.own.get("kind", subject.kind)) != subject.kind:
         yield config_error(engine, "headstart.kind", kind, f"{subject.kind!r} is allowed, the kind of the tensors")
 
 
@@ -101,16 +91,14 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
         if older != newer:
             allowed = f"rope_parameters says {asdict(newer)}; make rope_theta and rope_scaling agree with it"
             yield config_error(engine, "rope_theta", asdict(older), allowed)
-    if newer != target.rope and "target_rope" not in subject.note:
-        severity = "error" if subject.note else "warning"
+    if newer != target.rope and "target_rope" not in subject.own:
+        severity = "error" if subject.own else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
         yield Violation(engine, severity, "config.json rope_theta", asdict(newer), allowed)
 
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
     size, vocab_size = subject.config.get("draft_vocab_size"), subject.frozen.config.vocab_size
-    if size is None and subject.layout in BLOCK:
-        return
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         allowed = f"1 to {vocab_size} is allowed: the number of tokens that the head drafts, even if it drafts all"
         yield config_error(engine, "draft_vocab_size", size, allowed)
@@ -133,7 +121,7 @@ def norms(subject: Subject, engine: str) -> Iterator[Violation]:
     before_residual = config.get("norm_before_residual")
     if before_residual and engine in ("sglang", "tensorrt_llm"):
         yield config_error(engine, "norm_before_residual", before_residual, "only vLLM has it; false is allowed")
-    if before_residual is None and subject.layout == "speculators":
+    if before_residual is None and subject.layout.is_speculators:
         allowed = "true or false is allowed; vLLM assumes true when the key is absent"
         yield config_error(engine, "norm_before_residual", None, allowed)
     for key in MISSING_NORMS.get(engine, ()):
@@ -206,7 +194,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     last = target.num_layers - 1 if engine == "sglang" else target.num_layers
     if max(wanted) > last or min(wanted) < 0:
         yield config_error(engine, where, wanted, f"hidden_states 0 to {last} are allowed")
-    if not subject.note and wanted == [tap - 1 for tap in engine_default(target.num_layers)]:
+    if not subject.own and wanted == [tap - 1 for tap in engine_default(target.num_layers)]:
         usual = [tap + 1 for tap in wanted]
         allowed = f"do these count layer outputs? the usual taps, counted as vLLM does, are {usual}"
         yield Violation(engine, "warning", f"config.json {where}", wanted, allowed)

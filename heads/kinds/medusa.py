@@ -172,7 +172,7 @@ class MedusaHead(LastHiddenHead):
         return self.input_scale
 
     @torch.no_grad()
-    def tensors_with_full_lm_heads(self) -> dict[str, Tensor]:
+    def served_tensors(self) -> dict[str, Tensor]:
         """`engine_tensors` with low-rank layers expanded to full lm_heads, the only kind that the engines support."""
         tensors = self.engine_tensors()
         if self.shared_lm_head is None:

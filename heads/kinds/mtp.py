@@ -114,6 +114,7 @@ class MtpHead(LastHiddenHead):
 
     kind = "mtp"
     title = "MTP"
+    is_target_layer = True
     shape: MtpShape
     has_rope = False  # the layer's own is part of the target's config.json, which the head's repeats
 

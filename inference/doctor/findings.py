@@ -2,14 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats import block_rules, config_rules, tensor_rules
+from headstart.heads.formats import config_rules, tensor_rules
+from headstart.heads.formats.kinds.registry import layout_of
 from headstart.heads.formats.lint import violations
-from headstart.heads.formats.subject import BLOCK, Subject, Violation, layout_of
+from headstart.heads.formats.subject import Subject, Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
@@ -58,15 +59,7 @@ def as_finding(violation: Violation, folder: Path) -> Finding:
 def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
     """Faults in a head's files that matter in every engine."""
     subject = Subject(files, layout_of(files), frozen)
-    rules: list[Callable[[Subject, str], Iterator[Violation]]] = [tensor_rules.finite, tensor_rules.number_formats]
-    rules.append(config_rules.fits_the_target)
-    if subject.layout in BLOCK:
-        rules += [block_rules.slot_convention, block_rules.mask_token]
-        rules += [block_rules.taps, block_rules.own_lm_head, tensor_rules.names_and_shapes]
-    elif subject.layout not in ("medusa", "mtp"):
-        rules += [config_rules.positions, tensor_rules.names_and_shapes]
-    if subject.kind == "eagle3":
-        rules.append(tensor_rules.vocabulary_map)
+    rules = tensor_rules.finite, tensor_rules.number_formats, config_rules.fits_the_target, *subject.layout.head_rules
     return [as_finding(violation, files.folder) for rule in rules for violation in rule(subject, "any engine")]
 
 

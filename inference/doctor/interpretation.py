@@ -11,9 +11,9 @@ from torch import Tensor
 
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.config_rules import captured_taps
+from headstart.heads.formats.kinds.registry import layout_of
 from headstart.heads.formats.published import translate
-from headstart.heads.formats.subject import Subject, layout_of
+from headstart.heads.formats.subject import Subject
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_config import block_key
 from headstart.heads.kinds.checkpoint import KINDS, head_from_files
@@ -67,7 +67,7 @@ class Interpretation:
         note = {"headstart": {"kind": subject.kind}}
         bare = HeadFiles(files.folder, {**files.config, **note}, files.tensors)
         found = cls.trained(bare, frozen)
-        if subject.kind != "eagle3":
+        if (captured_taps := subject.layout.captured_taps) is None:
             return found
         return replace(found, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 

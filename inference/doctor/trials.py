@@ -16,7 +16,6 @@ from torch import Tensor
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import KINDS
-from headstart.heads.kinds.eagle3 import NORM_FLAGS
 from headstart.heads.target_config import Rope
 from headstart.inference.doctor.findings import Finding, largest_loss
 from headstart.inference.doctor.interpretation import Interpretation, Measure
@@ -31,8 +30,12 @@ MIN_DTYPE_LOSS = 0.02  # loss of mean accuracy that is reported; less is the nor
 
 def norm_settings(head: Interpretation) -> dict[str, Any]:
     """The keys of config.json that concern norms; an absent flag is off."""
-    flags = {flag: bool(head.config.get(flag)) for flag in NORM_FLAGS}
+    flags = {flag: bool(head.config.get(flag)) for flag in norm_flags(head)}
     return {**flags, "rms_norm_eps": head.config.get("rms_norm_eps")}
+
+
+def norm_flags(head: Interpretation) -> tuple[str, ...]:
+    return KINDS[head.kind].flags.get("norm", ())
 
 
 def tensors_of(head: Interpretation, norms: bool) -> dict[str, Tensor]:
@@ -50,7 +53,7 @@ def same_norms(head: Interpretation, export: Interpretation) -> bool:
 
 
 def show_norms(head: Interpretation) -> str:
-    on = [flag for flag in NORM_FLAGS if head.config.get(flag)]
+    on = [flag for flag in norm_flags(head) if head.config.get(flag)]
     weights = tensors_of(head, norms=True)
     size = distance(weights, {})[1]
     return f"{', '.join(on) or 'no flag'}, {len(weights)} norm weights (size {size:.3g})"

@@ -261,7 +261,8 @@ class DecodeLoop:
         """
         if self.threads is not None:
             self.threads.follow()
-        batch, blocks = self.batch, []
+        batch = self.batch
+        blocks: list[EmittedTokens] = []
         can_read = self._can_read()
         running = len(batch.rows)
         schedule = self.schedule

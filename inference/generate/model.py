@@ -84,7 +84,7 @@ class SpeculativeModel:
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
 
-        Raises ValueError for a model that is no TargetModel.
+        Raises ValueError for a model that is not a TargetModel.
         """
         if not isinstance(target, TargetModel):
             remedy = "wrap transformers' model: TargetModel(model, head.taps), or call SpeculativeModel.from_folders"

@@ -1,4 +1,4 @@
-"""Which target and head a command decodes with, read from its command line without torch."""
+"""The target and head in a command line, parsed without torch."""
 
 import argparse
 import sys
@@ -9,8 +9,7 @@ from headstart.common.remote import pull
 from headstart.recipes.load import load_recipe
 from headstart.recipes.schema import DecodeSection, Recipe
 
-# Small trees, of the size that the measured step times of this machine ask for. Nobody chose these values, so no field
-# counts as set: they give way to what a head can draft.
+# Small trees, sized by this machine's measured step times. No field counts as set, so the head's limits override them.
 DRAFTS = DecodeSection.model_construct(
     set(), **DecodeSection(growth="cost_aware", depth=4, width=3, nodes=15, repeats=8).model_dump()
 )
@@ -19,7 +18,7 @@ LOOKUP = DecodeSection(drafter="prompt_lookup", growth="chain")
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """A target and how its drafts are made."""
+    """A target, its head and how they draft."""
 
     target: str | None  # None: the command's default
     head: Path | None  # None: drafts need no head
@@ -29,12 +28,12 @@ class ModelOptions:
 
     @property
     def drafts(self) -> str:
-        """The drafter, in words."""
+        """The drafter's name for messages."""
         return self.decode.drafter.replace("_", " ") if self.head is None else f"head {self.head}"
 
 
 def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
-    """Add the options of `model_options`; `target` and `head` are the help for theirs."""
+    """Add the options of `model_options`; `target` and `head` are their help texts."""
     parser.add_argument("recipe", nargs="?", help="recipe that names target, head, and how to draft")
     replaces = "replaces the recipe's value"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
@@ -45,17 +44,17 @@ def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=f"{auto}; {exact}")
 
 
-def model_options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> ModelOptions:
-    """The recipe's target and head, or those of the options; ends the process for mistakes and for a mix of both."""
-    if given.recipe is None:
-        decode = LOOKUP if given.head is None else DRAFTS
-        return ModelOptions(given.target, given.head, decode, None, given.dtype or "auto")
+def model_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> ModelOptions:
+    """The target and head of the recipe or of the options; errors, such as giving both, exit the process."""
+    if arguments.recipe is None:
+        decode = LOOKUP if arguments.head is None else DRAFTS
+        return ModelOptions(arguments.target, arguments.head, decode, None, arguments.dtype or "auto")
     for option, field in {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}.items():
-        if (value := getattr(given, option)) is not None:
-            both = f"{value} given with the recipe {given.recipe}, one of the two is allowed"
+        if (value := getattr(arguments, option)) is not None:
+            both = f"{value} given with the recipe {arguments.recipe}, one of the two is allowed"
             parser.error(f"--{option}: {both}; write {field}={value}, or leave the recipe out")
     try:
-        recipe = load_recipe(given.recipe, given.overrides)
+        recipe = load_recipe(arguments.recipe, arguments.overrides)
         head = recipe.head_in_use if recipe.decode.drafter == "head" else None
         if head is not None:
             pull(head)

@@ -2,7 +2,7 @@
 
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -12,41 +12,29 @@ from torch import Tensor
 from headstart.common.errors import wrong_value
 from headstart.inference.core.request import Detokenize, StopStrings
 
-HOW_TO_TOKENIZE = 'tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")'
+TOKENIZED = 'generate(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))'
 
 
-def read_input_ids(given: Any) -> Tensor:
+def read_input_ids(ids: Any) -> Tensor:
     """The token ids, [batch, seq]; raises ValueError for anything but a matrix of whole numbers."""
-    if given is None:
-        raise ValueError(f"input_ids: missing; give prompts of shape [batch, seq]: generate(**{HOW_TO_TOKENIZE})")
-    if not isinstance(given, Tensor):
-        raise wrong_value("input_ids", describe(given), "a torch tensor is", advice_for(given))
-    if given.is_floating_point() or given.dtype == torch.bool:
+    if ids is None:
+        raise ValueError(f"input_ids: missing; give prompts of shape [batch, seq]: {TOKENIZED}")
+    if not isinstance(ids, Tensor):
+        remedy = f"write {TOKENIZED}, or torch.tensor([[5, 6, 7]]) for a prompt of three tokens"
+        raise wrong_value("input_ids", f"{type(ids).__name__} {reprlib.repr(ids)}", "a torch tensor is", remedy)
+    if ids.is_floating_point() or ids.dtype == torch.bool:
         allowed, remedy = "token ids of an integer type such as torch.long are", "give what a tokenizer returns"
-        raise wrong_value("input_ids", f"a tensor of {given.dtype}", allowed, remedy)
-    if given.ndim != 2 or not given.numel():
-        remedy = "one prompt of n tokens is [1, n]: use input_ids.unsqueeze(0)" if given.ndim == 1 else "give prompts"
+        raise wrong_value("input_ids", f"a tensor of {ids.dtype}", allowed, remedy)
+    if ids.ndim != 2 or not ids.numel():
+        remedy = "one prompt of n tokens is [1, n]: use input_ids.unsqueeze(0)" if ids.ndim == 1 else "give prompts"
         allowed = "[batch, seq] with at least one row and one column is"
-        raise wrong_value("input_ids", f"shape {list(given.shape)}", allowed, remedy)
-    return given
+        raise wrong_value("input_ids", f"shape {list(ids.shape)}", allowed, remedy)
+    return ids
 
 
-def describe(given: Any) -> str:
-    return f"{type(given).__name__} {reprlib.repr(given)}"
-
-
-def advice_for(given: Any) -> str:
-    """How to make token ids of this."""
-    if isinstance(given, str) or (isinstance(given, list) and given and isinstance(given[0], str)):
-        return f"tokenize the text: generate(**{HOW_TO_TOKENIZE})"
-    if isinstance(given, Mapping):
-        return "unpack a tokenizer's output with **: generate(**tokenizer(...))"
-    return "write torch.tensor([[5, 6, 7]]) for a prompt of three tokens"
-
-
-def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, ...]) -> Tensor:
+def read_mask(mask: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, ...]) -> Tensor:
     """Which tokens are text; without a mask, pad tokens are padding unless they end texts too, as in transformers."""
-    if given is None:
+    if mask is None:
         if pad is None or pad not in ends:
             return torch.ones_like(input_ids, dtype=torch.bool) if pad is None else input_ids.ne(pad)
         if len(input_ids) > 1:
@@ -55,12 +43,13 @@ def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, .
             )
             warnings.warn(f"{missing}; all tokens count as text: pass the tokenizer's attention_mask", stacklevel=5)
         return torch.ones_like(input_ids, dtype=torch.bool)
-    if not isinstance(given, Tensor):
-        raise wrong_value("attention_mask", describe(given), "a torch tensor is", "write torch.tensor([[0, 1, 1]])")
-    if given.shape != input_ids.shape:
+    if not isinstance(mask, Tensor):
+        value = f"{type(mask).__name__} {reprlib.repr(mask)}"
+        raise wrong_value("attention_mask", value, "a torch tensor is", "write torch.tensor([[0, 1, 1]])")
+    if mask.shape != input_ids.shape:
         allowed, remedy = f"{list(input_ids.shape)} is", "pass the mask that the tokenizer returned with input_ids"
-        raise wrong_value("attention_mask", f"shape {list(given.shape)}", allowed, remedy)
-    mask = given.to(input_ids.device)
+        raise wrong_value("attention_mask", f"shape {list(mask.shape)}", allowed, remedy)
+    mask = mask.to(input_ids.device)
     if not bool(((mask == 0) | (mask == 1)).all()):  # such as an additive mask of 0 and -infinity
         shown = f"values {sorted(set(mask.flatten().tolist()))[:4]}"
         raise wrong_value("attention_mask", shown, "only 0 (padding) and 1 (text) are", "pass the tokenizer's mask")
@@ -68,10 +57,10 @@ def read_mask(given: Any, input_ids: Tensor, pad: int | None, ends: tuple[int, .
 
 
 def read_prompts(
-    given: Any, attention_mask: Any, pad: int | None, ends: tuple[int, ...], vocab_size: int
+    ids: Any, attention_mask: Any, pad: int | None, ends: tuple[int, ...], vocab_size: int
 ) -> list[list[int]]:
     """Each prompt without its padding; raises ValueError for padding on the right and ids outside the vocabulary."""
-    input_ids = read_input_ids(given)
+    input_ids = read_input_ids(ids)
     mask = read_mask(attention_mask, input_ids, pad, ends)
     text = input_ids[mask].long()
     outside = text[(text < 0) | (text >= vocab_size)]
@@ -88,18 +77,18 @@ def read_prompts(
     return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
 
 
-def read_stop_strings(given: Any, tokenizer: Any, vocab_size: int) -> StopStrings | None:
+def read_stop_strings(stops: Any, tokenizer: Any, vocab_size: int) -> StopStrings | None:
     """The call's stop strings, or None.
 
     Special tokens count as text, as in transformers. Unlike there, a stop string that begins in the prompt is ignored.
     """
-    if given is None:
+    if stops is None:
         return None
-    strings = (given,) if isinstance(given, str) else given
+    strings = (stops,) if isinstance(stops, str) else stops
     known = isinstance(strings, Sequence | Set) and len(strings) > 0
     if not known or not all(isinstance(each, str) and each for each in strings):
         allowed, remedy = "a text or a list of texts, none empty, is", "leave it out to stop at end tokens only"
-        raise wrong_value("stop_strings", reprlib.repr(given), allowed, remedy)
+        raise wrong_value("stop_strings", reprlib.repr(stops), allowed, remedy)
     if tokenizer is None:
         raise ValueError("stop_strings: given without a tokenizer; pass a tokenizer to SpeculativeModel or to the call")
     return StopStrings(tuple(strings), mid_text_decode(tokenizer, vocab_size))

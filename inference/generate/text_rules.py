@@ -1,4 +1,4 @@
-"""Rules that forbid tokens by the text before them, as transformers' logits processors do."""
+"""Rules that forbid tokens because of the text before them, like transformers' logits processors."""
 
 from dataclasses import dataclass
 
@@ -11,17 +11,17 @@ from headstart.inference.core.constraint import Constraint, ConstraintState, Pat
 
 @dataclass(frozen=True)
 class TextRules:
-    """The tokens that a text may not continue with. Names and meanings are those of a GenerationConfig.
+    """The tokens that may not come next; the fields have the names and meanings of a GenerationConfig.
 
-    Together with a grammar the rules apply where they leave it a way on.
+    With a grammar, the rules apply wherever they leave at least one token that the grammar allows.
     """
 
     prompt: tuple[int, ...]
     vocab_size: int
     max_new_tokens: int
     end_tokens: tuple[int, ...] = ()
-    min_new_tokens: int = 0  # before that many, no end token may follow
-    no_repeat_ngram_size: int = 0  # no n-gram of prompt and output may come twice
+    min_new_tokens: int = 0  # no end token may come earlier
+    no_repeat_ngram_size: int = 0  # no n-gram of prompt and output may repeat
     bad_words: tuple[tuple[int, ...], ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()  # may not be the first new token
     forced_eos: int | None = None  # must be the last token if the text reaches its longest length
@@ -41,7 +41,7 @@ class TextRulesState:
     def __init__(self, rules: TextRules, grammar: ConstraintState | None) -> None:
         self.rules, self.grammar = rules, grammar
         self.text, self.followers = list(rules.prompt), dict[Path, set[int]]()  # what followed each (n - 1)-gram
-        self.known: dict[Path, Tensor] = {}  # masks after the present text: drafts and their target ask alike
+        self.masks: dict[Path, Tensor] = {}  # after the present text; drafts and their target need the same ones
         self._count(0)
 
     def forces(self, path: Path = ()) -> bool:
@@ -52,23 +52,23 @@ class TextRulesState:
     def forbidden(self, path: Path) -> set[int]:
         """The tokens that may not follow after the text and `path`, unless one is forced there."""
         rules, written = self.rules, len(self.text) - len(self.rules.prompt) + len(path)
-        found = set(rules.end_tokens if written < rules.min_new_tokens else ())
+        forbidden = set(rules.end_tokens if written < rules.min_new_tokens else ())
         if written == 0:
-            found |= {*rules.begin_suppress_tokens}
+            forbidden |= {*rules.begin_suppress_tokens}
         longest = max(rules.no_repeat_ngram_size, *(len(word) for word in rules.bad_words), 1) - 1
         recent = (*self.text[max(len(self.text) - longest, 0) :], *path)
-        found |= {word[-1] for word in rules.bad_words if ends_with(recent, word[:-1])}
+        forbidden |= {word[-1] for word in rules.bad_words if ends_with(recent, word[:-1])}
         size = rules.no_repeat_ngram_size
         if size and len(recent) >= size - 1:
             last = recent[len(recent) - size + 1 :]
-            found |= self.followers.get(last, set())
-            found |= {gram[-1] for gram in ngrams(recent, size) if gram[:-1] == last}
-        return found
+            forbidden |= self.followers.get(last, set())
+            forbidden |= {gram[-1] for gram in ngrams(recent, size) if gram[:-1] == last}
+        return forbidden
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        if path not in self.known:
-            self.known[path] = self._mask(path)
-        return self.known[path]
+        if path not in self.masks:
+            self.masks[path] = self._mask(path)
+        return self.masks[path]
 
     def _mask(self, path: Path) -> Bool[Tensor, " vocab"]:
         mask = torch.ones(self.rules.vocab_size, dtype=torch.bool)
@@ -85,7 +85,7 @@ class TextRulesState:
     def advance(self, tokens: list[int]) -> int:
         for count, token in enumerate(tokens):
             is_allowed = bool(self.allowed(())[token])
-            self.known.clear()
+            self.masks.clear()
             if not is_allowed or (self.grammar is not None and not self.grammar.advance([token])):
                 return count
             self.text.append(token)

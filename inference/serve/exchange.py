@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from headstart.inference.serve.api.encode import Encoded
 from headstart.inference.serve.api.errors import ApiError, stopping
-from headstart.inference.serve.api.output import Choice, Completion, End, Output, Update
+from headstart.inference.serve.api.output import Choice, End, Output, RequestProgress, Update
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.worker import Event, Job, Worker, internal_error
 
 
-class Exchange(Completion):
+class Exchange(RequestProgress):
     """Submits the choices of a request, and yields what is added to them until all have ended."""
 
     def __init__(self, encoded: Encoded, worker: Worker, settings: ServerSettings) -> None:

@@ -44,7 +44,7 @@ class Finished:
 
 
 class Traffic:
-    """Finished requests within a budget of bytes and of seconds. The engine adds; other threads may read."""
+    """Finished requests within a budget of bytes and of seconds. The worker adds; other threads may read."""
 
     def __init__(self, memory: int, keep: float, taps: tuple[int, ...]) -> None:
         """`keep` is how many seconds a request is kept, `taps` are the target's."""
@@ -65,11 +65,11 @@ class Traffic:
         response = len(prompt) - start
         if len(tokens) < response + 2:
             return
-        kept = torch.tensor(tokens, dtype=torch.int32), states[: len(tokens)].clone()
+        copies = torch.tensor(tokens, dtype=torch.int32), states[: len(tokens)].clone()
         with self._lock:
             self.number += 1
             self.tokens += len(tokens) - response
-            made = Finished(self.number, time.monotonic(), kept[0], response, heldout, kept[1])
+            made = Finished(self.number, time.monotonic(), copies[0], response, heldout, copies[1])
             self.finished.append(made)
             self.num_bytes += made.num_bytes
         self.drop_old()
@@ -85,10 +85,10 @@ class Traffic:
         """The oldest requests after number `since`, as safetensors; their metadata says what is in them."""
         self.drop_old()
         with self._lock:
-            found = [each for each in self.finished if each.number > since]
+            newer = [each for each in self.finished if each.number > since]
         shown: list[Finished] = []
         size = 0
-        for each in found:
+        for each in newer:
             size += each.num_bytes
             if shown and size > PAGE:
                 break
@@ -105,7 +105,7 @@ class Adaptation:
 
     traffic: Traffic
     head: Path
-    load: Callable[[Path], Callable[[], DecodeLoop]]  # in the engine's thread; ValueError if the head does not fit
+    load: Callable[[Path], Callable[[], DecodeLoop]]  # in the worker's thread; ValueError if the head does not fit
     swaps: int = field(default=0)
 
     @property

@@ -52,7 +52,7 @@ harvest: no space for the manifest | harvest {recipe} | remove features | full *
 inspect: the list of prompts is missing | inspect {recipe} | remove prompts/train.jsonl responses
     prompts/train.jsonl: | No such file or directory | prompts/stage.json, and
 inspect: the report on rows is cut | inspect {recipe} | half prompts/rows.json
-    prompts/rows.json cannot be read | it must say what became of the rows | rm /
+    prompts/rows.json cannot be read | it must hold the report on the rows | rm /
 harvest: a file of responses is missing | harvest {recipe} | remove responses/train-00000.jsonl features
     responses/train-00000.jsonl: | No such file | responses/stage.json, and
 inspect: a file of responses may not be read | inspect {recipe} | refuse read */train-00000.jsonl EACCES

@@ -118,6 +118,10 @@ an attention mask | {"input_ids": [1, 2], "loss_mask": [0, 1], "attention_mask":
     the row has attention_mask | remove it, and every token for which it is 0
 functions | {"messages": [{user}], "functions": [{"name": "add"}]}
     the row has functions | write tools: [{type: function
+images of a row | {"messages": [{user}], "images": ["a.png"]}
+    the row has images | not supported | remove the field if the text is right without it
+documents of a turn | {"messages": [{user}, {"role": "assistant", "content": "x", "documents": [{"text": "x"}]}]}
+    turn 2 has documents | not supported | remove the field if the text is right without it
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function
 a turn by function_call | {"conversations": [{user}, {"from": "function_call", "value": "{}"}]}
@@ -265,6 +269,7 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
         pytest.param("rows.txt", b"\xef\xbb\xbfone\r\n\r\ntwo\r\n", id="a mark at the start of a text"),
         pytest.param("rows.json", b'[\n  {"text": "one"},\n  {\n"text": "two"}\n]\n', id="an indented array"),
         pytest.param("rows.json", b'\xef\xbb\xbf[{"text": "one"}, {"text": "two"}]', id="a marked array"),
+        pytest.param("rows.jsonl", b'[{"text": "one"},\n{"text": "two"}]', id="an array with the wrong suffix"),
         pytest.param("rows.JSONL", b'{"text": "one"}\n\n{"text": "two"}', id="a suffix in capitals"),
         pytest.param(
             "rows.jsonl", b'\xef\xbb\xbf{"text": "one", "tokens": null}\r\n{"text": "two"}', id="a marked file"
@@ -273,7 +278,7 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
 )
 def test_a_file_in_an_unusual_dress_gives_its_rows(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
-    assert [row.fields["text"] for row in read_rows(str(tmp_path / name))] == ["one", "two"]
+    assert [row.read()["text"] for row in read_rows(str(tmp_path / name))] == ["one", "two"]
 
 
 # What the prompts' stage drops, cuts or refuses
@@ -425,7 +430,7 @@ def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
     path.unlink() if content is None else path.write_text(content)
     stage = path.with_name("stage.json")
     outcome = headstart("inspect", place / "recipe.yaml")
-    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must say what became of the rows", f"rm {stage}"))
+    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must hold the report on the rows", f"rm {stage}"))
     stage.unlink()  # the remedy
     assert_told(
         headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
@@ -602,7 +607,7 @@ USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
     "data.store lost its stage.json": (
         without_stage,
         (),
-        Says("data.store", "has no stage.json", "a whole folder of features is needed", "copy it with all its files"),
+        Says("data.store", "has no stage.json", "a complete folder of features is needed", "copy all of its files"),
     ),
 }
 

@@ -112,7 +112,7 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
 
     wanted = dict(target_writer(recipe, target)(prompts, samplings))
     needed = StepMemory.of(target.config, target.dtype).needed(1, 1, 24 + 12)
-    monkeypatch.setattr(shard_work, "SMALL", 0)
+    monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
     monkeypatch.setattr("headstart.data_pipelines.prompts.responses.generate_each", watched)
     for texts, said in ((0.5, "3 given, 1 decode"), (2.5, "3 given, 2 decode"), (99, "")):
         free = int(texts / DECODE_MEMORY_SHARE * needed) + 1
@@ -139,7 +139,7 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
-    monkeypatch.setattr(shard_work, "SMALL", 0)
+    monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
     with pretended_cuda():
         target = TargetModel(on_two_cards(make_model()), ())
         slot = 2 * 2 * 8 * 4  # bytes of a token in one layer

@@ -72,7 +72,7 @@ def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
         assert now[kept] == before[kept], kept
     assert contents(folder / "run") == fresh(folder, override)
     assert f"prompts: 12 are unchanged, and their responses and features are reused; {count - 12} are new" in said
-    assert f"responses: 16 of {count + 4} are there and reused, {count - 12} are new" in said
+    assert f"responses: 16 of {count + 4} are reused, {count - 12} are new" in said
     assert "features: 3 of " in said
     assert said.index("are unchanged") < said.index("responses ")
 
@@ -180,7 +180,7 @@ def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: P
     lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
     (folder / "prompts.jsonl").write_text("".join([json.dumps({"prompt": "another"}) + "\n", *lines[1:]]))
     before = contents(folder / "run")
-    with pytest.raises(ValueError, match="its first 12 prompts are not those of the run") as refusal:
+    with pytest.raises(ValueError, match="its first 12 prompts differ from the prompts of the run") as refusal:
         harvest(tiny_recipe(folder, MORE))
     run = folder / "run"
     assert f"rm -r {run / 'prompts'} {run / 'responses'} {run / 'features'}" in str(refusal.value)
@@ -254,5 +254,5 @@ def test_the_command_goes_on_after_rows_were_added(
 ) -> None:
     """A check before the work used to refuse them."""
     outcome = type_command(["harvest", str(folder / "recipe.yaml"), "data.num_prompts=14"], monkeypatch, capsys)
-    said = Says("prompts: 12 are unchanged", "2 are new", "responses: 16 of 18 are there", "features: 3 of 4 shards")
+    said = Says("prompts: 12 are unchanged", "2 are new", "responses: 16 of 18 are reused", "features: 3 of 4 shards")
     assert_told(outcome, said)

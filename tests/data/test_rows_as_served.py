@@ -30,7 +30,6 @@ from headstart.data_pipelines.prompts.chat_masks import (
     given_samples,
     parse_known,
 )
-from headstart.data_pipelines.prompts.conversations import parse_row
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
@@ -230,18 +229,6 @@ def test_turns_of_weight_zero_are_context_only() -> None:
     [(before, words)] = trained_on(template(CHATML), {"messages": turns})
     assert "BAD" in before
     assert words == "GOOD<|im_end|>"
-    with pytest.raises(BadRow, match=r"turn 2 has weight 0\.5"):
-        parse_row({"messages": [user("Hi"), says("half", weight=0.5)]})
-
-
-@pytest.mark.parametrize("more", [{"images": ["a.png"]}, {"documents": [{"text": "x"}]}])
-def test_a_field_that_changes_what_is_trained_on_is_refused_by_name(more: dict[str, Any]) -> None:
-    row = {"messages": [user("Hi"), says("Hello.")]}
-    [name] = more
-    with pytest.raises(BadRow, match=f"the row has {name}, which is not supported"):
-        parse_row(row | more)
-    with pytest.raises(BadRow, match=f"turn 2 has {name}, which is not supported"):
-        parse_row({"messages": [user("Hi"), says("Hello.", **more)]})
 
 
 def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
@@ -278,7 +265,7 @@ def test_a_rendered_prompt_gets_no_second_start_token() -> None:
     row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
     assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
     assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
-    with pytest.raises(BadRow, match=r"the answer goes on after <\|im_end\|>"):
+    with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
         trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
     assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
 
@@ -302,7 +289,7 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     backend.post_processor = ends
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    with pytest.raises(BadRow, match="the tokens of prompt and answer make another text"):
+    with pytest.raises(BadRow, match="the tokens of prompt and answer decode to another text"):
         samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
 
 

@@ -160,7 +160,7 @@ def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
         ({"change": in_bfloat16}, ("in torch.bfloat16, but", "in torch.float32 is needed")),
         ({"change": with_other_tokens}, ("other tokens than it was sent", "takes token ids as they are")),
         ({"change": lambda content: None}, ("cannot be read here", "shared_storage_path must be a folder")),
-        ({"more": Server.more}, ("writes no hidden states", "is started by\n  vllm serve")),
+        ({"more": Server.more}, ("did not write hidden states", "is started by\n  vllm serve")),
     ],
 )
 def test_a_server_with_other_states_is_named_before_anything_is_written(

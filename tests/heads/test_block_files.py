@@ -96,7 +96,7 @@ def test_published_heads_keep_the_convention_of_their_authors(
         (lambda config: config.update(num_target_layers=36), "num_target_layers: 36 found; the target's 7"),
         (lambda config: config.update(markov_head_type="rnn"), "markov_head_type 'rnn'"),
         (nested(projector_type="domino"), "projector_type 'domino'"),
-        (lambda config: config.update(selector_rank=256), "selector_rank 256: only 0 is allowed"),
+        (lambda config: config.update(selector_rank=256), "DFlash2"),
         (lambda config: config.update(mask_token_id=200), "mask_token_id: 200 found; 0 to 96"),
         (lambda config: config.update(hidden_act="gelu"), "hidden_act 'gelu'"),
     ],

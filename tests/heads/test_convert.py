@@ -247,7 +247,7 @@ REFUSED: dict[str, tuple[str, Edit, Edit, list[str]]] = {  # format, edits of co
         [
             "norm_before_residual: missing",
             "speculators_model_type 'mtp'",
-            "P-EAGLE heads are not supported",
+            "a P-EAGLE head, which is not supported",
             "fc.weight reads 96 features",
             "hidden_size: missing",
         ],

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
-from headstart.heads.formats.lint import RULES, engines_of, lint, main, violations
+from headstart.heads.formats.kinds.eagle import EAGLE3
+from headstart.heads.formats.lint import engines_of, lint, main, violations
 from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
@@ -218,7 +219,7 @@ def test_a_published_head_is_checked_for_every_engine_that_reads_its_layout(
     }
     [violation] = violations(files, frozen, ["speculators"])
     assert violation.where == "layout"
-    assert violation.allowed.endswith(f"only {', '.join(RULES['eagle3'])} can")
+    assert violation.allowed.endswith(f"only {', '.join(EAGLE3.rules)} can")
 
 
 @pytest.mark.parametrize("command", [lint, lambda folder, target: convert(folder, folder / "back", target)])

@@ -17,7 +17,8 @@ from torch import Tensor
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.calibration import Calibration, StaticTree, search_tree
-from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.subject import ServedTarget
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files, load_head_for, new_head, save_head
 from headstart.heads.kinds.medusa import MedusaHead

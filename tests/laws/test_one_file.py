@@ -35,7 +35,9 @@ def test_one_file_writes_the_engines_tokens(model: PreTrainedModel, prompts: lis
     head = one_file.DraftHead.load(HEAD, model)
     for prompt in prompts:
         written = one_file.generate(model, prompt, head=head, max_new_tokens=NEW_TOKENS)
-        assert written.tolist() == engine.generate(prompt, max_new_tokens=NEW_TOKENS).tolist()
+        expected = engine.generate(prompt, max_new_tokens=NEW_TOKENS)
+        assert isinstance(expected, torch.Tensor)
+        assert written.tolist() == expected.tolist()
 
 
 def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from headstart.heads.base import DraftHead
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.export import CONVERTER, export
-from headstart.heads.formats.layouts import FORMATS, ServedTarget
+from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.subject import ServedTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.vocab import DraftVocab

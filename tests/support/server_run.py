@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import httpx
 import uvicorn
 from drafting import noisy_copy
 from tiny_run import ENDS, build_target
@@ -35,7 +36,7 @@ def load_served(
 ) -> Served:
     """A tiny target, drafting with a copy of it whose weights are a little off: often right, and often wrong."""
     if not folder.exists():
-        build_target(folder, num_layers=3)
+        build_target(folder, num_layers=2)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
     own = drafter or ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
     about: dict[str, str | bool | None] = {
@@ -61,6 +62,7 @@ class Running:
 
     url: str
     service: Service
+    http: httpx.Client
     lines: list[str] = field(default_factory=list)  # of its log
 
 
@@ -80,9 +82,12 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     made = threading.Event()  # a loop that is being made runs the target, and so may the test
     service.worker.orders.put(made.set)
     assert made.wait(20)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        yield Running(f"http://127.0.0.1:{port}", service, lines)
+        # Loading certificates takes 60 ms; the server closes idle connections after 5 seconds.
+        limits = httpx.Limits(keepalive_expiry=2)
+        with httpx.Client(base_url=url, timeout=60, verify=False, limits=limits) as http:
+            yield Running(url, service, http, lines)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -9,7 +9,7 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.verify import Accepted
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import CompletionRequest
-from headstart.inference.serve.api.output import Choice, Completion, Output, TokenLogprob
+from headstart.inference.serve.api.output import Choice, Output, RequestProgress, TokenLogprob
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import Tokenizer, bytes_of, text_of
 
@@ -26,10 +26,10 @@ class Answer:
     chunk_object: str
 
     def __init__(
-        self, completion: Completion, model: str, fingerprint: str, tokenizer: Tokenizer, max_depth: int
+        self, progress: RequestProgress, model: str, fingerprint: str, tokenizer: Tokenizer, max_depth: int
     ) -> None:
         """`max_depth` is how many draft tokens a step may accept."""
-        self.completion, self.fields = completion, completion.encoded.fields
+        self.progress, self.fields = progress, progress.encoded.fields
         self.tokenizer, self.max_depth = tokenizer, max_depth
         self.base: Json = {
             "id": f"{self.prefix}-{uuid4().hex}",
@@ -37,17 +37,17 @@ class Answer:
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,
-            "seed": completion.encoded.seed,
+            "seed": progress.encoded.seed,
         }
 
     def full(self) -> Json:
         """The answer in one piece."""
         choices = []
-        for choice in self.completion.choices:
+        for choice in self.progress.choices:
             choices.append({**self.shape(choice, choice.output, is_full=True), **ending(choice)})
             if self.fields.headstart.tokens:
                 choices[-1]["headstart"] = {"tokens": as_json(choice.output.shown)}
-        figures = {"usage": usage(self.completion), "metrics": metrics(self.completion, self.max_depth)}
+        figures = {"usage": usage(self.progress), "metrics": metrics(self.progress, self.max_depth)}
         return {**self.base, "object": self.full_object, "choices": choices, **figures}
 
     def opening(self) -> list[Json]:
@@ -69,10 +69,10 @@ class Answer:
             chunks.append(self.chunk(content))
         if choice.finish is not None:
             chunks.append(self.chunk({**self.shape(choice, Output()), **ending(choice)}))
-        if self.completion.is_over:
+        if self.progress.is_over:
             if self.fields.stream_options.with_usage:
-                chunks.append({**self.base, "choices": [], "usage": usage(self.completion)})
-            chunks[-1]["metrics"] = metrics(self.completion, self.max_depth)
+                chunks.append({**self.base, "choices": [], "usage": usage(self.progress)})
+            chunks[-1]["metrics"] = metrics(self.progress, self.max_depth)
         return chunks
 
     def failed(self, error: ApiError) -> Json:
@@ -91,7 +91,7 @@ class Answer:
 
     def chunk(self, choice: Json) -> Json:
         options = self.fields.stream_options
-        figures = usage(self.completion) if options.continuous_usage_stats else None
+        figures = usage(self.progress) if options.continuous_usage_stats else None
         return {**self.base, "choices": [choice], **({"usage": figures} if options.with_usage else {})}
 
     def spelled(self, token: int) -> str:
@@ -108,7 +108,7 @@ class ChatAnswer(Answer):
 
     def opening(self) -> list[Json]:
         first = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, **ending(None)}
-        return [self.chunk({"index": choice.index, **first}) for choice in self.completion.choices]
+        return [self.chunk({"index": choice.index, **first}) for choice in self.progress.choices]
 
     def shape(self, choice: Choice, output: Output, is_full: bool = False) -> Json:
         text, calls, logprobs = output.text, output.calls, self.logprobs(output)
@@ -177,9 +177,9 @@ def as_json(shown: list[TokenText]) -> list[Json]:
     return [{"text": each.text, "depth": each.depth} for each in shown]
 
 
-def usage(completion: Completion) -> Json:
-    prompt, written = completion.num_prompt_tokens, completion.num_new_tokens
-    first = completion.choices[:: completion.encoded.fields.n]  # each prompt counts once
+def usage(progress: RequestProgress) -> Json:
+    prompt, written = progress.num_prompt_tokens, progress.num_new_tokens
+    first = progress.choices[:: progress.encoded.fields.n]  # each prompt counts once
     return {
         "prompt_tokens": prompt,
         "completion_tokens": written,
@@ -188,11 +188,11 @@ def usage(completion: Completion) -> Json:
     }
 
 
-def metrics(completion: Completion, max_depth: int) -> Json:
+def metrics(progress: RequestProgress, max_depth: int) -> Json:
     """Times in seconds and, for a single choice, the figures of its drafts."""
-    figures: Json = {**completion.seconds()}
-    stats = completion.choices[0].stats
-    if len(completion.choices) == 1 and stats is not None:
+    figures: Json = {**progress.seconds()}
+    stats = progress.choices[0].stats
+    if len(progress.choices) == 1 and stats is not None:
         figures["speculative_decoding"] = speculative(stats, max_depth) if stats.drafted else None
     return figures
 

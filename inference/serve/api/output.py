@@ -137,8 +137,8 @@ class Choice:
         return logprobs
 
 
-class Completion:
-    """A request, its choices, and the time.perf_counter() of each stage: None until it is reached."""
+class RequestProgress:
+    """A request, its choices, and the time.perf_counter() of each stage, None until the stage is reached."""
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded

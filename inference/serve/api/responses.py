@@ -183,7 +183,7 @@ class ResponsesAnswer(Answer):
         self.text = ""  # of the current message, or white space that may begin one
 
     def full(self) -> Json:
-        (choice,) = self.completion.choices
+        (choice,) = self.progress.choices
         return self.chunks(choice, choice.output)[-1]["response"]
 
     def opening(self) -> list[Json]:
@@ -267,7 +267,7 @@ class ResponsesAnswer(Answer):
 
     def response(self, status: str, ended: Choice | None = None) -> Json:
         """The response so far, with its usage once its choice has ended."""
-        request, sampling = self.request, self.completion.choices[0].request.sampling
+        request, sampling = self.request, self.progress.choices[0].request.sampling
         response: Json = {
             "id": self.base["id"].replace("-", "_"),
             "object": "response",
@@ -300,8 +300,8 @@ class ResponsesAnswer(Answer):
             response["incomplete_details"] = {"reason": reason}
         return {
             **response,
-            "usage": response_usage(usage(self.completion)),
-            "metrics": metrics(self.completion, self.max_depth),
+            "usage": response_usage(usage(self.progress)),
+            "metrics": metrics(self.progress, self.max_depth),
         }
 
 

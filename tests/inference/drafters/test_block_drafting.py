@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
+from drafting import TEXT, Naive, draft, new_cache, read_taps, verified
 from families import FAMILIES, SOME_FAMILIES
 from matrix import slow_unless
 from scripted import paths
@@ -14,126 +14,27 @@ from torch.testing import assert_close
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
-from headstart.heads.kinds.block_attention import Blocks, Reach
+from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.calibrate import fit_calibration, score_text
-from headstart.inference.core.cache import Move
 from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import BlockDrafter
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
+from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import BlockSection
 
 MakeHead = Callable[..., BlockHead]
-SHAPES: list[dict[str, Any]] = [
-    {"markov_rank": 6},
-    {"markov_rank": 6, "markov_gate": True, "reaches": (Reach(window=3, causal=True), Reach())},
-    {"sample_from_anchor": False, "block_size": 5},
-    {"reaches": (Reach(causal=True),) * 3, "block_size": 6},
-]
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=["DSpark", "gated, windows", "DFlash", "JetSpec"])
-growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", "whole pool", "dynamic", "fixed"])
-SAMPLINGS = [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES]
 
 
-@pytest.mark.each_value
-@growths
-@shapes
-@pytest.mark.parametrize(
-    ("sampling", "vocab_size"),
-    [*zip(SAMPLINGS, (20, 97, 97, 20), strict=True)],
-    ids=["greedy, 20 tokens", "T=1", "top-p", "penalties, 20 tokens"],
-)
-def test_a_drafted_tree_equals_the_naive_one(
-    target: TargetModel,
-    make_head: MakeHead,
-    growth: GrowthPolicy,
-    sampling: Sampling,
-    shape: dict[str, Any],
-    vocab_size: int,
-) -> None:
-    """The children of a node have the scores of a chain through that node: its own token decides, not its siblings."""
-    head = make_head("block", vocab=DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size), **shape)
-    drafter = head_drafter(head, growth)
-    tree = draft(drafter, verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
-    assert tree.tokens[0, 0] == TEXT[-1]
-    assert tree.shape[1] <= drafter.max_nodes
-    assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
-
-
-@pytest.mark.each_value
-@growths
-@shapes
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
-    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy, shape: dict[str, Any], static: bool
-) -> None:
-    """Rows differ in length, in sampling and in how many draft tokens remain. The last row can use none."""
-    head = make_head("block", **shape)
-    drafter, texts = head_drafter(head, growth), [TEXT, *OTHER_TEXTS, [7, 8]]
-    samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
-    spans = [(0, len(text) - 1) for text in texts]
-    given = verified(target, samplings, *spans, texts=texts, remaining=remaining)
-    tree = draft(drafter, given, new_cache(target, drafter, len(texts), static))
-    assert paths(tree) == [
-        Naive(head, target, text, sampling).tree(growth, left)
-        for text, sampling, left in zip(texts, samplings, remaining, strict=True)
-    ]
-
-
-@pytest.mark.each_value
-@growths
-@shapes
-def test_a_tree_does_not_depend_on_how_the_text_became_certain(
-    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy, shape: dict[str, Any]
-) -> None:
-    """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      the blocks after 4, 5 and 8 leave no trace
-
-    A second row advances at another pace: 0 1 | 2 3 4 5 6 7 | 8 | 9 .. 15
-    """
-    head, sampling, other_text = make_head("block", **shape), Sampling(1.0, seed=3), OTHER_TEXTS[1]
-    drafter = head_drafter(head, growth)
-    at_once = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
-    alone, together = new_cache(target, drafter), new_cache(target, drafter, 2)
-    spans, other_spans = itertools.pairwise([0, 5, 6, 9, 11]), itertools.pairwise([0, 2, 8, 9, 16])
-    for span, other_span in zip(spans, other_spans, strict=True):
-        in_steps = draft(drafter, verified(target, sampling, span), alone)
-        in_batch = draft(drafter, verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
-    assert torch.equal(in_steps.tokens, at_once.tokens)
-    assert torch.equal(in_steps.parents, at_once.parents)
-    assert paths(in_batch) == [*paths(at_once), Naive(head, target, other_text, sampling).tree(growth)]
-
-
-def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel, make_head: MakeHead) -> None:
-    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3)
-    drafter = head_drafter(head, Dynamic(3, 4, 8))
-    for row in (0, 1):
-        cache = new_cache(target, drafter, 2)
-        drafter.prefill(read_taps(target, TEXT), torch.tensor([TEXT]), cache.row(row))
-        assert cache.head is not None
-        cache.head.set_lengths([11, 11])
-        if row == 1:
-            cache.head.end_row([Move(1, 0)])
-        else:
-            cache.head.set_lengths([11])
-        last = draft(drafter, verified(target, sampling, (10, 11)), cache)
-        assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
-    row_cache = new_cache(target, drafter).row(0)
-    drafter.prefill(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), row_cache)  # a prompt of one token
-
-
-@pytest.mark.parametrize("sampling", SAMPLINGS[:2], ids=["greedy", "T=1"])
-def test_without_its_markov_head_a_tree_is_one_of_marginals(
-    target: TargetModel, make_head: MakeHead, sampling: Sampling
-) -> None:
+def test_without_its_markov_head_a_tree_is_one_of_marginals(target: TargetModel, make_head: MakeHead) -> None:
     """Wide enough, it holds the best nodes by the product of their slots' chances (DDTree's best-first search)."""
-    head = make_head("block", markov_rank=6)
+    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3)
     plain = make_head("block")
     plain.load_state_dict({name: each for name, each in head.state_dict().items() if "markov" not in name})
     growth = Dynamic(4, 9, 9)  # no level can hold more than all nodes, so no width is lost
@@ -151,20 +52,6 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(
             path = [(int(slot.indices[rank]), float(slot.values[rank])) for slot, rank in found]
             scored[tuple(token for token, _ in path)] = sum(score for _, score in path)
     assert paths(tree)[0] == set(sorted(scored, key=lambda path: -scored[path])[:9])
-
-
-@pytest.mark.parametrize("remaining", [-1, 0, 1, 2])
-def test_no_tree_is_deeper_than_the_remaining_draft_tokens(
-    target: TargetModel, make_head: MakeHead, remaining: int
-) -> None:
-    """The newly verified tokens are read even so, as the next step needs them."""
-    head, sampling = make_head("block", markov_rank=6), Sampling()
-    drafter = head_drafter(head, Dynamic(4, 3, 30))
-    cache = new_cache(target, drafter)
-    tree = draft(drafter, verified(target, sampling, (0, 7), remaining=[remaining]), cache)
-    assert int(tree.depths.max()) == max(remaining, 0)
-    after = draft(drafter, verified(target, sampling, (7, 11)), cache)
-    assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
 
 
 @pytest.mark.parametrize(("shape", "levels"), [({}, 4), ({"sample_from_anchor": False}, 3)], ids=str)
@@ -247,9 +134,9 @@ def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_h
 
 def test_a_calibration_can_be_fitted(target: TargetModel, make_head: MakeHead) -> None:
     head = make_head("block", markov_rank=6)
-    found = fit_calibration(target, head, [[5, 6, 7], [1, 2]], depth=3, new_tokens=16)
-    assert len(found.greedy) == len(found.sampled) == 3
-    assert found.tree is not None
+    calibration = fit_calibration(target, head, [[5, 6, 7], [1, 2]], depth=3, new_tokens=6)
+    assert len(calibration.greedy) == len(calibration.sampled) == 3
+    assert calibration.tree is not None
 
 
 def test_the_shared_states_of_a_text_are_those_of_one_block_each(target: TargetModel, make_head: MakeHead) -> None:
@@ -259,19 +146,3 @@ def test_the_shared_states_of_a_text_are_those_of_one_block_each(target: TargetM
     for anchor in range(1, len(TEXT)):
         alone = head.text_states(features, tokens, Blocks((0,), (anchor,), (0,)))
         assert_close(together[anchor - 1], alone[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_prompt_may_be_read_in_pieces(target: TargetModel, make_head: MakeHead) -> None:
-    """Positions 0..6, then 7..9, then the last one with the draft, as a loop reads a long prompt between its steps."""
-    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3)
-    drafter = head_drafter(head, Dynamic(3, 4, 8))
-    cache, taps = new_cache(target, drafter), read_taps(target, TEXT)
-    assert cache.head is not None
-    row = cache.row(0)
-    assert row.head is not None
-    drafter.prefill(taps[:, :8], torch.tensor([TEXT[:9]]), row)
-    row.head.set_lengths([7])
-    drafter.prefill(taps[:, 7:], torch.tensor([TEXT[7:]]), row)
-    cache.head.set_lengths([10])
-    tree = draft(drafter, verified(target, sampling, (10, 11)), cache)
-    assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]

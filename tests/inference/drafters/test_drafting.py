@@ -1,4 +1,4 @@
-"""Laws of the head's drafter. Decoding stays lossless with wrong drafts, so only these tests see a wrong tree."""
+"""Laws of the drafters of heads. Decoding stays lossless with wrong drafts, so only these tests see a wrong tree."""
 
 import itertools
 import math
@@ -10,77 +10,94 @@ import torch
 from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
 from scripted import paths
 
-from headstart.heads.kinds.eagle3 import Eagle3Head
+from headstart.heads.base import DraftHead
+from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Move
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import growth_from_recipe
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
-MakeHead = Callable[..., Eagle3Head]
+MakeHead = Callable[..., DraftHead]
+# Kind, shape, and tokens of the draft vocabulary; the target has 97.
+HEADS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "eagle3": ("eagle3", {}, 97),
+    "eagle3.1 of 20 tokens": ("eagle3", {"fc_norm": True, "norm_output": True}, 20),
+    "DSpark": ("block", {"markov_rank": 6}, 97),
+    "gated, windows": (
+        "block",
+        {"markov_rank": 6, "markov_gate": True, "reaches": (Reach(window=3, causal=True), Reach())},
+        20,
+    ),
+    "DFlash": ("block", {"sample_from_anchor": False, "block_size": 5}, 97),
+    "JetSpec": ("block", {"reaches": (Reach(causal=True),) * 3, "block_size": 6}, 97),
+}
+TWO_HEADS = ("eagle3", "DSpark")
 growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", "whole pool", "dynamic", "fixed"])
+
+
+@pytest.fixture
+def drafting_head(request: pytest.FixtureRequest, make_head: MakeHead) -> DraftHead:
+    kind, shape, vocab_size = HEADS[request.param]
+    return make_head(kind, vocab=DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size), **shape)
+
+
+heads, two_heads = (pytest.mark.parametrize("drafting_head", names, indirect=True) for names in (HEADS, TWO_HEADS))
 
 
 @pytest.mark.each_value
 @growths
+@heads
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(), Sampling(1.0, seed=3), Sampling(0.7, top_p=0.8, seed=1), PENALTIES],
     ids=["greedy", "T=1", "top-p", "penalties"],
 )
-@pytest.mark.parametrize(
-    ("shape", "vocab_size"),
-    [({}, 97), ({"fc_norm": True, "norm_output": True}, 20)],
-    ids=["eagle3", "eagle3.1 of 20 tokens"],
-)
 def test_a_drafted_tree_equals_the_naive_one(
-    target: TargetModel,
-    make_head: MakeHead,
-    growth: GrowthPolicy,
-    sampling: Sampling,
-    shape: dict[str, Any],
-    vocab_size: int,
+    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy, sampling: Sampling
 ) -> None:
-    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size)
-    head = make_head(vocab=vocab, **shape)
-    drafter = HeadDrafter(head, growth)
+    """With a block head too, the children of a node follow from the node's own token, not from its siblings."""
+    drafter = head_drafter(drafting_head, growth)
     tree = draft(drafter, verified(target, sampling, (0, len(TEXT) - 1)), new_cache(target, drafter))
     assert tree.tokens[0, 0] == TEXT[-1]
     assert tree.shape[1] <= drafter.max_nodes
-    assert paths(tree) == [Naive(head, target, TEXT, sampling).tree(growth)]
+    assert paths(tree) == [Naive(drafting_head, target, TEXT, sampling).tree(growth)]
 
 
 @pytest.mark.each_value
 @growths
+@heads
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_each_row_of_a_batch_gets_the_tree_that_it_gets_alone(
-    target: TargetModel, head: Eagle3Head, growth: GrowthPolicy, static: bool
+    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy, static: bool
 ) -> None:
     """Rows differ in length, in sampling and in how many draft tokens remain. The last row can use none."""
-    drafter, texts = HeadDrafter(head, growth), [TEXT, *OTHER_TEXTS, [7, 8]]
+    drafter, texts = head_drafter(drafting_head, growth), [TEXT, *OTHER_TEXTS, [7, 8]]
     samplings, remaining = [Sampling(), PENALTIES, Sampling(1.0, seed=9), Sampling()], [99, 2, 1, 0]
     cache = new_cache(target, drafter, len(texts), static)
     spans = [(0, len(text) - 1) for text in texts]
     tree = draft(drafter, verified(target, samplings, *spans, texts=texts, remaining=remaining), cache)
     assert paths(tree) == [
-        Naive(head, target, text, sampling).tree(growth, left)
+        Naive(drafting_head, target, text, sampling).tree(growth, left)
         for text, sampling, left in zip(texts, samplings, remaining, strict=True)
     ]
 
 
+@pytest.mark.each_value
 @growths
+@heads
 def test_a_tree_does_not_depend_on_how_the_text_became_certain(
-    target: TargetModel, make_head: MakeHead, growth: GrowthPolicy
+    target: TargetModel, drafting_head: DraftHead, growth: GrowthPolicy
 ) -> None:
     """t: 0 1 2 3 4 | 5 | 6 7 8 | 9 10      what was drafted after 4, 5 and 8 leaves no trace
 
     A second row advances at another pace: 0 1 | 2 3 4 5 6 7 | 8 | 9 .. 15
     """
-    head, sampling, other_text = make_head(norm_output=True), Sampling(1.0, seed=3), OTHER_TEXTS[1]
-    drafter = HeadDrafter(head, growth)
+    sampling, other_text, drafter = Sampling(1.0, seed=3), OTHER_TEXTS[1], head_drafter(drafting_head, growth)
     at_once = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
     alone, together = new_cache(target, drafter), new_cache(target, drafter, 2)
     spans, other_spans = itertools.pairwise([0, 5, 6, 9, 11]), itertools.pairwise([0, 2, 8, 9, 16])
@@ -89,48 +106,47 @@ def test_a_tree_does_not_depend_on_how_the_text_became_certain(
         in_batch = draft(drafter, verified(target, sampling, span, other_span, texts=[TEXT, other_text]), together)
     assert torch.equal(in_steps.tokens, at_once.tokens)
     assert torch.equal(in_steps.parents, at_once.parents)
-    assert paths(in_batch) == [*paths(at_once), Naive(head, target, other_text, sampling).tree(growth)]
+    assert paths(in_batch) == [*paths(at_once), Naive(drafting_head, target, other_text, sampling).tree(growth)]
 
 
-@pytest.mark.parametrize("remaining", [-1, 0, 1, 2])
-def test_no_tree_is_deeper_than_the_remaining_draft_tokens(
-    target: TargetModel, head: Eagle3Head, remaining: int
-) -> None:
+@two_heads
+def test_no_tree_is_deeper_than_the_remaining_draft_tokens(target: TargetModel, drafting_head: DraftHead) -> None:
     """The newly verified tokens are read even so, as the next step needs them."""
-    drafter, sampling = HeadDrafter(head, Dynamic(4, 3, 30)), Sampling()
-    cache = new_cache(target, drafter)
-    tree = draft(drafter, verified(target, sampling, (0, 7), remaining=[remaining]), cache)
-    assert int(tree.depths.max()) == max(remaining, 0)
-    after = draft(drafter, verified(target, sampling, (7, 11)), cache)
-    assert paths(after) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
+    drafter, sampling = head_drafter(drafting_head, Dynamic(4, 3, 30)), Sampling()
+    wanted = [Naive(drafting_head, target, TEXT, sampling).tree(drafter.growth)]
+    for remaining in (-1, 0, 2):
+        cache = new_cache(target, drafter)
+        tree = draft(drafter, verified(target, sampling, (0, 7), remaining=[remaining]), cache)
+        assert int(tree.depths.max()) == max(remaining, 0)
+        assert paths(draft(drafter, verified(target, sampling, (7, 11)), cache)) == wanted
 
 
-def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel, head: Eagle3Head) -> None:
-    """`prefill` and then the first step draft as one step over the whole text does, in any row."""
-    drafter, sampling = HeadDrafter(head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
-    for row in (0, 1):
+@two_heads
+def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel, drafting_head: DraftHead) -> None:
+    """`prefill`, also in two pieces, and then the first step draft as one step over the full text, in any row."""
+    drafter, sampling = head_drafter(drafting_head, Dynamic(3, 4, 8)), Sampling(1.0, seed=3)
+    wanted, taps = [Naive(drafting_head, target, TEXT, sampling).tree(drafter.growth)], read_taps(target, TEXT)
+    for pieces, row in ((1, 0), (1, 1), (2, 0)):
         cache = new_cache(target, drafter, 2)
-        drafter.prefill(read_taps(target, TEXT), torch.tensor([TEXT]), cache.row(row))
+        view = cache.row(row)
         assert cache.head is not None
+        assert view.head is not None
+        if pieces == 1:
+            drafter.prefill(taps, torch.tensor([TEXT]), view)
+        else:
+            drafter.prefill(taps[:, :8], torch.tensor([TEXT[:9]]), view)
+            view.head.set_lengths([7])
+            drafter.prefill(taps[:, 7:], torch.tensor([TEXT[7:]]), view)
         cache.head.set_lengths([11, 11])
         if row == 1:
             cache.head.end_row([Move(1, 0)])
         else:
             cache.head.set_lengths([11])
-        last = draft(drafter, verified(target, sampling, (10, 11)), cache)
-        assert paths(last) == [Naive(head, target, TEXT, sampling).tree(drafter.growth)]
-    row_cache = new_cache(target, drafter).row(0)
-    drafter.prefill(read_taps(target, [1, 2]), torch.tensor([[1, 2]]), row_cache)  # a prompt of one token
+        assert paths(draft(drafter, verified(target, sampling, (10, 11)), cache)) == wanted
+    drafter.prefill(taps[:, :2], torch.tensor([[1, 2]]), new_cache(target, drafter).row(0))  # of one token
 
 
-def test_only_tokens_of_the_draft_vocabulary_are_drafted(target: TargetModel, make_head: MakeHead) -> None:
-    vocab = DraftVocab.most_frequent(torch.randint(9, (97,)), 12)
-    drafter = HeadDrafter(make_head(vocab=vocab), Dynamic(3, 4, 30))
-    tree = draft(drafter, verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
-    assert set(tree.tokens[0, 1:].tolist()) <= set(vocab.ids.tolist())
-
-
-def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: Eagle3Head) -> None:
+def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: DraftHead) -> None:
     """At T > 0 the Gumbel noise of a position helps to rank its drafts: equal seeds draft alike, others do not."""
     drafter = HeadDrafter(head, Dynamic(3, 4, 8))
     trees = [
@@ -140,7 +156,7 @@ def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: Ea
     assert paths(trees[0]) == paths(trees[1]) != paths(trees[2])
 
 
-def test_tokens_that_sampling_excludes_are_not_drafted(target: TargetModel, head: Eagle3Head) -> None:
+def test_tokens_that_sampling_excludes_are_not_drafted(target: TargetModel, head: DraftHead) -> None:
     """With top-k 2 a node has at most two children, and a token with bias -inf is never drafted."""
     drafter = HeadDrafter(head, Dynamic(3, 4, 30))
     free = draft(drafter, verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
@@ -170,6 +186,6 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) 
     ids=["chain", "dynamic", "chain for rejection"],
 )
 def test_a_recipe_chooses_how_trees_grow(
-    target: TargetModel, head: Eagle3Head, section: dict[str, Any], wanted: GrowthPolicy
+    target: TargetModel, head: DraftHead, section: dict[str, Any], wanted: GrowthPolicy
 ) -> None:
     assert growth_from_recipe(DecodeSection(**section), target, head) == wanted

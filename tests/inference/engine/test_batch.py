@@ -73,7 +73,7 @@ BATCH_DRAFTERS = [
     "truth hidden in a tree",
     "duplicate siblings",
 ]
-SOME = ("head, wide tree", "half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
+SOME = ("half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
 # These choose one tree shape for all rows, so a row's steps depend on the others.
 ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
 
@@ -98,7 +98,7 @@ def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts
 
 
 def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetModel, texts: Texts) -> None:
-    for max_batch, static in ((1, True), (2, False), (4, True), (16, False)):
+    for max_batch, static in ((2, False), (4, True)):
         found = generate_batch(target, REQUESTS, None, max_batch, static)
         assert [generation.tokens for generation in found] == new_tokens(texts), max_batch
         assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
@@ -156,25 +156,11 @@ def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts:
         assert [generation.tokens for generation in loop.generations.values()] == [tokens for _, tokens in chosen]
 
 
-def test_requests_may_be_in_any_order(target: TargetModel, texts: Texts) -> None:
-    drafter, pairs = Moody(*texts.whole), list(zip(REQUESTS, new_tokens(texts), strict=True))
-    for shift in (1, 4, 8):
-        shifted = pairs[shift:] + pairs[:shift]
-        found = generate_batch(target, [request for request, _ in shifted], drafter, max_batch=4)
-        assert [generation.tokens for generation in found] == [tokens for _, tokens in shifted]
-
-
-def test_the_same_request_may_be_in_a_batch_twice(target: TargetModel) -> None:
-    first, second = generate_batch(target, [REQUESTS[5]] * 2)
-    assert first.tokens == second.tokens
-    assert len(first.tokens) == 14
-
-
 def test_no_requests_give_no_generations(target: TargetModel) -> None:
     assert generate_batch(target, []) == []
 
 
-@pytest.mark.parametrize("drafter_name", ["half right head, tree", "careless oracle", "truth hidden in a tree"])
+@pytest.mark.parametrize("drafter_name", ["half right head, tree", "careless oracle"])
 def test_each_row_ends_at_its_own_end_token(
     target: TargetModel, texts: Texts, monkeypatch: pytest.MonkeyPatch, drafter_name: str
 ) -> None:
@@ -204,6 +190,7 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
     handle = embedding.register_forward_pre_hook(lambda module, args: batch_sizes.append(len(args[0])))
     seen: list[list[int]] = [[] for _ in requests]
     for block in loop.run():
+        assert block.tokens
         seen[block.number] += block.tokens
     handle.remove()
     assert seen == [generation.tokens for generation in loop.generations.values()]
@@ -237,19 +224,6 @@ def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
     assert {number: generation.tokens for number, generation in found} == dict(enumerate(g.tokens for g in wanted))
 
 
-def test_each_row_yields_a_block_per_step(target: TargetModel, texts: Texts) -> None:
-    """A request's first block is one token; each later one holds what a step made certain. No block is empty."""
-    loop = loop_of(target, REQUESTS, Moody(*texts.whole), max_batch=4)
-    blocks: dict[int, list[list[int]]] = {}
-    for block in loop.run():
-        blocks.setdefault(block.number, []).append(block.tokens)
-        assert block.tokens
-    assert [list(itertools.chain(*blocks[number])) for number in range(len(REQUESTS))] == new_tokens(texts)
-    for number, generation in loop.generations.items():
-        assert len(blocks[number][0]) == 1
-        assert len(blocks[number]) == 1 + generation.stats.steps
-
-
 def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts) -> None:
     """Requests that ask for logprobs get those of a full forward over their text; the others get none."""
     requests = [replace(request, logprobs=number != 2) for number, request in enumerate(REQUESTS)]
@@ -262,12 +236,6 @@ def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts
         written = torch.tensor(whole[len(request.prompt) :]).unsqueeze(1)
         wanted = logits.log_softmax(-1).gather(1, written).squeeze(1)
         torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
-
-
-def test_requests_with_different_acceptance_rules_are_refused_before_any_work(target: TargetModel) -> None:
-    requests = [Request([1], 5), Request([1], 5, Sampling(1.0, rule="rejection"))]
-    with pytest.raises(ValueError, match=r"the requests of a batch must agree on decode\.acceptance"):
-        loop_of(target, requests)
 
 
 @pytest.mark.parametrize("max_batch", [0, -1])
@@ -295,7 +263,7 @@ def with_rule(rule: Any, requests: list[Request] = REQUESTS, **changes: Any) -> 
     return [replace(request, sampling=replace(request.sampling, rule=rule, **changes)) for request in requests]
 
 
-@pytest.mark.parametrize("growth", REJECTION_GROWTHS)
+@pytest.mark.parametrize("growth", slow_unless(("tree",), REJECTION_GROWTHS))
 def test_greedy_text_is_the_same_under_any_acceptance_rule(
     target: TargetModel, make_head: MakeHead, growth: str
 ) -> None:
@@ -313,10 +281,9 @@ def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
     requests = with_rule("rejection")
     alone = [generate_batch(target, [request], drafter)[0] for request in requests]
-    for max_batch in (4, 16):
-        together = generate_batch(target, requests, drafter, max_batch)
-        assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
-        assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone]
+    together = generate_batch(target, requests, drafter, max_batch=4)
+    assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
+    assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone]
     other = generate_batch(target, with_rule("rejection", seed=99), drafter)
     assert other[1].tokens != alone[1].tokens
     assert max(g.stats.acceptance_length for g in alone) > 1

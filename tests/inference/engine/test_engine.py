@@ -338,6 +338,7 @@ def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
     assert PrefillSchedule(4, 16, prompts_first=False).tokens(has_rows=True) == 4
 
 
+@pytest.mark.slow
 def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) -> None:
     """A text ends with nearly every step there: a pass for each new prompt would take as long as the steps."""
     lengths = [1 + 5 * number % 61 for number in range(96)]

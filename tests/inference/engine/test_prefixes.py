@@ -58,7 +58,7 @@ def assert_as_alone(target: TargetModel, drafter: Drafter, request: Request, fou
         assert found.stats.accepted_at_depth == alone.stats.accepted_at_depth
 
 
-@some_parts
+@pytest.mark.parametrize("parts", slow_unless(("head",), PARTS), indirect=True)
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     """Prompt and answer of the turns before are found again, up to their last whole block; so are the head's drafts."""
@@ -124,25 +124,22 @@ def test_a_prompt_waits_for_another_that_begins_with_more_of_it_than_is_known(ta
     assert [loop.generations[number].cached_tokens for number in numbers] == [16, 32]
 
 
-@pytest.mark.parametrize("running", [False, True])
-def test_prompts_with_known_beginnings_are_read_together_whatever_their_rests(
-    target: TargetModel, make_head: Any, running: bool
+def test_prompts_with_known_beginnings_are_read_together_in_the_step_of_a_running_row(
+    target: TargetModel, make_head: Any
 ) -> None:
-    """In a pass of their own, or beside the step of a running row."""
     drafter = HeadDrafter(make_head(), GROWTH)
     loop = DecodeLoop(target, drafter, 5, prefix_memory=MEBIBYTE)
     loop.submit(Request(SYSTEM, 3))
     finish(loop)
-    if running:
-        loop.submit(Request([7], 60))
-        loop.step()
-        loop.step()
-        loop.schedule.chunk_with_rows = 512
+    loop.submit(Request([7], 60))
+    loop.step()
+    loop.step()
+    loop.schedule.chunk_with_rows = 512
     requests = [Request([*SYSTEM, *rest], 3) for rest in ([60], [61], [62, *range(30)])] + [
         Request([*range(70, 80)], 3)
     ]
     numbers = [loop.submit(request) for request in requests]
-    assert [block.number for block in loop.step()] == [1] * running + numbers
+    assert [block.number for block in loop.step()] == [1, *numbers]
     finish(loop)
     for number, request in zip(numbers, requests, strict=True):
         assert loop.generations[number].cached_tokens == (32 if request.prompt[0] == SYSTEM[0] else 0)

@@ -4,11 +4,11 @@ import warnings
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from matrix import slow_unless
@@ -110,11 +110,7 @@ def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
         "no n-gram twice": {"max_new_tokens": 3 * NEW, "no_repeat_ngram_size": 2},
         "no token twice": {"max_new_tokens": NEW, "no_repeat_ngram_size": 1},
         "bad words": {"max_new_tokens": NEW, "bad_words_ids": [[ends[1]], [7, 11, 12], [11, ends[0]], [23, 9, 40]]},
-        "bad words that are end tokens": {
-            "max_new_tokens": NEW,
-            "bad_words_ids": [[e] for e in ends],
-            "eos_token_id": ends,
-        },
+        "bad words that end": {"max_new_tokens": NEW, "bad_words_ids": [[e] for e in ends], "eos_token_id": ends},
         "suppressed tokens": {"max_new_tokens": NEW, "suppress_tokens": [ends[0], 500]},
         "tokens suppressed at the beginning": {"max_new_tokens": NEW, "begin_suppress_tokens": [*range(50)]},
         "normalised": {"max_new_tokens": NEW, "renormalize_logits": True, "repetition_penalty": 1.2},
@@ -128,23 +124,15 @@ def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
 
 
 SOME_CASES = (
-    *(
-        "one end token",
-        "two end tokens",
-        "max_length",
-        "one new token",
-        "fixed length",
-        "a least length",
-        "a forced end",
-    ),
-    *("no n-gram twice", "bad words", "suppressed tokens", "tokens suppressed at the beginning", "normalised", "bias"),
+    *("one end token", "two end tokens", "max_length", "fixed length", "a least length", "a forced end", "bad words"),
+    *("no n-gram twice", "suppressed tokens", "tokens suppressed at the beginning", "normalised", "bias"),
 )
 
 
 @pytest.fixture(scope="module")
-def of_batch(theirs: Any, ends: list[int]) -> dict[str, torch.Tensor]:
-    """What transformers writes after BATCH in each case."""
-    return {case: theirs.generate(**BATCH, **fields) for case, fields in same_fields(ends).items()}
+def of_batch(theirs: Any, ends: list[int]) -> Callable[[str], torch.Tensor]:
+    """What transformers writes after BATCH in a case."""
+    return cache(lambda case: theirs.generate(**BATCH, **same_fields(ends)[case]))
 
 
 @pytest.mark.each_value
@@ -156,11 +144,11 @@ def test_greedy_output_equals_that_of_transformers(
     target: TargetModel,
     model: SpeculativeModel,
     theirs: Any,
-    of_batch: dict[str, torch.Tensor],
+    of_batch: Callable[[str], torch.Tensor],
     ends: list[int],
 ) -> None:
     fields = same_fields(ends)[case]
-    wanted = of_batch[case] if prompts is BATCH else theirs.generate(**prompts, **fields)
+    wanted = of_batch(case) if prompts is BATCH else theirs.generate(**prompts, **fields)
     width = prompts["input_ids"].shape[1]
     texts = [PROMPTS[row] + written[width:].tolist() for row, written in enumerate(wanted)]
     for drafter in (None, Moody(*texts)):
@@ -168,9 +156,10 @@ def test_greedy_output_equals_that_of_transformers(
     assert torch.equal(written_by(model, **prompts, generation_config=GenerationConfig(**fields)), wanted)
 
 
-def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: dict[str, torch.Tensor]) -> None:
-    assert (of_batch["two end tokens"][0] == PAD).any()
-    same = [case for case, found in of_batch.items() if torch.equal(found, of_batch["no end"])]
+@pytest.mark.slow
+def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: Callable[[str], torch.Tensor]) -> None:
+    assert (of_batch("two end tokens")[0] == PAD).any()
+    same = [case for case in same_fields([0, 0]) if torch.equal(of_batch(case), of_batch("no end"))]
     assert same == ["no end", "beams of one"]
 
 
@@ -256,15 +245,6 @@ def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: T
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
 
 
-def test_integers_may_come_from_numpy_and_torch(target: TargetModel) -> None:
-    model, fields = SpeculativeModel(target), {**BATCH, "max_new_tokens": NEW, "do_sample": True}
-    wanted = written_by(model, **fields, seed=3, eos_token_id=5)
-    seeds = numpy.int64(3), torch.tensor(3), [3, numpy.int64(3), 3], torch.tensor([3, 3, 3])
-    ends = numpy.int64(5), torch.tensor(5), torch.tensor([5]), numpy.array([5])
-    for seed, end in zip(seeds, ends, strict=True):
-        assert torch.equal(written_by(model, **fields, seed=seed, eos_token_id=end), wanted)
-
-
 def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> None:
     odd = copy(target)
     odd.end_tokens = [5, 2000]
@@ -323,7 +303,7 @@ def test_fields_that_transformers_lacks_are_read() -> None:
 
 
 def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
-    fields = {"max_new_tokens": NEW, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
+    fields = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.95, "presence_penalty": 0.4}
     sampling = Sampling(1.0, top_k=50, top_p=0.95, presence_penalty=0.4)
     width = len(PROMPTS[2])
 
@@ -331,7 +311,7 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
         return written_by(own, **BATCH, **fields, **more)[:, width:].tolist()
 
     def alone(prompt: list[int], seed: int) -> list[int]:
-        return generate(target, prompt, NEW, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
+        return generate(target, prompt, 6, replace(read_sampling(read_settings(None, fields)), seed=seed)).tokens
 
     assert read_sampling(read_settings(None, fields)) == sampling
     wanted = {(row, seed): alone(prompt, seed) for row, prompt in enumerate(PROMPTS) for seed in range(4)}

@@ -23,9 +23,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as found:
-        yield found
+def client(server: Running) -> httpx.Client:
+    return server.http
 
 
 @pytest.mark.parametrize(

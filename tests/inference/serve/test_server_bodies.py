@@ -5,7 +5,6 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -17,22 +16,8 @@ from headstart.inference.serve.options import ServerSettings
 
 # The server's thread draws random numbers while hypothesis draws a body.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
-PIECES = [
-    "a",
-    "the ",
-    "é",
-    "🌳",
-    "\ud800",
-    "\0",
-    "\n",
-    '"',
-    "<tool_call>",
-    "</tool_call>",
-    "[assistant]",
-    "<end>",
-    "{",
-    "}",
-]
+MARKS = ["<tool_call>", "</tool_call>", "[assistant]", "<end>"]
+PIECES = [*MARKS, "a", "the ", "é", "🌳", "\ud800", "\0", "\n", '"', "{", "}"]
 TEXT = st.lists(st.sampled_from(PIECES), max_size=6).map("".join)
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 300) | st.floats(allow_nan=False, width=16) | st.just(2**70) | TEXT,
@@ -143,11 +128,7 @@ class Bystander(threading.Thread):
 
     def __init__(self, server: Running) -> None:
         super().__init__(daemon=True)
-        self.client, self.ended, self.texts = (
-            httpx.Client(base_url=server.url, timeout=60),
-            threading.Event(),
-            set[str](),
-        )
+        self.client, self.ended, self.texts = server.http, threading.Event(), set[str]()
 
     def run(self) -> None:
         body = {"prompt": "the target", "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
@@ -158,13 +139,12 @@ class Bystander(threading.Thread):
     def finish(self) -> set[str]:
         self.ended.set()
         self.join(60)
-        self.client.close()
         return self.texts
 
 
 def ask_for_anything(server: Running, count: int) -> None:
     """Send generated bodies beside a bystander's requests."""
-    client, bystander, answered = httpx.Client(base_url=server.url, timeout=60), Bystander(server), list[bool]()
+    bystander, answered = Bystander(server), list[bool]()
 
     # Also without a seed of its own, hypothesis draws differently in each run: from the constants of what is imported.
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=count < MANY)
@@ -175,7 +155,7 @@ def ask_for_anything(server: Running, count: int) -> None:
     @example(PLAIN[3])
     def send(request: tuple[str, dict[str, Any]]) -> None:
         path, body = request
-        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code in (200, 400, 404), answer.text
         answered.append(answer.status_code == 200)
         assert answered[-1] or request not in PLAIN, answer.text
@@ -189,14 +169,13 @@ def ask_for_anything(server: Running, count: int) -> None:
         send()
     finally:
         texts = bystander.finish()
-        client.close()
     assert len(texts) == 1, texts
     assert count < MANY or sum(answered) > 0.2 * len(answered), "nearly all were refused, so little was checked"
     assert server.service.worker.failures == 0
 
 
 def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
-    ask_for_anything(server, 20)
+    ask_for_anything(server, 12)
     assert "Traceback" not in capfd.readouterr().err
 
 

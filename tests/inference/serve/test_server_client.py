@@ -80,26 +80,6 @@ def test_the_tests_use_every_documented_field() -> None:
     assert not [name for name in names if not re.search(rf"\b{name}\b", used)]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"presence_penalty": 1.5},
-        {"frequency_penalty": 0.8},
-        {"presence_penalty": -1.0, "frequency_penalty": -0.5, "top_p": 0.9},
-        {"logit_bias": ((40, 6.5), (41, -100.0))},
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_changes_logits_changes_the_text_as_it_does_alone(
-    server: Running, client: OpenAI, own: dict[str, Any], temperature: float
-) -> None:
-    expected = alone(server, "[user]a tree[assistant]", 12, Sampling(temperature, seed=2, **own))
-    fields = {**own, "logit_bias": {str(token): bias for token, bias in own.get("logit_bias", ())}}
-    found = chat(client, seed=2, temperature=temperature, max_tokens=12, **fields)
-    assert found.choices[0].message.content == expected
-
-
 def test_the_longest_answer_has_two_names(client: OpenAI) -> None:
     extra = {"ignore_eos": True}
     assert chat(client, max_tokens=5, extra_body=extra).usage.completion_tokens == 5
@@ -180,9 +160,8 @@ def test_a_tool_call_stays_text_if_no_tool_may_be_called(client: OpenAI) -> None
 SCHEMA = {"type": "object", "properties": {"n": {"type": "boolean"}}, "required": ["n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_formats_bind_the_text_of_chats_and_completions(server: Running, client: OpenAI, seed: int) -> None:
-    fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60}
+def test_formats_bind_the_text_of_chats_and_completions(server: Running, client: OpenAI) -> None:
+    fields: dict[str, Any] = {"seed": 0, "temperature": 1.0, "max_tokens": 60}
     extra = {"structured_outputs": {"json": SCHEMA}}
     for text in (
         chat(client, **fields, extra_body=extra).choices[0].message.content,
@@ -207,18 +186,6 @@ def test_special_tokens_are_shown_and_added_only_if_asked_for(server: Running, c
         assert told["tokens"] == tokens
     added = chat(client, extra_body={"add_special_tokens": True}).usage.prompt_tokens
     assert added == chat(client).usage.prompt_tokens + 1
-
-
-def test_every_path_answers(client: OpenAI, outside: OpenAI) -> None:
-    assert client.models.retrieve(client.models.list().data[0].id).id == NAME
-    for path in ("/health", "/ping", "/ready"):
-        assert outside.get(path, cast_to=object) in (None, "", b"")
-    version: Any = outside.get("/version", cast_to=object)
-    assert re.fullmatch(r"[\d.]+\w*", version["version"])
-    assert "vllm:num_requests_running" in str(outside.get("/metrics", cast_to=str))
-    told: Any = outside.post("/detokenize", body={"tokens": [40, 41]}, cast_to=object)
-    again: Any = outside.post("/tokenize", body={"prompt": told["prompt"], "add_special_tokens": False}, cast_to=object)
-    assert again["tokens"] == [40, 41]
 
 
 def test_without_usage_every_chunk_has_a_choice(client: OpenAI) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from bad_inputs import Says, assert_refused, type_command
+from bad_inputs import Says, assert_refused, table, type_command
 from families import make_family
 from tiny_run import build_target, quiet_environment
 
@@ -27,51 +27,40 @@ from headstart.recipes.schema import DecodeSection
 
 ROOT = Path(__file__).resolve().parents[3]
 
-WRONG: dict[str, tuple[list[str], Says]] = {
-    "no target": ([], Says("--target", "missing", "a RECIPE or the folder of a model", "write one of them")),
-    "a recipe and a target": (
-        ["recipes/tiny.yaml", "--target", "x"],
-        Says("--target", "x given with the recipe", "one of the two", "leave the recipe out"),
-    ),
-    "a folder without a head": (
-        ["--target", "assets/demo_target", "--head", "docs"],
-        Says("--head", "docs holds no head", "a trained head's folder", "headstart train RECIPE"),
-    ),
-    "a target that is nowhere": (
-        ["--target", "no/where"],
-        Says("target", "'no/where'", "a folder with config.json", "give"),
-    ),
-    "a port beyond the last": (
-        ["--target", "x", "--port", "70000"],
-        Says("--port", "70000", "0 to 65535", "correct it"),
-    ),
-    "no rows": (["--target", "x", "--max-batch", "0"], Says("--max-batch", "0", "1 to 4096", "correct it")),
-    "a queue below none": (["--target", "x", "--max-queue", "-1"], Says("--max-queue", "-1", "0 to", "leave it out")),
-    "an empty key": (
-        ["--target", "x", "--api-key", ""],
-        Says("--api-key", "empty key", "visible ASCII characters", "change"),
-    ),
-    "a key that no header holds": (
-        ["--target", "x", "--api-key", "schlüssel"],
-        Says("--api-key", "non-ASCII", "visible ASCII characters", "change"),
-    ),
-    "an empty name": (
-        ["--target", "x", "--served-model-name", ""],
-        Says("--served-model-name", "''", "a name", "leave it out"),
-    ),
-}
+# The options of a command line, then the option, its value, what is allowed and what to do.
+WRONG = table("""
+no target | --always-draft
+    --target | missing | a RECIPE or the folder of a model | write one of them
+a recipe and a target | recipes/tiny.yaml --target x
+    --target | x given with the recipe | one of the two | leave the recipe out
+a folder without a head | --target assets/demo_target --head docs
+    --head | docs holds no head | a trained head's folder | headstart train RECIPE
+a target that is nowhere | --target no/where
+    target | 'no/where' | a folder with config.json | give
+a port beyond the last | --target x --port 70000
+    --port | 70000 | 0 to 65535 | correct it
+no rows | --target x --max-batch 0
+    --max-batch | 0 | 1 to 4096 | correct it
+a queue below none | --target x --max-queue -1
+    --max-queue | -1 | 0 to | leave it out
+an empty key | --target x --api-key=
+    --api-key | empty key | visible ASCII characters | change
+a key that no header holds | --target x --api-key schlüssel
+    --api-key | non-ASCII | visible ASCII characters | change
+an empty name | --target x --served-model-name=
+    --served-model-name | '' | a name | leave it out
+""")
 
 
 @pytest.mark.parametrize("symptom", WRONG)
 def test_a_wrong_command_line_is_refused(
     symptom: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments, says = WRONG[symptom]
+    (options,), facts = WRONG[symptom]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    if "--port" not in arguments:
-        arguments = [*arguments, "--port", "0"]
-    assert_refused(type_command(["serve", *arguments], monkeypatch, capsys), says)
+    port = [] if "--port" in options else ["--port", "0"]
+    assert_refused(type_command(["serve", *options.split(), *port], monkeypatch, capsys), facts)
 
 
 def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,15 +71,12 @@ def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, capsys
     assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
 
 
-def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_come_from_the_environment_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
     assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
-
-
-def test_a_wrong_key_of_the_environment_is_refused_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
     monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
     refused = type_command(["serve", "--target", "x"], monkeypatch, capsys)
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))

@@ -5,7 +5,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from server_run import NAME, Running, load_served, running
 
@@ -24,12 +23,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(served, ServerSettings((NAME,), max_batch=4)) as found:
         for seed in range(3):
             body = {"prompt": "a draft", "max_tokens": 30, "seed": seed, "ignore_eos": True, "stream": seed == 1}
-            httpx.post(f"{found.url}/v1/completions", json=body, timeout=60)
+            found.http.post("/v1/completions", json=body, timeout=60)
         yield found
 
 
 def figures(server: Running) -> dict[str, float]:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    lines = server.http.get("/metrics").text.splitlines()
     return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
 
 

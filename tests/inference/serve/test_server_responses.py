@@ -10,7 +10,8 @@ from matrix import slow_unless
 from openai import APIError, OpenAI
 from server_run import NAME, Running, load_served, running
 from test_server_client import LOOK, SCHEMA, TEMPLATE
-from test_server_limits import assert_refused, gated, until
+from test_server_limits import gated, until
+from test_server_refused import JSON, assert_refused
 
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
@@ -33,9 +34,8 @@ def server(served: Served) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def plain(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url) as found:
-        yield found
+def plain(server: Running) -> httpx.Client:
+    return server.http
 
 
 def respond(client: OpenAI, **fields: Any) -> Any:
@@ -45,6 +45,8 @@ def respond(client: OpenAI, **fields: Any) -> Any:
 
 
 CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "look", "arguments": '{"at": "it"}'}
+OUTPUT = {"type": "output_text", "text": "so", "annotations": [], "logprobs": []}
+TREE = {"type": "input_text", "text": "a tree"}
 CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
 
 
@@ -60,31 +62,12 @@ CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "argum
         (
             {
                 "input": [
-                    {"role": "developer", "content": "be brief"},
-                    {"role": "user", "content": "look"},
-                    {
-                        "type": "reasoning",
-                        "id": "rs_1",
-                        "summary": [],
-                        "content": [{"type": "reasoning_text", "text": "why"}],
-                    },
-                    {
-                        "type": "message",
-                        "id": "msg_1",
-                        "role": "assistant",
-                        "status": "completed",
-                        "content": [{"type": "output_text", "text": "so", "annotations": [], "logprobs": []}],
-                    },
-                    CALL_ITEM,
-                    CALL_ITEM,
-                    {"type": "function_call_output", "call_id": "c1", "output": "it"},
+                    *({"role": "developer", "content": "be brief"}, {"role": "user", "content": "look"}),
+                    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "why"}]},
+                    {"type": "message", "id": "msg_1", "role": "assistant", "content": [OUTPUT], "status": "completed"},
+                    *(CALL_ITEM, CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": "it"}),
                     {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "no"}]},
-                    CALL_ITEM,
-                    {
-                        "type": "function_call_output",
-                        "call_id": "c1",
-                        "output": [{"type": "input_text", "text": "a tree"}],
-                    },
+                    *(CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": [TREE]}),
                 ],
             },
             {
@@ -202,63 +185,64 @@ def test_an_error_after_the_first_event_is_an_event_that_clients_raise(served: S
             list(stream)
 
 
-@pytest.mark.parametrize(
-    ("fields", "parts"),
-    [
-        ({"previous_response_id": "resp_1"}, ("previous_response_id", "resp_1", "the full conversation as input")),
-        ({"conversation": "conv_1"}, ("conversation", "no such field")),
-        ({"input": None}, ("input: missing",)),
-        ({"input": []}, ("input: []", "at least one message")),
-        ({"input": [{"content": "x"}]}, ("input[0].role",)),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, ("input[0].type", "item_reference", "a complete message")),
-        ({"input": [{**CALL_ITEM, "arguments": "{"}]}, ("input", "arguments", "a JSON object in a string")),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            ("input[0].content", "input_image", "input_text"),
-        ),
-        ({"tools": [{"type": "web_search"}]}, ("tools[0]", "web_search", "type function")),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, ("text.format.schema", "missing")),
-        ({"max_output_tokens": 500}, ("max_output_tokens", "lower max_output_tokens", "128 positions")),
-        ({"include": ["message.output_text.logprobs"]}, ("include[0]", "reasoning.encrypted_content")),
-        ({"truncation": "auto"}, ("truncation", "disabled")),
-        ({"background": True}, ("background", "only false")),
-        ({"temperature": -1}, ("temperature", "0 to 100")),
-        ({"n": 2}, ("n: there is no such field",)),
-    ],
-)
-def test_what_needs_a_store_or_other_tools_is_refused_by_name(
-    plain: httpx.Client, fields: dict[str, Any], parts: tuple[str, ...]
-) -> None:
-    for stream in (False, True):
-        found = plain.post("/v1/responses", json={"input": "a tree", "stream": stream, **fields})
-        assert_refused(found, 400, *parts)
-        assert json.loads(found.text)["error"]["param"].startswith(parts[0].partition(":")[0].removesuffix(".schema"))
+IMAGE = [{"type": "input_image", "image_url": "x"}]
+# The beginning of the message, which names the field, and what it says is allowed.
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"previous_response_id": "resp_1"}, "previous_response_id: 'resp_1'", "the full conversation as input"),
+    ({"conversation": "conv_1"}, "conversation: there is no such field", "input"),
+    ({"input": None}, "input: missing", "required"),
+    ({"input": []}, "input: []", "at least one message"),
+    ({"input": [{"content": "x"}]}, "input[0].role: None", "a role"),
+    ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference'", "a complete message"),
+    (
+        {"input": [{**CALL_ITEM, "arguments": "{"}]},
+        "input.tool_calls[0].function.arguments",
+        "a JSON object in a string",
+    ),
+    ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content: [{'image_url", "input_text"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0]: {", "type function"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: missing", "a JSON schema"),
+    ({"max_output_tokens": 500}, "max_output_tokens: ", "128 positions"),
+    ({"include": ["message.output_text.logprobs"]}, "include[0]: 'message", "reasoning.encrypted_content"),
+    ({"truncation": "auto"}, "truncation: 'auto'", "disabled"),
+    ({"background": True}, "background: True", "only false"),
+    ({"temperature": -1}, "temperature: -1", "0 to 100"),
+    ({"n": 2}, "n: there is no such field", "input"),
+]
 
 
-@pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN"])
-@pytest.mark.parametrize(
-    ("name", "given"),
-    [
-        ("tools", '[{"type": "function", "name": "f", "parameters": {"maximum": NUMBER}}]'),
-        ("tool_choice", "NUMBER"),
-        ("text", '{"format": {"type": "text", "description": [NUMBER]}}'),
-        ("reasoning", '{"summary": NUMBER}'),
-    ],
-)
-def test_an_answer_that_repeats_a_number_beyond_json_failed(
-    plain: httpx.Client, name: str, given: str, number: str
-) -> None:
-    for stream in ("true", "false"):
-        body = f'{{"input": "a tree", "stream": {stream}, "{name}": {given.replace("NUMBER", number)}}}'
-        found = plain.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
-        assert_refused(found, 400, f"{name}: ", "finite numbers")
-        assert found.json()["error"]["param"] == name
+def test_what_needs_a_store_or_other_tools_is_refused_by_name(plain: httpx.Client) -> None:
+    for fields, beginning, allowed in REFUSED:
+        for stream in (False, True):
+            answer = plain.post("/v1/responses", json={"input": "a tree", "stream": stream, **fields})
+            assert assert_refused(answer, 400, allowed).startswith(beginning)
+            field = beginning.partition(":")[0].removesuffix(".schema")
+            assert json.loads(answer.text)["error"]["param"].startswith(field)
+
+
+REPEATED = {
+    "tools": '[{"type": "function", "name": "f", "parameters": {"maximum": NUMBER}}]',
+    "tool_choice": "NUMBER",
+    "text": '{"format": {"type": "text", "description": [NUMBER]}}',
+    "reasoning": '{"summary": NUMBER}',
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_an_answer_that_repeats_a_number_beyond_json_failed(plain: httpx.Client, name: str) -> None:
+    for number in ("1e999", "-1e999", "NaN"):
+        for stream in ("true", "false"):
+            value = REPEATED[name].replace("NUMBER", number)
+            body = f'{{"input": "a tree", "stream": {stream}, "{name}": {value}}}'
+            answer = plain.post("/v1/responses", content=body, headers=JSON)
+            assert_refused(answer, 400, f"{name}: ", "finite numbers")
+            assert answer.json()["error"]["param"] == name
 
 
 def test_what_is_read_can_be_repeated_whatever_its_depth(plain: httpx.Client) -> None:
     statuses = set()
     for depth in range(900, 1000, 3):
         body = f'{{"input": "a", "max_output_tokens": 1, "reasoning": {{"summary": {"[" * depth}{"]" * depth}}}}}'
-        found = plain.post("/v1/responses", content=body, headers={"Content-Type": "application/json"})
+        found = plain.post("/v1/responses", content=body, headers=JSON)
         statuses.add(found.status_code)
     assert statuses <= {200, 400}

@@ -123,7 +123,7 @@ def test_a_choice_without_such_a_tool_is_refused(client: OpenAI) -> None:
         ({"tools": MANY, "tool_choice": {"type": "function", "function": {"name": "no"}}}, "'no' given, look, wait is"),
         ({"tools": MANY, "tool_choice": "any"}, "auto, none, required or"),
         ({"tools": [tool("look", at={"type": "wizard"})], "tool_choice": "required"}, "parameters of look: .*wizard"),
-        ({"tools": MANY, "tool_choice": "required", "extra_body": own}, "structured_outputs: .*tool_choice forces"),
+        ({"tools": MANY, "tool_choice": "required", "extra_body": own}, "structured_outputs: .*forces a call"),
     ):
         with pytest.raises(BadRequestError, match=words):
             chat(client, **fields)

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
 from headstart.inference.core.request import StopStrings
+from headstart.inference.serve.api.output import Output
 from headstart.inference.serve.api.text import ToolCallParser, WrittenText, joined
-from headstart.inference.serve.exchange import Output
 from headstart.inference.show import TokenText
 from headstart.inference.targets.tokenizer import bytes_of
 
@@ -23,11 +23,14 @@ def spell(tokens: list[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
-@pytest.mark.parametrize("seed", range(40))
 @pytest.mark.parametrize("include", [False, True])
-def test_text_ends_where_the_first_stop_string_begins(seed: int, include: bool) -> None:
-    draw = random.Random(seed)
-    stops = draw.choice(STOPS)
+@pytest.mark.parametrize("stops", STOPS)
+def test_text_ends_where_the_first_stop_string_begins(stops: tuple[str, ...], include: bool) -> None:
+    for seed in range(10):
+        check_stop(random.Random(seed), stops, include)
+
+
+def check_stop(draw: random.Random, stops: tuple[str, ...], include: bool) -> None:
     text = "".join(draw.choice(["a", "b", "c", " ", "d", "🌳", "é"]) for _ in range(30))
     written = WrittenText(spell, [], StopStrings(stops, spell), include)
     found = "".join(piece.text for token in text.encode() for piece in written.add(token, None))
@@ -74,33 +77,9 @@ def test_a_text_that_ends_in_half_a_stop_string_keeps_it() -> None:
     assert written.end() == [TokenText("a", 1), TokenText("b", 1)]
 
 
-PARTS = [
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_call",
-    "</",
-    '"',
-    "\\",
-    "{",
-    "}",
-    ", ",
-    "Köln",
-    "🌳",
-    "\n",
-    "\ud83d",
-    "a",
-    " ",
-]
-PROSE = [
-    "use <tool_call> tags: ",
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_call>{",
-    '<tool_call>{"',
-    "a < b ",
-    "<tool_c",
-    "so\n",
-]
+MARKS = ["<tool_call>", "</tool_call>", "<tool_call"]
+PARTS = [*MARKS, "</", '"', "\\", "{", "}", ", ", "Köln", "🌳", "\n", "\ud83d", "a", " "]
+PROSE = [*MARKS, "use <tool_call> tags: ", "<tool_call>{", '<tool_call>{"', "a < b ", "so\n"]
 
 
 def some_value(draw: random.Random, depth: int = 0) -> Any:
@@ -124,7 +103,7 @@ def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, 
     return output.text, [(each["name"], json.loads(each["arguments"])) for each in functions]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_calls_are_found_whatever_their_arguments_hold_and_however_they_arrive(seed: int) -> None:
     """A mark in an argument ended its call, which was lost; one in the text before a call lost that call."""
     draw = random.Random(seed)
@@ -160,19 +139,13 @@ def test_what_is_no_call_stays_text_and_hides_no_call(inside: str) -> None:
         assert split(f"{text} so {good}.", random.Random(seed)) == (f"{text} so .", [("f", {})])
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_white_space_around_calls_is_no_text(seed: int) -> None:
-    call = '<tool_call>{"name": "f"}</tool_call>'
-    draw = random.Random(seed)
-    assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
-    assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
-    assert split(" \n", draw) == (" \n", [])
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_nothing_follows_an_only_call(seed: int) -> None:
-    call = '<tool_call>{"name": "f", "arguments": null}</tool_call>'
-    assert split(f"so {call} and {call}", random.Random(seed), only_one=True) == ("so ", [("f", {})])
+def test_white_space_around_calls_is_no_text_and_nothing_follows_an_only_call() -> None:
+    draw, call = random.Random(0), '<tool_call>{"name": "f"}</tool_call>'
+    for _ in range(8):
+        assert split(f"\n{call}\n\n{call} ", draw) == ("", [("f", {})] * 2)
+        assert split(f"\nso\n{call}\n\nand {call}", draw) == ("\nso\n\n\nand ", [("f", {})] * 2)
+        assert split(" \n", draw) == (" \n", [])
+        assert split(f"so {call} and {call}", draw, only_one=True) == ("so ", [("f", {})])
 
 
 def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() -> None:
@@ -185,7 +158,7 @@ def test_a_call_that_the_end_of_the_text_cuts_off_counts_if_its_json_is_whole() 
     assert (output.text, output.calls) == ('<tool_call>{"name": "f", "argu', [])
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) -> None:
     """It was in neither part. With an echo, the prompt's part of it is not shown as a broken character before."""
     draw = random.Random(seed)

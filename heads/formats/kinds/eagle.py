@@ -1,0 +1,286 @@
+"""The layouts of EAGLE-1 and EAGLE-3 heads: what recognises, checks, translates and serves them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from headstart.heads.files import HeadFiles
+from headstart.heads.formats import config_rules, tensor_rules
+from headstart.heads.formats.commands import (
+    llama_cpp_command,
+    sglang_command,
+    speculators_command,
+    speculators_vllm_command,
+    tensorrt_llm_command,
+    vllm_command,
+)
+from headstart.heads.formats.config_rules import engine_default, num_captured_taps
+from headstart.heads.formats.speculators import not_in_speculators, speculators_config
+from headstart.heads.formats.subject import (
+    MISSING,
+    Files,
+    Layout,
+    Rule,
+    ServedTarget,
+    Step,
+    Subject,
+    Translation,
+    Violation,
+    tensor_error,
+)
+from headstart.heads.formats.translation import (
+    VERIFIER,
+    infer_attention,
+    infer_rope,
+    infer_vocabulary,
+    leaving_out,
+)
+from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
+from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
+
+UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
+EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+
+def is_eagle1(files: HeadFiles) -> bool:
+    return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names
+
+
+def is_eagle3(files: HeadFiles) -> bool:
+    """Whether it has tensors that only EAGLE-3 heads have, or its layer attends over two concatenated inputs."""
+    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & files.names:
+        return True
+    widths = {name: tensor.shape[-1] for name, tensor in files.tensors.items() if tensor.ndim == 2}
+    query = next((width for name, width in widths.items() if name.endswith("self_attn.q_proj.weight")), None)
+    gate = next((width for name, width in widths.items() if name.endswith("mlp.gate_proj.weight")), None)
+    return query is not None and gate is not None and query == 2 * gate
+
+
+def is_speculators(files: HeadFiles) -> bool:
+    return "speculators_model_type" in files.config
+
+
+def midlayer_name(name: str) -> str:
+    """The reference's name of an EAGLE-3 tensor: midlayer, which speculators and others call layers.0."""
+    return "midlayer." + name.removeprefix("layers.0.") if name.startswith("layers.0.") else name
+
+
+def speculators_name(name: str) -> str:
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def speculators_files(head: Eagle3Head, target: ServedTarget) -> Files:
+    """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
+    if head.shape.hidden_size != head.target.hidden_size:
+        raise not_in_speculators(head)
+    config = speculators_config(head, target, "eagle3", "Eagle3DraftModel", EAGLE3_KEYS)
+    if len(head.taps) != 3:
+        config["transformer_layer_config"]["num_aux_hidden_states"] = len(head.taps)  # vLLM reads it in this section
+    config |= {
+        "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+        "embed_requires_grad": False,
+        "eagle_aux_hidden_state_layer_ids": list(head.taps),
+    }
+    tensors = {speculators_name(name): tensor for name, tensor in head.engine_tensors().items()}
+    if not head.shape.own_embedding:
+        tensors["embed_tokens.weight"] = head.embedding
+    return config, tensors
+
+
+def eagle1_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+    frozen, _ = tensor_rules.sized_target(subject, subject.config["hidden_size"])
+    return tensor_rules.shapes_of(
+        Eagle1Head(Eagle1Shape.from_config(tensor_rules.layer_sizes(subject), frozen.config), frozen)
+    )
+
+
+def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
+    config, (frozen, vocab) = subject.config, tensor_rules.sized_target(subject, subject.target_hidden_size)
+    shape = Eagle3Shape.from_config(
+        tensor_rules.layer_sizes(subject),
+        frozen.config,
+        taps=tuple(range(num_captured_taps(subject, engine))),
+        fc_norm=bool(config.get("fc_norm")),
+        norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
+        own_embedding=config["hidden_size"] != frozen.config.hidden_size,
+    )
+    shapes = tensor_rules.shapes_of(Eagle3Head(shape, frozen.config, vocab, frozen.embedding))
+    return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
+
+
+def spelling(subject: Subject, engine: str) -> Iterator[Violation]:
+    """speculators names the layer layers.0 and never midlayer; the other engines read both."""
+    for name in sorted(subject.files.tensors):
+        if name.startswith("midlayer."):
+            yield tensor_error(engine, name, name, f"layers.0.{name.removeprefix('midlayer.')} is allowed")
+
+
+def other_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
+    """An embedding of its own, which engines replace by the target's if both have the same shape."""
+    own, target = subject.tensors.get("embed_tokens.weight"), subject.frozen.embedding
+    if own is not None and own.shape == target.shape and not torch.equal(own, target.to(own.dtype)):
+        allowed = f"only the target's own is allowed: {engine} uses that one anyway"
+        yield tensor_error(engine, "embed_tokens.weight", "an embedding other than the target's", allowed)
+
+
+def copied_embedding(subject: Subject, engine: str) -> Iterator[Violation]:
+    if subject.tensors.get("embed_tokens.weight") is None:
+        allowed = f"a copy of the target's embedding, {list(subject.frozen.embedding.shape)}, is required"
+        yield tensor_error(engine, "embed_tokens.weight", MISSING, allowed)
+
+
+def eagle1_bias(subject: Subject, engine: str) -> Iterator[Violation]:
+    """vLLM silently drops the bias of `fc`; SGLang always has one and leaves it uninitialised if the file has none."""
+    bias = subject.tensors.get("fc.bias")
+    if engine == "vllm" and bias is not None and bool(bias.any()):
+        yield tensor_error(engine, "fc.bias", "a nonzero bias", "zeros are allowed: vLLM silently drops this tensor")
+    if engine == "sglang" and bias is None:
+        yield tensor_error(engine, "fc.bias", MISSING, "add zeros: SGLang leaves an absent one uninitialised")
+
+
+def refuse_other_layers(subject: Subject, translation: Translation) -> None:
+    """Refuse what a config.json may ask for but our layers cannot do."""
+    config = subject.config
+    if config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
+        why = "a P-EAGLE head, which is not supported"
+        translation.refused.append(f"pard_token, mask_hidden: {why}; DFlash and DSpark are allowed")
+    if (named := config.get("speculators_model_type", "eagle3")) != "eagle3":
+        translation.refused.append(f"speculators_model_type {named!r}: eagle3, dflash and dspark are allowed")
+    for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", 1), ("model_type", "llama")):
+        if config.get(key, allowed) != allowed:
+            translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
+    for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
+        if subject.eagle_config.get(key, allowed) != allowed:
+            translation.refused.append(f"eagle_config.{key} {subject.eagle_config[key]!r}: only {allowed!r} is allowed")
+    if "sliding_attention" in (config.get("layer_types") or []):
+        translation.refused.append("layer_types with sliding_attention: only full_attention is allowed")
+    translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
+
+
+def infer_taps(subject: Subject, translation: Translation) -> None:
+    """Which hidden states the head reads, from ids in either counting; their number must match the width of `fc`."""
+    top, nested = subject.config.get(TAPS), subject.eagle_config.get(TAPS)
+    taps = list(subject.taps)
+    if top and nested and [layer + 1 for layer in nested] != list(top):
+        differ = f"{TAPS} {top} and eagle_config's {nested} name different hidden states"
+        translation.refused.append(f"{differ}; eagle_config counts layer outputs, one less: remove the wrong list")
+    if nested and not top and not subject.own:
+        translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
+    elif not top and not subject.own:
+        translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
+        if taps != engine_default(subject.frozen.config.num_layers):
+            translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
+    projection = translation.tensors.get("fc.weight")
+    width = len(taps) * subject.frozen.config.hidden_size
+    if projection is not None and projection.ndim == 2 and projection.shape[1] != width:
+        reads = f"fc.weight reads {projection.shape[1]} features but {len(taps)} hidden states have {width}"
+        translation.refused.append(f"{reads}; set {TAPS} in config.json")
+    translation.config[TAPS] = taps
+
+
+def share_embedding(subject: Subject, translation: Translation) -> None:
+    """Drop the embedding if it is a copy of the target's; keep another one, unless it is unrelated to the target's."""
+    own, target = translation.tensors.get("embed_tokens.weight"), subject.frozen.embedding.float()
+    if own is None:
+        return
+    # The size of the difference relative to the target's is about 1.4 for unrelated tensors of equal size.
+    away = float((own.float() - target).norm() / target.norm()) if own.shape == target.shape else None
+    if own.shape == target.shape and torch.equal(own, subject.frozen.embedding.to(own.dtype)):
+        del translation.tensors["embed_tokens.weight"]
+        translation.inferred.append("embed_tokens.weight: a copy of the target's, left out")
+    elif away is not None and away > UNRELATED:
+        differs = f"embed_tokens.weight: differs from the target's by {away:.0%}, as that of another target does"
+        translation.refused.append(f"{differs}; one near the target's is allowed: name the target of its training")
+    else:
+        translation.inferred.append("embed_tokens.weight: differs from the target's, kept")
+
+
+def flatten_norms(subject: Subject, translation: Translation) -> None:
+    if subject.eagle_config.get("norm_before_fc"):
+        translation.config["norm_before_fc"] = True
+        translation.inferred.append("norm_before_fc: from eagle_config")
+    if absent := [key for key in NORM_FLAGS if key not in translation.config]:
+        translation.inferred.append(f"{', '.join(absent)}: missing, so false")
+    if subject.layout.is_speculators and "norm_before_residual" not in subject.config:
+        translation.refused.append("norm_before_residual: missing; vLLM assumes true, speculators false: add it")
+
+
+SHARED: tuple[Rule, ...] = (
+    config_rules.architectures,
+    config_rules.layer_options,
+    config_rules.one_llama_layer,
+    config_rules.fits_the_target,
+    config_rules.positions,
+    config_rules.rope,
+    tensor_rules.names_and_shapes,
+    *tensor_rules.WEIGHTS,
+)
+RULES: tuple[Rule, ...] = (
+    *SHARED,
+    config_rules.gives_hidden_states,
+    config_rules.draft_vocabulary,
+    config_rules.norms,
+    config_rules.taps,
+    tensor_rules.vocabulary_map,
+)
+SPECULATORS: tuple[Rule, ...] = (*RULES, config_rules.speculators_sections, config_rules.speculators_verifier)
+STEPS: tuple[Step, ...] = (refuse_other_layers, infer_rope, infer_attention)
+EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, infer_vocabulary, flatten_norms)
+HEAD_RULES: tuple[Rule, ...] = (config_rules.positions, tensor_rules.names_and_shapes)
+
+EAGLE1 = Layout(
+    name="eagle1",
+    kind=Eagle1Head,
+    recognises=is_eagle1,
+    rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
+    commands={"vllm": vllm_command("eagle"), "sglang": sglang_command("EAGLE")},
+    head_rules=HEAD_RULES,
+    steps=(*STEPS, share_embedding),
+    shapes=eagle1_shapes,
+    optional=frozenset({"fc.bias", "embed_tokens.weight"}),
+    architectures={"vllm": {"EagleLlamaForCausalLM", "LlamaForCausalLM"}, "sglang": {"LlamaForCausalLMEagle"}},
+)
+EAGLE3 = Layout(
+    name="eagle3",
+    kind=Eagle3Head,
+    recognises=is_eagle3,
+    rules={
+        "vllm": RULES,
+        "sglang": (*RULES, other_embedding),
+        "tensorrt_llm": (*RULES, other_embedding),
+        "llama_cpp": RULES,
+    },
+    commands={
+        "vllm": vllm_command("eagle3"),
+        "sglang": sglang_command("EAGLE3"),
+        "tensorrt_llm": tensorrt_llm_command,
+        "llama_cpp": llama_cpp_command,
+    },
+    head_rules=(*HEAD_RULES, tensor_rules.vocabulary_map),
+    steps=(*EAGLE3_STEPS, share_embedding),
+    shapes=eagle3_shapes,
+    optional=frozenset({"d2t", "t2d", "embed_tokens.weight"}),
+    architectures={
+        "vllm": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
+        "sglang": {"LlamaForCausalLMEagle3"},
+        "tensorrt_llm": {"LlamaForCausalLMEagle3", "EAGLE3LlamaForCausalLM", "LlamaForCausalLM"},
+        "llama_cpp": {"LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "LlamaForCausalLM"},
+    },
+    rename=midlayer_name,
+    captured_taps=config_rules.captured_taps,
+)
+EAGLE3_SPECULATORS = replace(
+    EAGLE3,
+    name="speculators",
+    recognises=is_speculators,
+    rules={"vllm": SPECULATORS, "speculators": (*SPECULATORS, copied_embedding, spelling)},
+    commands={
+        "vllm": speculators_vllm_command,
+        "speculators": speculators_command(lambda head: ("eagle3", "Eagle3DraftModel")),
+    },
+    steps=(*EAGLE3_STEPS, leaving_out(*VERIFIER), share_embedding),
+    architectures={},
+    write=speculators_files,
+    is_speculators=True,
+)

@@ -1,0 +1,211 @@
+"""Laws of refusals: the answer names the field, its value, what is allowed and what to do, whatever the body holds."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from matrix import slow_unless
+from server_run import NAME, load_served, running
+
+from headstart.inference.serve.options import ServerSettings
+
+CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+JSON = {"Content-Type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    served = load_served(tmp_path_factory.mktemp("served") / "target", max_batch=2)
+    with running(served, ServerSettings((NAME,), max_batch=2, max_queue=6, max_body=2**20)) as server:
+        yield server.http
+
+
+def schema(value: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": value}}}
+
+
+def outputs(**fields: Any) -> dict[str, Any]:
+    return {"structured_outputs": fields}
+
+
+DEEP = json.loads('{"items":' * 400 + "{}" + "}" * 400)
+WIDE = {"properties": {f"p{number}": {} for number in range(600)}, "type": "object"}
+PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}]
+# Fields of a chat and of a completion, each with the beginning of the message and what it says is allowed.
+REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    CHAT: [
+        ({"messages": None}, "messages: None given", "at least one message"),
+        ({"messages": []}, "messages: [] given", "at least one message"),
+        ({"messages": "hello"}, "messages: 'hello' given", "a list"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: 'wizard' given", "system, developer"),
+        ({"messages": [{"role": "user", "content": PICTURE}]}, "messages[0].content: [{'image_", "parts of type text"),
+        (schema(None), "response_format.json_schema.schema: missing", "a JSON schema"),
+        (schema({"type": "wizard"}), "response_format.json_schema.schema: ", "wizard"),
+        (schema({"$ref": "#"}), "response_format.json_schema.schema: no text fits", "a JSON schema"),
+        ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' given", "json_schema"),
+        ({"top_logprobs": 2}, "top_logprobs: 2 given", "only 0"),
+        ({"tools": [{"type": "function"}]}, "tools[0]: {'type': 'function'} given", "a name"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' given", "auto or none"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize' given", "the template"),
+        ({"chat_template": "{{ x }}"}, "chat_template: there is no such field", "messages"),
+        ({"return_token_ids": True}, "return_token_ids: True given", "only false"),
+    ],
+    COMPLETION: [
+        ({"prompt": [5] * 200}, "max_tokens: ", "128 positions"),
+        ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens: ", "up to 28"),
+        ({"prompt": "ab" * 250_000}, "prompt: 500000 characters given", "at most"),
+        ({"prompt": None}, "prompt: missing", "required"),
+        ({"prompt": ""}, "prompt: '' given", "at least one token"),
+        ({"prompt": [5, 300]}, "prompt: 300 given", "0 to 299"),
+        ({"prompt": [-1]}, "prompt: -1 given", "0 to 299"),
+        ({"prompt": ["a", 5]}, "prompt: ['a', 5] given", "a list of texts"),
+        ({"temperature": -1}, "temperature: -1 given", "0 to 100"),
+        ({"temperature": "hot"}, "temperature: 'hot' given", "a number"),
+        ({"top_p": 0}, "top_p: 0 given", "above 0"),
+        ({"min_p": 2}, "min_p: 2 given", "0 to 1"),
+        ({"top_k": -2}, "top_k: -2 given", "at least -1"),
+        ({"presence_penalty": 3}, "presence_penalty: 3 given", "-2 to 2"),
+        ({"n": 0}, "n: 0 given", "1 to 128"),
+        ({"n": 100}, "n: 100 choices", "at most 8"),
+        ({"prompt": ["a"] * 9}, "prompt: 9 choices", "at most 8"),
+        ({"prompt": ["a"] * 200_000, "n": 128}, "n: 25600000 choices", "at most 8"),
+        ({"max_tokens": 0}, "max_tokens: 0 given", "at least 1"),
+        ({"max_tokens": 1.5}, "max_tokens: 1.5 given", "a whole number"),
+        ({"seed": 2**63 - 1, "n": 2}, "seed: 9223372036854775807 given", "at most 2^63 - 2"),
+        ({"seed": 2**64}, "seed: 18446744073709551616 given", "a whole number"),
+        ({"logit_bias": {"300": 1}}, "logit_bias: '300' given", "0 to 299"),
+        ({"logit_bias": {"3": 101}}, "logit_bias: 101 given", "-100 to 100"),
+        ({"stop": ["x"] * 10_000}, "stop: ['x', 'x', ", "at most 64"),
+        ({"stop": 0}, "stop: 0 given", "a text"),
+        ({"stop": ["a\ufffd"]}, "stop: ", "without U+FFFD"),
+        ({"stop": ["a", "\ud83d"]}, "stop: ", "without U+FFFD"),
+        ({"stop": [""]}, "stop: [''] given", "1 to 1000 characters"),
+        ({"stop": "x" * 1001}, "stop: 'xxx", "1 to 1000 characters"),
+        ({"stop_token_ids": [999]}, "stop_token_ids: 999 given", "0 to 299"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 given", "at most the 8"),
+        (outputs(json=DEEP), "structured_outputs.json: ", "a JSON schema"),
+        (outputs(json=WIDE), "structured_outputs.json: no text fits, or it is too complex", "a JSON schema"),
+        (outputs(regex="(a"), "structured_outputs.regex: ", "a regular expression"),
+        (outputs(regex="ab[^\\s\\S]"), "structured_outputs.regex: no text fits", "a regular expression"),
+        (outputs(choice=["ab" * 70_000]), "structured_outputs.choice: ", "at most 120000"),
+        (outputs(choice=[]), "structured_outputs.choice: [] given", "a list of texts"),
+        ({"stream": "yes"}, "stream: 'yes' given", "true or false"),
+        ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
+        ({"best_of": 4}, "best_of: 4 given", "only 1"),
+        ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
+        ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation: True given", "only false"),
+        ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
+        ({"return_token_ids": True, "stream": True}, "return_token_ids: True given", "only false"),
+        ({"use_beam_search": True}, "use_beam_search: True given", "only false"),
+        ({"temprature": 1}, "temprature: there is no such field", "did you mean temperature?"),
+    ],
+}
+
+
+@pytest.mark.parametrize("path", REFUSED)
+def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> None:
+    """The message has the field, its value, what is allowed and what to do."""
+    prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
+    for fields, beginning, allowed in REFUSED[path]:
+        body = json.dumps({**prompt, **fields})  # in ASCII, as other clients write halves of surrogate pairs
+        answer = client.post(path, content=body, headers=JSON)
+        message = assert_refused(answer, 400, allowed)
+        assert message.startswith(beginning), message
+        assert re.search(r"\b(allowed|needed|required)\b.*[;:] \w", message), message
+
+
+def assert_refused(answer: httpx.Response, status: int, *facts: str) -> str:
+    """Returns the message."""
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == status
+    assert error["type"].endswith("Error")
+    assert not [fact for fact in facts if fact not in error["message"]], error["message"]
+    assert "Traceback" not in answer.text
+    assert len(answer.text) < 1000
+    assert answer.headers["x-request-id"]
+    return str(error["message"])
+
+
+BODIES = [
+    (b'{"prompt": "a"', "character 14"),
+    (b"", "not a JSON object"),
+    (b"[1]", "[1] given"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature: nan given"),
+    (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+    (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), "4300 digits"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion depth"),
+    (b'{"prompt": "\xff"}', "byte 0xff"),
+]
+
+
+def test_bodies_of_other_kinds_sizes_and_paths_are_refused(client: httpx.Client) -> None:
+    for body, fact in BODIES:
+        assert_refused(client.post(COMPLETION, content=body, headers=JSON), 400, fact, "allowed; correct it")
+    assert_refused(client.post(COMPLETION, data={"prompt": "a"}), 415, "application/json")
+    assert_refused(client.post(COMPLETION, json={"prompt": "a" * 5 * 2**20}), 413, "1048576 bytes")
+    assert_refused(client.post("/v1/other", json={}), 404, "no such path")
+    assert_refused(client.get(CHAT), 405, "allowed: POST")
+    assert_refused(client.post(CHAT, json={"messages": HELLO, "model": "gpt-5"}), 404, "model: 'gpt-5' given", NAME)
+
+
+CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"at": "it"}'}}
+SCHEMA = {"type": "object", "properties": {"at": {"enum": ["it"]}}, "required": ["at"]}
+TEXTS: list[tuple[str, dict[str, Any]]] = [
+    (COMPLETION, {"model": NAME, "prompt": ["a"], "stop": ["b"], "logit_bias": {"3": 1}, "user": "u", "echo": True}),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": "b"}}),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"choice": ["b"]}}),
+    (COMPLETION, {"prompt": "a", "structured_outputs": {"json": SCHEMA}}),
+    (
+        CHAT,
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"},
+                {"role": "assistant", "content": "a", "tool_calls": [CALLED], "reasoning_content": "r"},
+                {"role": "tool", "content": "a", "tool_call_id": "c"},
+            ],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}],
+            "chat_template_kwargs": {"mood": "m"},
+            "metadata": {"k": "v"},
+        },
+    ),
+    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
+    ("/tokenize", {"messages": HELLO, "return_token_strs": True}),
+    ("/tokenize", {"prompt": "a"}),
+]
+
+
+def with_half(value: Any) -> Iterator[Any]:
+    """The same with half of a surrogate pair in one of its texts and keys: each of them in turn."""
+    match value:
+        case str():
+            yield f"{value}\ud83d"
+            yield value.replace("it", "\\ud83d")  # as an escape within JSON in a text
+        case list():
+            for place, each in enumerate(value):
+                yield from ([*value[:place], other, *value[place + 1 :]] for other in with_half(each))
+        case dict():
+            for name, each in value.items():
+                yield from ({**value, name: other} for other in with_half(each))
+                yield {f"{own}\ud83d" if own == name else own: other for own, other in value.items()}
+
+
+@pytest.mark.parametrize("number", slow_unless((0, 6), range(len(TEXTS))))
+def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: httpx.Client, number: int) -> None:
+    """JSON can name them, but no text can hold them: they failed the request, or the step of all requests."""
+    path, body = TEXTS[number]
+    for index, fields in enumerate(with_half(body)):
+        sent = {**fields, **({} if path == "/tokenize" else {"max_tokens": 2, "stream": index % 2 == 0})}
+        answer = client.post(path, content=json.dumps(sent).encode(), headers=JSON)
+        assert answer.status_code in (200, 400, 404), answer.text
+        assert answer.json() if answer.status_code != 200 or not sent.get("stream") else "[DONE]" in answer.text
+
+
+def test_halves_of_surrogate_pairs_are_replacement_characters(client: httpx.Client) -> None:
+    halves = client.post("/tokenize", content=b'{"prompt": "\\ud83d\\\\ud83d\\ud83d\\ude00\\udE00"}', headers=JSON)
+    assert halves.json() == client.post("/tokenize", json={"prompt": "\ufffd\\ud83d😀\ufffd"}).json()

@@ -1,0 +1,54 @@
+"""Law of head kinds: a kind says what it is, so that few files know it and a new one is added in few files."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from test_layout import ROOT, our_files
+
+from headstart.heads.kinds.checkpoint import KINDS
+from headstart.recipes.fields import head_kinds
+
+MOST_FILES = 6
+# Where a kind may be told from another: its class, its section, its layouts, its loss and its drafter.
+OF_KINDS = ("heads/kinds/", "recipes/schema_heads.py", "heads/formats/kinds/", "trainers/objectives/")
+
+
+def files_that_name(kind: str, files: list[Path]) -> list[str]:
+    """The files that name a kind, see below; relative to the repository."""
+    classes = rf"{KINDS[kind].__name__}|{head_kinds()[kind].__name__}"
+    named = re.compile(rf"\b(?:{classes})\b|[\"']{kind}[\"']|\bheads\.kinds\.{kind} import\b")
+    return [path.relative_to(ROOT).as_posix() for path in files if named.search(path.read_text())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_files_name_a_kind_of_head(kind: str) -> None:
+    """A source file counts if it has, anywhere in its text, the name of the kind's head class or section class, the
+    kind itself as a string in quotes, or an import from the kind's module.
+
+    Nothing is exempt: an engine's own word counts, too, where it is the same as the kind's (vLLM's method "eagle3"),
+    and so does the list of all kinds (heads/kinds/checkpoint.py). Not counted are the kind's name in prose, and what a
+    kind keeps in further modules of heads/kinds (block_attention.py), which other kinds may use.
+    """
+    files = files_that_name(kind, our_files())
+    assert f"heads/kinds/{kind}.py" in files
+    assert "recipes/schema_heads.py" in files
+    assert len(files) <= MOST_FILES, "\n".join(files)
+
+
+def test_only_a_kinds_own_files_ask_for_its_class() -> None:
+    """With `isinstance(head, BlockHead)` in a trainer, each new kind is one more branch there."""
+    classes = {each.__name__ for each in (*KINDS.values(), *head_kinds().values())}
+    asking = []
+    for path in our_files():
+        file = path.relative_to(ROOT).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                named = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+                asking += [f"{file}:{node.lineno}"] if named & classes and not file.startswith(OF_KINDS) else []
+    assert not asking, "\n".join(asking)
+
+
+def test_every_kind_of_head_has_a_section() -> None:
+    assert KINDS.keys() == head_kinds().keys()
