@@ -154,7 +154,7 @@ CASES: list[Case] = [
         ["run_dir=/proc/x"],
         "run_dir",
         "/proc/x given",
-        "can be written is allowed",
+        "a writable folder is allowed",
         "choose another",
     ),
     (
@@ -162,7 +162,7 @@ CASES: list[Case] = [
         ["data.folder=/proc/x/y"],
         "data.folder",
         "/proc/x/y given",
-        "can be written is allowed",
+        "a writable folder is allowed",
         "choose another",
     ),
 ]
