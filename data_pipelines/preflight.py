@@ -34,9 +34,9 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
 
     A run on another machine, not `is_here`, may have devices that this one lacks.
     """
-    for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
-        if place is not None:
-            refuse_unwritable(field, place)
+    for field, folder_or_url in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
+        if folder_or_url is not None:
+            refuse_unwritable(field, folder_or_url)
     folder = folder_of(recipe.target, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)

@@ -33,17 +33,17 @@ from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
-CANDIDATES = torch.logspace(-0.6, 0.7, 53)  # multipliers to try: 0.25 to 5
-WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # Gumbel weights, tried with every fourth multiplier
-TEMPERATURES = (0.7, 1.0)  # temperatures of the sampled texts
-CHILDREN = 4  # usual children of a node: scores are fitted only where drafting gets to, which is easier text
-RANKS = 16  # guesses per depth that the searched tree may hold
-NODES = 64  # nodes of the searched tree; a smaller tree is made of its first nodes
+MULTIPLIERS = torch.logspace(-0.6, 0.7, 53)  # to try: 0.25 to 5
+GUMBEL_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # tried with every fourth multiplier
+SAMPLED_AT = (0.7, 1.0)  # temperatures of the sampled texts
+USUAL_CHILDREN = 4  # of a node: scores are fitted only where drafting usually gets to, which is easier text
+MAX_RANKS = 16  # guesses per depth that the searched tree may hold
+TREE_NODES = 64  # of the searched tree; a smaller tree is made of its first nodes
 
 
 @dataclass
 class Tally:
-    """Sums over texts of the target: how well each multiplier and weight fits, and how often each guess was right."""
+    """Sums over texts of the target: the fit of each multiplier and weight, and how often each guess was right."""
 
     weights: Float[Tensor, "depth weights"]  # Gumbel weights to try; guesses are ranked with the last one
     multipliers: Float[Tensor, " multipliers"]  # multipliers to try
@@ -54,21 +54,21 @@ class Tally:
     @classmethod
     def empty(cls, weights: Float[Tensor, "depth weights"], ranks: int, every: int = 1) -> "Tally":
         """A tally that tries every multiplier, or with `every` = 2, 3, ... every second, third, ... one."""
-        multipliers, depth = CANDIDATES[::every], len(weights)
+        multipliers, depth = MULTIPLIERS[::every], len(weights)
         losses = torch.zeros(*weights.shape, len(multipliers), dtype=torch.float64)
         return cls(weights, multipliers, losses, losses.new_zeros(depth, ranks), losses.new_zeros(depth))
 
     def best(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Multipliers and Gumbel weights of least loss by depth; a depth never scored gets 1 and its last weight."""
         flat = self.losses.flatten(1)
-        found, scored = flat.argmin(dim=1), flat.sum(dim=1) > 0
-        multipliers = self.multipliers[found % len(self.multipliers)]
-        weights = self.weights.gather(1, (found // len(self.multipliers)).unsqueeze(1)).squeeze(1)
+        least, scored = flat.argmin(dim=1), flat.sum(dim=1) > 0
+        multipliers = self.multipliers[least % len(self.multipliers)]
+        weights = self.weights.gather(1, (least // len(self.multipliers)).unsqueeze(1)).squeeze(1)
         multipliers, weights = multipliers.where(scored, 1.0), weights.where(scored, self.weights[:, -1])
         return tuple(multipliers.tolist()), tuple(weights.tolist())
 
     def accuracies(self) -> Float[Tensor, "depth ranks"]:
-        """How often the guess of each rank is correct given a correct prefix; every outcome counts half a case more."""
+        """How often the guess of each rank is correct given a correct prefix; each outcome starts with half a count."""
         return (self.hits + 0.5) / (self.tried.unsqueeze(1) + 0.5 * (self.hits.shape[1] + 1))
 
 
@@ -76,29 +76,29 @@ class Tally:
 def fit_calibration(
     target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
 ) -> Calibration:
-    """Fit multipliers and weights of Gumbel noise down to `depth`, and the tree, on what the target writes."""
+    """Fit multipliers and Gumbel weights down to `depth`, and the tree, on texts that the target writes."""
 
     def texts_at(sampling: Sampling) -> list[tuple[Request, list[int]]]:
         return write_texts(target, head, [Request(prompt, new_tokens, sampling) for prompt in prompts], depth)
 
-    ranks = min(RANKS, len(head.vocab.ids))
+    ranks = min(MAX_RANKS, len(head.vocab.ids))
     greedy = Tally.empty(torch.ones(depth, 1), ranks)
     tally_texts(greedy, target, head, texts_at(Sampling()))
-    texts = [text for temperature in TEMPERATURES for text in texts_at(Sampling(temperature, seed=1))]
-    coarse = Tally.empty(torch.tensor(WEIGHTS).repeat(depth, 1), ranks, every=4)
+    texts = [text for temperature in SAMPLED_AT for text in texts_at(Sampling(temperature, seed=1))]
+    coarse = Tally.empty(torch.tensor(GUMBEL_WEIGHTS).repeat(depth, 1), ranks, every=4)
     tally_texts(coarse, target, head, texts)
     sampled = Tally.empty(torch.tensor(coarse.best()[1]).unsqueeze(1), ranks)
     tally_texts(sampled, target, head, texts)
     sampled.hits += greedy.hits
     sampled.tried += greedy.tried
-    return Calibration(greedy.best()[0], *sampled.best(), search_tree(sampled.accuracies(), NODES))
+    return Calibration(greedy.best()[0], *sampled.best(), search_tree(sampled.accuracies(), TREE_NODES))
 
 
 def write_texts(
     target: TargetModel, head: DraftHead, requests: Sequence[Request], depth: int
 ) -> list[tuple[Request, list[int]]]:
     """Each request with the target's response."""
-    drafter = head_drafter(head, Dynamic.chain(depth))  # it only saves time: the text is the target's
+    drafter = head_drafter(head, Dynamic.chain(depth))  # to save time; the text is the target's
     generations = generate_batch(target, requests, drafter)
     return [(request, each.tokens) for request, each in zip(requests, generations, strict=True)]
 
@@ -132,7 +132,7 @@ def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
 ) -> Iterator[LevelScores]:
     """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
-    yield from score_taps(head, target.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
+    yield from score_taps(head, target.passes.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
 
 
 def score_taps(
@@ -144,7 +144,7 @@ def score_taps(
     depth: int,
     shift: int = 0,
 ) -> Iterator[LevelScores]:
-    """`score_text` from taps that are known already; `shift` moves the tokens that the head reads with them."""
+    """`score_text` from known taps; `shift` moves the tokens that the head reads with them."""
     batch = BatchSampling([sampling], text.device)
     ids, column = head.vocab.ids.to(text.device), head.vocab.columns().to(text.device)
     for level, logits in enumerate(head.text_logits(head.project(taps), text, depth, shift)):
@@ -155,26 +155,25 @@ def score_taps(
 
 def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:
     """Add one text to the tally; all scores are multiplied by `unit`, the text's temperature (see `Calibration`)."""
+    max_ranks = tally.hits.shape[1]
     rankable: Tensor | None = None  # rows whose tokens at every depth so far are among the ranked guesses
     drafted: Tensor | None = None  # rows whose tokens at every depth so far would most likely be drafted
-    for level, found in enumerate(levels):
-        known = found.columns >= 0
-        drafted = found.written if drafted is None else drafted[: len(known)]
-        counted = drafted & known  # a token outside the draft vocabulary says nothing about the scores
-        columns = found.columns[counted]
-        for tried, weight in enumerate(tally.weights[level].tolist()):
-            scores = found.scores(weight)
-            for number, multiplier in enumerate(tally.multipliers.tolist()):
-                given = scores[counted] * unit * multiplier
-                loss = torch.nn.functional.cross_entropy(given, columns, reduction="sum")
-                tally.losses[level, tried, number] += loss.cpu()
-        chosen = scores.gather(1, found.columns.clamp(min=0).unsqueeze(1))
-        ranks = torch.where(known, (scores > chosen).sum(1), len(scores[0]))
-        rankable = found.written if rankable is None else rankable[: len(ranks)]
-        hits = torch.bincount(ranks[rankable], minlength=tally.hits.shape[1])[: tally.hits.shape[1]]
-        tally.hits[level] += hits.cpu()
+    for level, scored in enumerate(levels):
+        in_vocab = scored.columns >= 0
+        drafted = scored.written if drafted is None else drafted[: len(in_vocab)]
+        counted = drafted & in_vocab  # a token outside the draft vocabulary says nothing about the scores
+        for number, weight in enumerate(tally.weights[level].tolist()):
+            scores = scored.scores(weight)
+            for column, multiplier in enumerate(tally.multipliers.tolist()):
+                logits = scores[counted] * unit * multiplier
+                loss = torch.nn.functional.cross_entropy(logits, scored.columns[counted], reduction="sum")
+                tally.losses[level, number, column] += loss.cpu()
+        chosen = scores.gather(1, scored.columns.clamp(min=0).unsqueeze(1))
+        ranks = torch.where(in_vocab, (scores > chosen).sum(1), len(scores[0]))
+        rankable = scored.written if rankable is None else rankable[: len(ranks)]
+        tally.hits[level] += torch.bincount(ranks[rankable], minlength=max_ranks)[:max_ranks].cpu()
         tally.tried[level] += int(rankable.sum())
-        rankable, drafted = rankable & (ranks < tally.hits.shape[1]), drafted & (ranks < CHILDREN)
+        rankable, drafted = rankable & (ranks < max_ranks), drafted & (ranks < USUAL_CHILDREN)
 
 
 def main() -> None:

@@ -70,10 +70,9 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)
     parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
-    parser.add_argument("--count", type=int, default=Options.count, help="prompts to replay (default: %(default)s)")
-    per_prompt = "new tokens per prompt (default: %(default)s)"
-    parser.add_argument("--new-tokens", type=int, default=Options.new_tokens, help=per_prompt)
-    parser.add_argument("--depth", type=int, default=Options.depth, help="depths to measure (default: %(default)s)")
+    for name, about in (("count", "prompts to replay"), ("new_tokens", "new tokens per prompt"), ("depth", "depths")):
+        flag, default = f"--{name.replace('_', '-')}", getattr(Options, name)
+        parser.add_argument(flag, type=positive, default=default, help=f"{about} (default: %(default)s)")
     engine = "engine that serves EXPORT; default: the first it is meant for"
     parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
     return parser.parse_args(argv)

@@ -58,11 +58,10 @@ class TargetSection(Section):
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto", description="Attention code. auto: the fastest exact one; sdpa, eager: transformers' own."
     )
-    compile: bool | None = Field(
-        default=None,
-        description="Compile layers. null: on a CPU, in the background while decoding goes on, if weights are packed "
-        "and there is a C++ compiler; true: those of target and head (torch.compile), for the fixed-shape decode steps "
-        "that CUDA graphs replay, and the first texts wait for it; false: nowhere.",
+    compile: bool = Field(
+        default=True,
+        description="On a CPU with a C++ compiler, compile the layers of target and head in the background during "
+        "decoding, if their weights are packed.",
     )
 
 

@@ -50,14 +50,14 @@ class HeldOutDecoding:
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))
         generations = generate_batch(self.target, requests, head_drafter(self.head, growth), most)
-        self.target.kept(SpareSteps).clear()  # training needs their memory
+        self.target.singleton(SpareSteps).clear()  # training needs their memory
         return DecodeStats.sum_of(generation.stats for generation in generations)
 
     def fit_calibration(self) -> Calibration:
         """A calibration of the head, fitted on the same prompts."""
         depth = Growth.from_section(self.recipe.decode, self.head.max_levels).depth
         calibration = fit_calibration(self.target, self.head, self.prompts(), depth, self.new_tokens)
-        self.target.kept(SpareSteps).clear()
+        self.target.singleton(SpareSteps).clear()
         return calibration
 
     @property

@@ -52,7 +52,7 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
         padded = max(padded, min(math.ceil(padded / GPU_LENGTHS) * GPU_LENGTHS, target.max_positions))
     tokens = torch.tensor([text + [0] * (padded - len(text)) for text in texts], device=target.device)
     with torch.inference_mode():
-        taps, last_hidden = target.states(tokens)
+        taps, last_hidden = target.passes.hidden_states(tokens)
     return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
 
 

@@ -88,11 +88,11 @@ class ChatMasks:
         The answer is tokenized apart if a token of the joined text would hold parts of both.
         """
         encode, decode = self.template.encode, self.template.tokenizer.decode
-        prompt, whole = encode(asked), encode(asked + answer)
-        if whole[: len(prompt)] == prompt:
-            return prompt, whole[len(prompt) :]
+        prompt, joined = encode(asked), encode(asked + answer)
+        if joined[: len(prompt)] == prompt:
+            return prompt, joined[len(prompt) :]
         written = encode(answer)
-        if decode(prompt + written) != decode(whole):
+        if decode(prompt + written) != decode(joined):
             raise BadRow("chat template", "a token spans the boundary of the assistant's words")
         return prompt, written
 
@@ -278,8 +278,8 @@ def closed(turn: Json, tag: str, answer: str, tail: str) -> str:
 
 def reasoning_of(turn: Json) -> tuple[str, str]:
     """The reasoning of a turn, from its own field or from its words, and the words without it."""
-    found = REASONING.match(turn["content"])
-    reasoning, words = (found[1], found[2]) if found else ("", turn["content"])
+    match = REASONING.match(turn["content"])
+    reasoning, words = (match[1], match[2]) if match else ("", turn["content"])
     return turn.get("reasoning_content") or reasoning, words
 
 

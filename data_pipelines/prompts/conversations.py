@@ -324,16 +324,18 @@ def check_order(messages: list[Json]) -> None:
     roles = [message["role"] for message in messages]
     for number, (before, role) in enumerate(pairwise([None, *roles]), start=1):
         if before not in FOLLOWS[role]:
-            place = "the start" if before is None else f"a turn by {before}"
-            raise BadRow("wrong turn", f"turn {number} is by {role} right after {place}; change the order of the turns")
+            predecessor = "the start" if before is None else f"a turn by {before}"
+            raise BadRow(
+                "wrong turn", f"turn {number} is by {role} right after {predecessor}; change the order of the turns"
+            )
 
 
 def list_of(kind: type[Item], value: object, name: str) -> list[Item]:
     wanted = {int: "whole numbers", dict: "objects"}[kind]
     if not isinstance(value, list):
         raise BadRow("unknown form", f"{name} is {in_words(value)}, a list of {wanted} is needed; a row needs {NEEDED}")
-    for place, item in enumerate(value, start=1):
+    for position, item in enumerate(value, start=1):
         if not isinstance(item, kind):
-            found = f"{name} holds {in_words(item)} at place {place}"
-            raise BadRow("unknown form", f"{found}, a list of {wanted} is needed; a row needs {NEEDED}")
+            problem = f"{name} holds {in_words(item)} at place {position}"
+            raise BadRow("unknown form", f"{problem}, a list of {wanted} is needed; a row needs {NEEDED}")
     return value

@@ -120,7 +120,7 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
     At least 1; decoding raises if even one does not fit. All ranks must call this.
     """
     wanted, limits = recipe.data.generate_batch, []
-    for device in dict.fromkeys(target.layout.devices):
+    for device in dict.fromkeys(target.passes.layout.devices):
         free = max(free_memory(device), CHECKED_STEP_BYTES_MIN)
         needed = StepMemory.on(device, target).needed(1, nodes, length)
         limits.append((int(DECODE_MEMORY_SHARE * free) // needed, free, needed, device))

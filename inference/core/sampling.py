@@ -31,8 +31,8 @@ from headstart.recipes.schema import Recipe
 
 AcceptanceRule = Literal["seeded", "rejection"]
 TEMPERATURE_MIN = 1e-8  # below, logits / temperature would overflow: the likeliest token is chosen, as for 0
-SCORED = 2**25  # scores computed at once: 128 MiB in float32, and a few times that in intermediate results
-NO_LIMIT = 2.0**24  # in place of top-k, where nothing is cut off; float32 holds whole numbers up to this
+SCORES_AT_ONCE = 2**25  # 128 MiB in float32, and a few times as much for intermediate results
+TOP_K_OFF = 2.0**24  # as a setting; float32 represents integers exactly up to this
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Sampling:
 
     @property
     def needs_history(self) -> bool:
-        """Do penalties make the choice depend on the earlier tokens themselves, and not on the logits alone?"""
+        """Do penalties make the choice depend on earlier tokens?"""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @cached_property  # a batch of hundreds is rebuilt whenever one of its texts ends
@@ -86,11 +86,11 @@ class Sampling:
 
     @cached_property
     def settings(self) -> tuple[float, ...]:
-        """The columns of a batch's settings, each off where it has no effect."""
-        cuts = self.temperature > 0  # what is cut off is never the likeliest token
+        """The row of a batch's settings; truncation is off for greedy rows, as it keeps the likeliest token."""
+        cuts = self.temperature > 0
         return (
             self.temperature,
-            float(self.top_k) if cuts and self.top_k else NO_LIMIT,
+            float(self.top_k) if cuts and self.top_k else TOP_K_OFF,
             1 - self.top_p if cuts and self.top_p < 1 else -1.0,
             math.log(self.min_p) if cuts and self.min_p > 0 else -math.inf,
             self.repetition_penalty,
@@ -100,19 +100,19 @@ class Sampling:
 
 
 def sampling_from_recipe(recipe: Recipe, temperature: float) -> Sampling:
-    """How evaluations of a recipe sample, at one of their temperatures."""
+    """The sampling of a recipe's evaluations at one temperature."""
     return Sampling(temperature, seed=recipe.seed, rule=recipe.decode.acceptance)
 
 
 @dataclass(frozen=True)
 class Form:
-    """Which parts of choosing a token are computed. Rows of one form are computed together, each with its settings."""
+    """The parts of choosing a token that are computed; rows of one form are computed together."""
 
-    greedy: bool  # for a row that is greedy
-    sampled: bool  # for a row that is not
+    greedy: bool  # whether rows may be greedy
+    sampled: bool  # whether rows may be sampled
     tempered: bool = False  # a temperature other than 0 and 1
-    top_k: int | None = None  # of all rows alike
-    sorts: bool = False  # by top_p, or by unlike top_k
+    top_k: int | None = None  # the same for all rows
+    sorts: bool = False  # for top_p, or for different top_k
     min_p: bool = False
     penalised: bool = False
     biased: int = 0  # token ids that a bias covers
@@ -135,7 +135,7 @@ class SamplingGroup:
         return self.settings[:, number, None, None]
 
     def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
-        """BatchSampling.warp for the group's rows; arguments are those of these rows."""
+        """BatchSampling.warp for the group's rows."""
         shaped = self.shaped(logits, history, tokens)
         if not self.form.sampled:
             return shaped
@@ -143,7 +143,7 @@ class SamplingGroup:
         return torch.where(self.column(TEMPERATURE) == 0, shaped.float(), log_p) if self.form.greedy else log_p
 
     def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
-        """`warp` up to a constant per node, which no choice depends on: what the normalisation would cost is saved."""
+        """`warp`, but unnormalised: choices do not depend on a constant per node."""
         form = self.form
         if self.bias is not None:
             logits = add_bias(logits.float(), self.bias, tokens)
@@ -241,7 +241,7 @@ class BatchSampling:
         return Form(True, not self.all_greedy, not self.all_greedy, None, cuts, cuts, biased=biased)
 
     def take(self, other: "BatchSampling") -> None:
-        """Compute the first rows with the seeds and settings of another batch, whose captured form is this one."""
+        """Compute the first rows with the seeds and settings of another batch with the same captured form."""
         count = len(other.samplings)
         self.seeds[:count].copy_(other.seeds)
         self.settings[:count].copy_(other.settings)
@@ -263,7 +263,7 @@ class BatchSampling:
     ) -> "BatchSampling":
         """A copy with the Gumbel noise of `count` positions from `first` on drawn once; it scores only these.
 
-        `last` is the table of an earlier copy: what it holds of these positions is not drawn again.
+        Noise in `last`, the table of an earlier copy, is not drawn again.
         """
         if self.all_greedy:
             return self
@@ -311,11 +311,11 @@ class BatchSampling:
         history: History | None = None,
     ) -> Int[Tensor, "batch nodes"]:
         """The token that each row's Sampling chooses at each absolute position."""
-        at_once = max(SCORED // (logits.shape[0] * logits.shape[-1]), 1)
+        at_once = max(SCORES_AT_ONCE // (logits.shape[0] * logits.shape[-1]), 1)
         if self.keeps_logits or history is not None or logits.shape[1] <= at_once:
             return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
         parts = zip(logits.split(at_once, 1), positions.split(at_once, 1), strict=True)
-        return torch.cat([self.scores(own, at).max(-1).indices for own, at in parts], dim=1)
+        return torch.cat([self.scores(part, at).max(-1).indices for part, at in parts], dim=1)
 
     def gumbel(
         self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
@@ -349,10 +349,9 @@ class BatchSampling:
         for group in self.groups:
             rows = group.rows
             assert rows is not None
-            own_history = history.select(rows) if history is not None and group.form.penalised else None
-            own_positions = None if positions is None else positions[rows]
-            found = group.scores(logits[rows], own_history, tokens, own_positions, self.gumbel_table, gumbel_weight)
-            scores[rows] = found.float()
+            selected = history.select(rows) if history is not None and group.form.penalised else None
+            at = None if positions is None else positions[rows]
+            scores[rows] = group.scores(logits[rows], selected, tokens, at, self.gumbel_table, gumbel_weight).float()
         return scores
 
 
@@ -383,17 +382,16 @@ def add_bias(
 def bias_of(samplings: Sequence[Sampling], biased: int, device: torch.device | str) -> Float[Tensor, "rows biased"]:
     """The logit bias of each row by token id; a token given twice gets the sum."""
     bias = torch.zeros(len(samplings), biased)
-    for own, sampling in zip(bias, samplings, strict=True):
+    for row, sampling in zip(bias, samplings, strict=True):
         for token, value in sampling.logit_bias:
-            own[token] += value
+            row[token] += value
     return bias.to(device)
 
 
 def cut_sorted(
     logits: Float[Tensor, "batch nodes vocab"], top_k: Float[Tensor, "batch 1 1"], tail: Float[Tensor, "batch 1 1"]
 ) -> Float[Tensor, "batch nodes vocab"]:
-    """Set logits to -inf outside top-k, then outside top-p of the rest, where `tail` is 1 - top-p; keeps what Hugging
-    Face's warpers keep."""
+    """Set logits to -inf outside top-k, then outside top-p of the rest, as Hugging Face does; `tail` is 1 - top-p."""
     # One ascending sort serves both. It is stable: of equal logits at the cutoff, later ids are kept.
     ordered, order = logits.sort(dim=-1, stable=True)
     last = (logits.shape[-1] - top_k.long()).clamp(min=0).expand(-1, logits.shape[1], -1)

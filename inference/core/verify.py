@@ -1,4 +1,4 @@
-"""Verification: the path of a tree that the target accepts, and what it makes certain for the next draft.
+"""Verification: the path of a tree that the target accepts, and the input of the next draft.
 
 Under rejection sampling draft tokens are sampled too, and the output keeps the target's distribution. Of a node's k
 children, k - 1 are the likeliest tokens of the draft distribution q. The last one is sampled from q', which is q
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.constraint import LevelConstraint, States
+from headstart.inference.core.constraint import GrammarStates, LevelConstraint
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Proposals, Tree, take
@@ -24,7 +24,7 @@ from headstart.inference.core.tree import Proposals, Tree, take
 # instead must be independent of each other, so each has a stream of its own.
 DRAFT_STREAM, ACCEPT_STREAM = 1, 2
 
-BONUS = 0  # in place of a draft depth: the token that the target adds after the accepted draft tokens
+BONUS = 0  # the draft depth of the bonus token, which the target adds after the accepted draft tokens
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Accepted:
     path: list[int]  # the accepted nodes, root first
     tokens: list[int]  # the path's tokens without the root, then the bonus token
     drafted: int  # draft tokens that were verified
-    choices: list[int] = field(default_factory=list, compare=False)  # the target's, at every node
+    choices: list[int] = field(default_factory=list, compare=False)  # the target's choice at every node
     nodes: list[int] = field(default_factory=list, compare=False)  # the token of every node, padding included
     parents: list[int] = field(default_factory=list, compare=False)  # one per node; -1 for the root and for padding
 
     @property
     def depths(self) -> list[int | None]:
-        """The draft depth of each token, BONUS for the last; None for all if nothing was drafted."""
+        """The draft depth of each token, BONUS for the last one; None for all of them if nothing was drafted."""
         return [*range(1, len(self.tokens)), BONUS] if self.drafted else [None] * len(self.tokens)
 
 
@@ -53,10 +53,9 @@ def verify(
 ) -> list[Accepted]:
     """Accept a path of each row's tree, by the acceptance rule that the rows share.
 
-    `logits` are the target's at each node, `roots` the positions of the roots, and `history` covers the tokens before
-    them.
+    `logits` are the target's at each node, `roots` the positions of the roots; `history` covers the tokens before them.
     """
-    positions = roots.unsqueeze(1) + tree.depths + 1  # where the choices go
+    positions = roots.unsqueeze(1) + tree.depths + 1  # of the choices
     if history is not None:
         history = history.followed_by(tree.tokens, tree.ancestors)
     if sampling.rule == "rejection" and tree.proposals is not None:
@@ -67,7 +66,7 @@ def verify(
 
 def accept(tree: Tree, choices: Int[Tensor, "batch nodes"]) -> list[Accepted]:
     """Follow each row's choices from the root; the first choice that was not drafted is the bonus token."""
-    # One transfer for everything: the only time that a decode step must wait for the device.
+    # One transfer for everything: the only host sync of a decode step.
     accepted = []
     for tokens, parents, chosen in torch.stack([tree.tokens, tree.parents, choices], dim=1).tolist():
         if len(tokens) == 1:  # the root alone: hundreds of rows may decode plainly together
@@ -89,10 +88,10 @@ def count_drafted(parents: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Verified(ABC):
-    """The tokens and hidden states that the last target step made certain in each row. A drafter builds on them.
+    """The tokens and hidden states that the last target step verified in each row: the input of a draft.
 
-    Rows differ in how many positions are newly verified, so their tensors are padded on the right. One subclass holds
-    its counts on the host; the other serves a captured step, which cannot wait to read counts from the device.
+    Rows differ in the number of newly verified positions, so their tensors are right-padded. One subclass has its
+    counts on the host; the other serves a captured step, which cannot read counts from the device.
     """
 
     taps: Float[Tensor, "batch count tapped"]  # at the newly verified positions
@@ -103,7 +102,7 @@ class Verified(ABC):
 
     @abstractmethod
     def levels(self, most: int) -> int:
-        """How many levels to draft: at most `most`, and fewer if no row can use that many draft tokens."""
+        """The number of levels to draft: `most`, or fewer if no row can use that many draft tokens."""
 
     @abstractmethod
     def rewind(self, slots: Slots, read: int = 0) -> None:
@@ -111,11 +110,11 @@ class Verified(ABC):
 
     @abstractmethod
     def advance(self, slots: Slots, already: int = 0) -> None:
-        """Keep the newly verified positions that were just read into the slots; `already` were there before."""
+        """Commit the newly verified positions just written to the slots, except the `already` committed ones."""
 
     @abstractmethod
-    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        """The states at each row's last newly verified position."""
+    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        """The hidden states at each row's last newly verified position."""
 
     def constraint(self) -> LevelConstraint | None:
         """The tokens that may follow each row's root; None if no row has a constraint."""
@@ -123,26 +122,25 @@ class Verified(ABC):
 
     @abstractmethod
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
-        """The rows that can use no draft tokens of this level; None if every row can."""
+        """The rows that cannot use draft tokens of this level; None if every row can."""
 
 
 @dataclass(frozen=True)
 class VerifiedOnHost(Verified):
-    """All counts are known on the host. Drafters without static shapes only ever get this one."""
+    """All counts are known on the host. Drafters without static shapes only get this class."""
 
     starts: list[int]  # the first newly verified position of each row
-    counts: list[int]  # how many positions are newly verified
+    counts: list[int]  # newly verified positions
     drafted: list[int]  # draft tokens of the last tree; 0 after prefill
     remaining: list[int]  # draft tokens that a row can still use
     texts: list[list[int]]  # prompt and output, the root included
-    keys: list[int]  # one per row, unique in this process: a drafter keeps a row's state by its key
+    keys: list[int]  # one per row, unique in this process: a drafter may store data of a row by its key
     nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
-    choices: list[list[int]] = field(default_factory=list)  # the target's, at each of them
-    constraints: States = ()  # one per row; empty if no row has a constraint
+    choices: list[list[int]] = field(default_factory=list)  # the target's choice at each of them
+    constraints: GrammarStates = ()  # one per row; empty if no row has a constraint
 
     @property
-    def states(self) -> States:
-        """Where each row's text stands within its constraint."""
+    def grammar_states(self) -> GrammarStates:
         return self.constraints or [None] * len(self.texts)
 
     def levels(self, most: int) -> int:
@@ -157,10 +155,10 @@ class VerifiedOnHost(Verified):
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.advance([count - already for count in self.counts])
 
-    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        if len(states) == 1:
-            return states[:, self.counts[0] - 1 : self.counts[0]]
-        return take(states, torch.tensor(self.counts, device=states.device).unsqueeze(1) - 1)
+    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        if len(hidden) == 1:
+            return hidden[:, self.counts[0] - 1 : self.counts[0]]
+        return take(hidden, torch.tensor(self.counts, device=hidden.device).unsqueeze(1) - 1)
 
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
         if min(self.remaining) > level:
@@ -183,10 +181,10 @@ class VerifiedOnDevice(Verified):
             slots.shift(torch.full_like(self.counts, read))
 
     def advance(self, slots: Slots, already: int = 0) -> None:
-        slots.shift(self.counts - already if already else self.counts)  # no kernel for nothing
+        slots.shift(self.counts - already if already else self.counts)  # saves a kernel
 
-    def last(self, states: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        return take(states, self.counts.unsqueeze(1) - 1)
+    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
+        return take(hidden, self.counts.unsqueeze(1) - 1)
 
     def finished(self, level: int) -> Bool[Tensor, " batch"]:
         return self.remaining <= level
@@ -201,8 +199,8 @@ def propose(
 ) -> tuple[Int[Tensor, "batch nodes {children}"], Float[Tensor, "batch nodes draft_vocab"]]:
     """Draft each node's children: the likeliest ones, then one sampled from the rest. Returns them and log q'.
 
-    `log_q` are the draft's logits after `sampling.warp`, `positions` those of the children, and `ids` the target's
-    token id of each draft column. Children are returned as draft columns. Greedy rows get their likeliest tokens.
+    `log_q` are the draft's logits after `sampling.warp`, `positions` the children's, and `ids` the target's token id of
+    each draft column. Children are returned as draft columns. Greedy rows get their likeliest tokens.
     """
     assert children <= log_q.shape[-1], f"{children} children of {log_q.shape[-1]} tokens"
     likeliest = log_q.topk(children - 1, dim=-1).indices

@@ -16,7 +16,7 @@ Exit code 1 if anything is found, 0 otherwise.
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -42,7 +42,7 @@ from headstart.inference.doctor.findings import (
     with_unmeasured,
 )
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
-from headstart.inference.doctor.trials import check_number_format, compare_parts, find_better_variants
+from headstart.inference.doctor.trials import compare_parts, find_better_variants
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
@@ -68,29 +68,25 @@ class Diagnosis:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    given = vars(doctor_options(None, argv))
-    head, target, export = given.pop("head"), given.pop("target"), given.pop("export")
+    arguments = vars(doctor_options(None, argv))
+    head, target, export = (arguments.pop(name) for name in ("head", "target", "export"))
     with errors_as_messages():
-        found = diagnose(head, target, export, Options(**given))
-    console = Console()
-    levels = [f"depth {level + 1}" for level in range(len(found.trained))]
-    rows = [["accuracy", *levels], ["HEAD, as trained", *(f"{value:.3f}" for value in found.trained)]]
+        diagnosis = diagnose(head, target, export, Options(**arguments))
+    levels = range(len(diagnosis.trained))
+    rows = [["accuracy", *(f"depth {level + 1}" for level in levels)]]
+    rows.append(["HEAD, as trained", *(f"{share:.3f}" for share in diagnosis.trained)])
     if export is not None:
-        served = ["-"] * len(levels) if found.served is None else [f"{value:.3f}" for value in found.served]
-        rows.append(["EXPORT, as served", *served])
+        served = diagnosis.served
+        rows.append(["EXPORT, as served", *("-" if served is None else f"{served[level]:.3f}" for level in levels)])
+    console = Console()
     console.print(rich_table("how often the top guess is the target's choice", rows))
-    for finding in found.findings:
-        console.print(str(finding), highlight=False, markup=False, soft_wrap=True)
-    if not found.findings:
-        console.print("nothing found")
-    sys.exit(1 if found.findings else 0)
+    lines = [str(finding) for finding in diagnosis.findings] or ["nothing found"]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    sys.exit(1 if diagnosis.findings else 0)
 
 
 def diagnose(head: Path, target_name: str, export: Path | None, options: Options) -> Diagnosis:
     """Find the faults of a head and of its export; ValueError for a file or option that cannot be used."""
-    for name in ("count", "new_tokens", "depth"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: {getattr(options, name)} given, 1 or more is allowed")
     if options.depth > MAX_DEPTH:
         raise ValueError(f"--depth: {options.depth} given, 1 to {MAX_DEPTH} is allowed; lower it")
     files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
@@ -103,7 +99,8 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         served = Interpretation.served(export_files, ends, engine)
         served_by_files = export_violations(export_files, ends, engine)
     prompts = held_out(head, folder, options)
-    target = load_target(folder, taps_to_try(trained, served, ends.config.num_layers))
+    taps = {tap + by for tap in trained.taps for by in (-1, 0, 1)} | set(served.taps if served else ())
+    target = load_target(folder, tuple(sorted(tap for tap in taps if 0 <= tap <= ends.config.num_layers)))
     replays = replay(target, prompts, options.new_tokens)
     measure = partial(accuracies, replays=replays, frozen=target.frozen, depth=options.depth)
 
@@ -113,66 +110,51 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         if not by_files:
             raise
         return Diagnosis(by_files, [], None)
-    tokens = sum(one.text.shape[1] - one.prompt for one in replays)
-    measured = [*find_better_variants(trained, target.frozen, measure, tokens), *check_number_format(trained, measure)]
-    found = [
-        *other_target(files, folder),
-        *other_template(options.manifest, head.parent / MANIFEST, folder),
-        *with_unmeasured(measured, by_files),
-    ]
-    if not {finding.category for finding in found} - {"context length", "target", "template"}:
-        found += no_right_guess(head, accuracy, tokens)
-    found = with_length_cost(found, replays, trained)
+    tokens = sum(each.text.shape[1] - each.prompt for each in replays)
+    findings = with_unmeasured([*find_better_variants(trained, target.frozen, measure, tokens)], by_files)
+    if all(finding.category == "context length" for finding in findings):
+        findings += no_right_guess(head, accuracy, tokens)
+    findings += other_target(files, folder)
+    findings += other_template(options.manifest, head.parent / MANIFEST, folder)
     if served is None:
-        return Diagnosis(found, accuracy, None)
+        return Diagnosis(findings, accuracy, None)
     inherited = {(finding.category, finding.right) for finding in by_files}
-    own = [finding for finding in served_by_files if (finding.category, finding.right) not in inherited]
-    found += with_length_cost(with_unmeasured([*compare_parts(trained, served, measure)], own), replays, served)
+    new = [finding for finding in served_by_files if (finding.category, finding.right) not in inherited]
+    findings += with_unmeasured([*compare_parts(trained, served, measure)], new)
     try:
-        return Diagnosis(found, accuracy, measure(served))
+        return Diagnosis(findings, accuracy, measure(served))
     except ValueError:  # the findings say why it cannot be computed
-        return Diagnosis(found, accuracy, None)
+        return Diagnosis(findings, accuracy, None)
 
 
 def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
-    """The prompts to replay, as tokens; raises ValueError if none are found."""
+    """The prompts to replay, as tokens; raises ValueError if there are none."""
     paths = [options.samples] if options.samples else [head.parent / PROMPTS, target / "heldout_prompts.jsonl"]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
-        looked = " and ".join(map(str, paths))
-        raise ValueError(f"--samples: {looked} not found; name a JSONL file whose rows have tokens or prompt")
-    prompts, template, vocab_size = [], None, TargetConfig.from_folder(target).vocab_size
+        names = " and ".join(map(str, paths))
+        raise ValueError(f"--samples: {names} not found; name a JSONL file whose rows have tokens or prompt")
+    vocab_size, prompts = TargetConfig.from_folder(target).vocab_size, list[list[int]]()
     for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
-        if isinstance(row.get("tokens"), list):
-            advice = "encode the text with TARGET's tokenizer, or give it as prompt"
-            check_tokens(f"{path}: row {number}", row["tokens"], vocab_size, advice)
-            prompts.append(row["tokens"])
-        elif isinstance(row.get("prompt"), str):
-            template = template or ChatTemplate(load_tokenizer(target))
-            prompts.append(template.prompt_tokens(row["prompt"]))
+        advice = "encode the text with TARGET's tokenizer, or give it as prompt"
+        tokens = row.get("tokens")
+        if isinstance(row.get("prompt"), str) and not isinstance(tokens, list):
             advice = "the tokenizer in TARGET is another model's, copy the right one; or this prompt has no text"
-            check_tokens(f"{path}: row {number}", prompts[-1], vocab_size, advice)
-        else:
+            tokens = ChatTemplate(load_tokenizer(target)).prompt_tokens(row["prompt"])
+        if not isinstance(tokens, list):
             raise ValueError(f"{path}: row {number} has {sorted(row)}; give it tokens (a list) or prompt (text)")
+        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]
+        if wrong:
+            allowed = f"token ids 0 to {vocab_size - 1} of TARGET are allowed"
+            raise ValueError(f"{path}: row {number}: tokens hold {wrong[0]!r}, {allowed}; {advice}")
+        if not tokens:
+            raise ValueError(
+                f"{path}: row {number}: tokens are empty, at least one token id is allowed; leave the row out"
+            )
+        prompts.append(tokens)
     if not prompts:
         raise ValueError(f"--samples: {path} is empty; a row with tokens or prompt is required: add at least one")
     return prompts
-
-
-def check_tokens(place: str, tokens: list[Any], vocab_size: int, advice: str) -> None:
-    """Raise ValueError, naming the row, for tokens that are none of the target's."""
-    for token in tokens:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            allowed = f"token ids 0 to {vocab_size - 1} of TARGET are allowed"
-            raise ValueError(f"{place}: tokens hold {token!r}, {allowed}; {advice}")
-    if not tokens:
-        raise ValueError(f"{place}: tokens are empty, at least one token id is allowed; leave the row out")
-
-
-def taps_to_try(trained: Interpretation, served: Interpretation | None, last: int) -> tuple[int, ...]:
-    """Every hidden state that a variant may read and the target has."""
-    wanted = {tap + by for tap in trained.taps for by in (-1, 0, 1)} | set(served.taps if served else ())
-    return tuple(sorted(tap for tap in wanted if 0 <= tap <= last))
 
 
 def load_target(folder: Path, taps: tuple[int, ...]) -> TargetModel:
@@ -182,23 +164,13 @@ def load_target(folder: Path, taps: tuple[int, ...]) -> TargetModel:
 
 
 def replay(target: TargetModel, prompts: list[list[int]], new_tokens: int) -> list[ReplayedText]:
-    """Continue each prompt greedily, and keep the target's hidden states over the whole text."""
+    """Continue each prompt greedily, and keep the target's hidden states of the full text."""
     for prompt in prompts:
         check_length(target, prompt, new_tokens, "--new-tokens")
     replays = []
     responses = generate_batch(target, [Request(prompt, new_tokens) for prompt in prompts])
     for prompt, generation in zip(prompts, responses, strict=True):
         text = torch.tensor([prompt + generation.tokens], device=target.device)
-        states = target.forward(text[:, :-1], last_only=True).taps.split(target.config.hidden_size, dim=-1)
+        states = target.passes.forward(text[:, :-1], last_only=True).taps.split(target.config.hidden_size, dim=-1)
         replays.append(ReplayedText(text, len(prompt), dict(zip(target.taps, states, strict=True))))
     return replays
-
-
-def with_length_cost(found: list[Finding], replays: list[ReplayedText], head: Interpretation) -> list[Finding]:
-    """The findings, those about the context length with the share of replayed tokens that it concerns."""
-    limit, lengths = head.config.get("max_position_embeddings"), [one.text.shape[1] for one in replays]
-    past = sum(max(length - limit, 0) for length in lengths) if isinstance(limit, int) else 0
-    cost = "none in the replayed texts, which are short"
-    if past:
-        cost = f"{past / sum(lengths):.0%} of the replayed tokens are after position {limit}"
-    return [replace(one, cost=cost) if one.category == "context length" else one for one in found]

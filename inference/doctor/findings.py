@@ -1,11 +1,12 @@
-"""Findings of the doctor, one line each, and those that need no measurement: files, chat template, context length."""
+"""Findings of the doctor, one line each, and those that need no measurement: files, target, chat template."""
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.common.errors import named_errors
+from headstart.common.files import read_json
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats import config_rules, tensor_rules
 from headstart.heads.formats.kinds.registry import layout_of
@@ -16,7 +17,7 @@ from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 MIN_ACCURACY = 0.02  # a head below it is untrained, damaged or made for another target
-CATEGORIES = {  # finding -> words in the place or text of a contract violation; the first match counts
+CATEGORIES = {  # finding -> words in the location or text of a violation that lint finds; the first match counts
     "context length": ("max_position_embeddings",),
     "dtype": ("finite numbers", "floating-point format"),
     "files": ("target_rope", "config.json vocab_size"),  # made for another target
@@ -30,30 +31,16 @@ CATEGORIES = {  # finding -> words in the place or text of a contract violation;
 
 @dataclass(frozen=True)
 class Finding:
-    """One fault: what was found, what would be right, what it costs, and how to fix it."""
+    """One fault: what was found, what would be right, how to fix it, and what it costs."""
 
     category: str
     found: str
     right: str
-    cost: str
     advice: str
+    cost: str = "not measured, found by inspecting the files"
 
     def __str__(self) -> str:
         return f"{self.category}: {self.found}; right: {self.right}; cost: {self.cost}; fix: {self.advice}"
-
-
-def largest_loss(right: list[float], wrong: list[float]) -> str:
-    """The accuracy at the depth that loses most, in words."""
-    level = max(range(len(right)), key=lambda level: right[level] - wrong[level])
-    return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
-
-
-def as_finding(violation: Violation, folder: Path) -> Finding:
-    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
-    category = next((name for name, words in CATEGORIES.items() if any(word in text for word in words)), "files")
-    found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
-    cost = "not measured, found by inspecting the files"
-    return Finding(category, found, violation.allowed, cost, f"correct the files in {folder}")
 
 
 def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
@@ -64,69 +51,71 @@ def head_violations(files: HeadFiles, frozen: FrozenTarget) -> list[Finding]:
 
 
 def export_violations(files: HeadFiles, frozen: FrozenTarget, engine: str) -> list[Finding]:
-    """Errors that the engine's contract finds in an export."""
-    found = violations(files, frozen, [engine])
-    return [as_finding(violation, files.folder) for violation in found if violation.severity == "error"]
+    """Errors that lint finds in an export."""
+    errors = [each for each in violations(files, frozen, [engine]) if each.severity == "error"]
+    return [as_finding(violation, files.folder) for violation in errors]
+
+
+def as_finding(violation: Violation, folder: Path) -> Finding:
+    text = f"{violation.where} {violation.allowed}" if violation.where.startswith("tensor") else violation.where
+    category = next((name for name, words in CATEGORIES.items() if any(word in text for word in words)), "files")
+    found = f"{folder.name}: {violation.where} is {str(violation.value)[:60]}"
+    return Finding(category, found, violation.allowed, f"correct the files in {folder}")
 
 
 def with_unmeasured(measured: list[Finding], by_files: list[Finding]) -> list[Finding]:
-    """The measured findings, then those from the files in categories without a finding so far; all of `files`."""
-    kept, seen = list(measured), {finding.category for finding in measured}
+    """The measured findings, then the others: all of category files, and the first of each category without one."""
+    findings = list(measured)
     for finding in by_files:
-        if finding.category not in seen or finding.category == "files":
-            kept.append(finding)
-            seen.add(finding.category)
-    return kept
+        if finding.category == "files" or finding.category not in {each.category for each in findings}:
+            findings.append(finding)
+    return findings
 
 
 def no_right_guess(folder: Path, accuracy: Sequence[float], tokens: int) -> Iterator[Finding]:
     """Yield a finding if next to no guess is right, so that every draft token would be rejected."""
     if max(accuracy) < MIN_ACCURACY:
-        shown = ", ".join(f"{value:.3f}" for value in accuracy)
-        found = f"{folder.name} guesses next to no token right: {shown} of {tokens}"
+        shares = ", ".join(f"{value:.3f}" for value in accuracy)
+        found = f"{folder.name} guesses next to no token right: {shares} of {tokens}"
         right = f"{MIN_ACCURACY:g} or more at some depth, which any head trained for TARGET reaches"
-        cost = "every draft token is rejected, and decoding is slower than without the head"
         advice = "name the target that it was trained for, copy its files again, or train it"
-        yield Finding("accuracy", found, right, cost, advice)
+        cost = "every draft token is rejected, and decoding is slower than without the head"
+        yield Finding("accuracy", found, right, advice, cost)
 
 
 def other_target(files: HeadFiles, target: Path) -> Iterator[Finding]:
-    """Yield a finding if the head records that it was trained for other weights than those of the target at hand."""
+    """Yield a finding if the head records that it was trained for other weights than TARGET's."""
     trained, now = TargetOrigin.from_config(files.config), TargetOrigin.of(target)
     if trained is not None and trained.is_another(now):
+        advice = "name that target"
+        for source, words in SMOLLM2_SOURCES.items():
+            if (trained.source or "").startswith(words):
+                advice = f"fetch that target with headstart smollm2 NEW_FOLDER --source {source} and name it"
+        advice += (
+            ", or fit the head to this one with headstart calibrate RECIPE, or train a head with headstart train RECIPE"
+        )
         right = f"{trained}, for which {files.folder.name} was trained"
         cost = "not measured; these weights write other texts, so fewer draft tokens are accepted"
-        yield Finding("target", f"TARGET is {now}", right, cost, advice_on(trained))
+        yield Finding("target", f"TARGET is {now}", right, advice, cost)
 
 
-def advice_on(trained: TargetOrigin) -> str:
-    """How to bring a head and the target that it was trained for together."""
-    fit = "fit the head to this one with headstart calibrate RECIPE, or train a head for it with headstart train RECIPE"
-    for source, words in SMOLLM2_SOURCES.items():
-        if (trained.source or "").startswith(words):
-            return f"fetch that target with headstart smollm2 NEW_FOLDER --source {source} and name it, or {fit}"
-    return f"name that target, or {fit}"
-
-
-def other_template(named: Path | None, own: Path, target: Path) -> Iterator[Finding]:
-    """Yield a finding if the head was trained with another chat template than the target's tokenizer has now.
-
-    The manifest of the training features says with which: the one that is named, else the run's own if it is there.
-    """
-    manifest = named or own
+def other_template(named: Path | None, default: Path, target: Path) -> Iterator[Finding]:
+    """Yield a finding if the manifest of the training features records another chat template than TARGET's."""
+    manifest = named or default
+    if named is not None and not named.is_file():
+        raise ValueError(f"--manifest: {named} not found; name the manifest.json in a folder of features")
     if not manifest.is_file():
-        if named is not None:
-            raise ValueError(f"--manifest: {named} not found; name the manifest.json in a folder of features")
         return
-    try:
-        trained = dict(json.loads(manifest.read_text())).get("chat_template_sha256")
-    except (ValueError, TypeError) as error:
-        required = "the manifest.json in a folder of features is required: name another, or harvest again"
-        raise ValueError(f"--manifest: {manifest} is no JSON object ({error}); {required}") from error
+    remedy = "name the manifest.json in a folder of features, or harvest again"
+    with named_errors("--manifest"):
+        content = read_json(manifest, remedy)
+        if not isinstance(content, dict):
+            raise ValueError(f"{manifest} is not a JSON object, one is required: {remedy}")
+    trained = content.get("chat_template_sha256")
     now = hashlib.sha256(str(load_tokenizer(target).chat_template).encode()).hexdigest()
-    if trained is not None and trained != now:
+    if trained not in (None, now):
         found = f"TARGET's chat template has hash {now[:12]}"
         right = f"hash {trained[:12]}, which {manifest} records for training"
-        cost = "not measured; every conversation starts differently from those the head was trained on"
         advice = "restore TARGET's chat template, or harvest and train again"
-        yield Finding("template", found, right, cost, advice)
+        cost = "not measured; every conversation starts differently from those the head was trained on"
+        yield Finding("template", found, right, advice, cost)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from headstart.inference.calibrate import score_taps
 from headstart.inference.core.sampling import Sampling
 
 MAPS = ("d2t", "t2d", "token_map")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -43,38 +45,36 @@ class Interpretation:
     tensors: dict[str, Tensor]  # without the vocabulary maps
     taps: tuple[int, ...]  # in the order in which the head reads them
     ids: Int[Tensor, " draft_vocab"]  # token id of each logits column, as the engine computes it; may be out of range
-    shift: int = 0  # places by which the tokens are moved against the features
+    shift: int = 0  # positions by which the tokens are moved against the features
     dtype: torch.dtype | None = None  # the head computes in it; None: the target's
 
     @classmethod
     def trained(cls, files: HeadFiles, frozen: FrozenTarget) -> "Interpretation":
         """As the head was trained, by our note in config.json if it has one; ValueError for an unknown layout."""
-        subject, found = translate(files, frozen)
-        tensors, size = dict(found.tensors), frozen.config.vocab_size
+        subject, translation = translate(files, frozen)
+        tensors, size = dict(translation.tensors), frozen.config.vocab_size
         offsets, ids = tensors.get("d2t"), tensors.get("token_map")
         if ids is None:
             ids = torch.arange(size) if offsets is None else torch.arange(len(offsets)) + offsets.long()
-        bias = tensors.get("fc.bias")
-        if bias is not None and not bool(bias.any()):
+        if (bias := tensors.get("fc.bias")) is not None and not bool(bias.any()):
             del tensors["fc.bias"]  # a zero bias changes nothing
-        kept = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
-        return cls(files.folder, subject.kind, found.config, kept, subject.taps, ids.long())
+        weights = {name: tensor for name, tensor in tensors.items() if name not in MAPS}
+        return cls(files.folder, subject.kind, translation.config, weights, subject.taps, ids.long())
 
     @classmethod
     def served(cls, files: HeadFiles, frozen: FrozenTarget, engine: str) -> "Interpretation":
         """As an engine interprets it, which does not read our own note."""
         subject = Subject(files, layout_of(files), frozen)
-        note = {"headstart": {"kind": subject.kind}}
-        bare = HeadFiles(files.folder, {**files.config, **note}, files.tensors)
-        found = cls.trained(bare, frozen)
+        bare = HeadFiles(files.folder, {**files.config, "headstart": {"kind": subject.kind}}, files.tensors)
+        served = cls.trained(bare, frozen)
         if (captured_taps := subject.layout.captured_taps) is None:
-            return found
-        return replace(found, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
+            return served
+        return replace(served, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
         """Build the head; raises ValueError for tensors that do not fit.
 
-        As in the engines, norms without weights get ones, and weights of norms that are not enabled are ignored.
+        As in the engines, norms without weights get ones, and weights of disabled norms are ignored.
         """
         config, tensors = dict(self.config), {**self.unit_norms(frozen), **self.tensors}
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
@@ -110,9 +110,7 @@ class Interpretation:
     @property
     def stored_dtype(self) -> torch.dtype | None:
         """The number format that config.json names; None if it names none."""
-        name = self.config.get("torch_dtype") or self.config.get("dtype")
-        known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-        return known.get(str(name))
+        return DTYPES.get(str(self.config.get("torch_dtype") or self.config.get("dtype")))
 
 
 Measure = Callable[[Interpretation], list[float]]  # accuracy by depth; ValueError if the head cannot be computed
@@ -122,12 +120,13 @@ def accuracies(
     interpretation: Interpretation, replays: Sequence[ReplayedText], frozen: FrozenTarget, depth: int
 ) -> list[float]:
     """How often the head's top guess is the target's choice, by depth; ValueError if it cannot be computed."""
-    counts: dict[int, tuple[int, int]] = {}
-    for levels in right_guesses(interpretation, replays, frozen, depth):
-        for level, (right, written) in enumerate(levels):
-            hits, tried = counts.get(level, (0, 0))
-            counts[level] = hits + int((right & written).sum()), tried + int(written.sum())
-    return [hits / max(tried, 1) for hits, tried in counts.values()]
+    by_level = zip_longest(*right_guesses(interpretation, replays, frozen, depth), fillvalue=None)
+    shares = []
+    for texts in by_level:
+        pairs = [text for text in texts if text is not None]  # a short text has fewer levels
+        hits = sum(int((right & written).sum()) for right, written in pairs)
+        shares.append(hits / max(sum(int(written.sum()) for _, written in pairs), 1))
+    return shares
 
 
 @torch.inference_mode()
@@ -139,7 +138,8 @@ def right_guesses(
     Row t of depth k (from 0) is about the token at position t + 2 + k. Raises ValueError if it cannot be computed.
     """
     dtype = interpretation.dtype or frozen.embedding.dtype
-    head = interpretation.head(in_dtype(frozen, dtype))
+    in_dtype: dict[str, Any] = {name: each.to(dtype) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
+    head = interpretation.head(replace(frozen, **in_dtype))
     if missing := sorted(set(interpretation.taps) - replays[0].states.keys()):
         known = f"the target has hidden_states 0 to {frozen.config.num_layers}"
         raise ValueError(f"{interpretation.folder}: taps {missing} given, but {known}; correct the taps")
@@ -147,16 +147,11 @@ def right_guesses(
     guesses = []
     for replay in replays:
         taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
-        scored = score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth, interpretation.shift)
         levels = []
-        for level, found in enumerate(scored):
-            right = ids[found.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
-            levels.append((right & found.without_noise.isfinite().all(dim=1), found.written))
+        for level, scored in enumerate(
+            score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth, interpretation.shift)
+        ):
+            right = ids[scored.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
+            levels.append((right & scored.without_noise.isfinite().all(dim=1), scored.written))
         guesses.append(levels)
     return guesses
-
-
-def in_dtype(frozen: FrozenTarget, dtype: torch.dtype) -> FrozenTarget:
-    """The target's frozen tensors in another number format."""
-    tensors: dict[str, Any] = {name: each.to(dtype) for name, each in vars(frozen).items() if isinstance(each, Tensor)}
-    return replace(frozen, **tensors)

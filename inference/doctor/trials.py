@@ -1,15 +1,14 @@
 """Findings from trials: one thing is changed at a time, and the accuracy is measured again.
 
 An export is compared with its head part by part (taps, norms, vocabulary map, RoPE, weights). A head alone is tried
-with variants of how its files are interpreted: one that guesses clearly better is most likely what it was trained with.
+with variants of how its files are interpreted: a clearly better one is most likely the one it was trained with.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import permutations
 from statistics import fmean as mean
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +16,10 @@ from torch import Tensor
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import KINDS
 from headstart.heads.target_config import Rope
-from headstart.inference.doctor.findings import Finding, largest_loss
+from headstart.inference.doctor.findings import Finding
 from headstart.inference.doctor.interpretation import Interpretation, Measure
 
-COMMON_BASES = (1e4, 5e5, 1e6)
+COMMON_ROPE_BASES = (1e4, 5e5, 1e6)
 MIN_GAIN, MIN_RELATIVE_GAIN = 0.05, 0.1  # mean accuracy that a variant must gain to be reported
 ROPE_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 TINY = 1e-30  # the size of weights that are all zero
@@ -28,72 +27,90 @@ MAX_ROUNDING = 0.3  # relative difference of weights that a coarse number format
 MIN_DTYPE_LOSS = 0.02  # loss of mean accuracy that is reported; less is the normal price of a narrower format
 
 
-def norm_settings(head: Interpretation) -> dict[str, Any]:
-    """The keys of config.json that concern norms; an absent flag is off."""
-    flags = {flag: bool(head.config.get(flag)) for flag in norm_flags(head)}
-    return {**flags, "rms_norm_eps": head.config.get("rms_norm_eps")}
+@dataclass(frozen=True)
+class Trial:
+    """The head with one thing changed, and the finding to report if that matters."""
 
-
-def norm_flags(head: Interpretation) -> tuple[str, ...]:
-    return KINDS[head.kind].flags.get("norm", ())
-
-
-def tensors_of(head: Interpretation, norms: bool) -> dict[str, Tensor]:
-    return {name: tensor for name, tensor in head.tensors.items() if ("norm" in name) == norms}
-
-
-def same_norms(head: Interpretation, export: Interpretation) -> bool:
-    """Are norms equal up to rounding, which is reported as a fault of the number format?"""
-    mine, its = tensors_of(head, norms=True), tensors_of(export, norms=True)
-    shapes = [{name: tensor.shape for name, tensor in norms.items()} for norms in (mine, its)]
-    if norm_settings(head) != norm_settings(export) or shapes[0] != shapes[1]:
-        return False
-    difference, size = distance(mine, its)
-    return difference <= MAX_ROUNDING * size
-
-
-def show_norms(head: Interpretation) -> str:
-    on = [flag for flag in norm_flags(head) if head.config.get(flag)]
-    weights = tensors_of(head, norms=True)
-    size = distance(weights, {})[1]
-    return f"{', '.join(on) or 'no flag'}, {len(weights)} norm weights (size {size:.3g})"
-
-
-def show_ids(head: Interpretation) -> str:
-    digest = hashlib.sha256(str(head.ids.tolist()).encode()).hexdigest()[:8]
-    return f"{len(head.ids)} tokens {head.ids[:4].tolist()}... (hash {digest})"
+    head: Interpretation
+    finding: Finding
+    preferred: bool = False  # report this one if others do equally well
 
 
 def compare_parts(head: Interpretation, export: Interpretation, measure: Measure) -> Iterator[Finding]:
     """Yield a finding for each part that differs; its cost is measured with every other part as it was trained."""
     right = measure(head)
     for part in parts_of(head, export):
-        cost, _ = cost_of(part.interpretation, right, measure)
-        yield Finding(part.category, part.found, part.right, cost, part.advice)
+        cost, _ = cost_of(part.head, right, measure)
+        yield replace(part.finding, cost=cost)
     yield from compare_weights(head, export, measure, right)
 
 
-def parts_of(head: Interpretation, export: Interpretation) -> Iterator["Variant"]:
-    """The head with each part of the export in which the two differ, one at a time; weights apart."""
+def parts_of(head: Interpretation, export: Interpretation) -> Iterator[Trial]:
+    """The head with each part of the export in which the two differ, one at a time; not the weights."""
+    norm_keys = (*KINDS[head.kind].flags.get("norm", ()), "rms_norm_eps")
+    without_rope = {key: value for key, value in head.config.items() if key not in ROPE_KEYS}
+    parts: tuple[tuple[str, Callable[[Interpretation], object], Interpretation, str], ...] = (
+        (
+            "taps",
+            lambda one: [*one.taps],
+            replace(head, taps=export.taps),
+            "write the trained taps in the engine's own numbering",
+        ),
+        (
+            "norm",
+            lambda one: {key: one.config.get(key) or False for key in norm_keys},
+            head.with_config(**{key: export.config.get(key) for key in norm_keys}),
+            "export again with all flags of the norms",
+        ),
+        (
+            "vocabulary map",
+            lambda one: f"{len(one.ids)} tokens {one.ids[:4].tolist()}... (hash {digest_of(one.ids)})",
+            replace(head, ids=export.ids),
+            "d2t must hold target id minus draft id, in the order of lm_head's rows",
+        ),
+        (
+            "RoPE base",
+            lambda one: asdict(one.rope),
+            replace(head, config=without_rope | export.rope.to_config()),
+            "write the trained RoPE, both as rope_theta and in rope_parameters",
+        ),
+    )
+    for category, value, changed, advice in parts:
+        if value(head) != value(export):
+            found, right = f"EXPORT has {value(export)}", f"HEAD was trained with {value(head)}"
+            yield Trial(changed, Finding(category, found, right, advice))
 
-    def part(category: str, show: Callable[[Interpretation], object], taken: Interpretation, advice: str) -> "Variant":
-        return Variant(category, f"EXPORT has {show(export)}", f"HEAD was trained with {show(head)}", taken, advice)
 
-    if head.taps != export.taps:
-        advice = "write the trained taps in the engine's own numbering"
-        yield part("taps", lambda one: list(one.taps), replace(head, taps=export.taps), advice)
-    if not same_norms(head, export):
-        tensors = tensors_of(head, norms=False) | tensors_of(export, norms=True)
-        taken = replace(head.with_config(**norm_settings(export)), tensors=tensors)
-        yield part("norm", show_norms, taken, "export again with all flags and weights of the norms")
-    if not torch.equal(head.ids, export.ids):
-        advice = "d2t must hold target id minus draft id, in the order of lm_head's rows"
-        yield part("vocabulary map", show_ids, replace(head, ids=export.ids), advice)
-    if head.rope != export.rope:
-        kept = {key: value for key, value in head.config.items() if key not in ROPE_KEYS}
-        taken = replace(head, config=kept).with_config(**export.rope.to_config())
-        advice = "write the trained RoPE, both as rope_theta and in rope_parameters"
-        yield part("RoPE base", lambda one: asdict(one.rope), taken, advice)
+def digest_of(ids: Tensor) -> str:
+    return hashlib.sha256(str(ids.tolist()).encode()).hexdigest()[:8]
+
+
+def compare_weights(
+    head: Interpretation, export: Interpretation, measure: Measure, right: list[float]
+) -> Iterator[Finding]:
+    """Compare weights and number format together, because a format shows in the weights, as rounding."""
+    changed = replace(head, tensors=head.tensors | export.tensors, dtype=export.stored_dtype)
+    cost, wrong = cost_of(changed, right, measure)
+    if wrong is None:
+        yield Finding("files", "EXPORT's weights do not fit", "HEAD's own weights", "export again", cost)
+        return
+    if not all(bool(tensor.isfinite().all()) for tensor in export.tensors.values()):
+        return  # lint names the tensor
+    shared = head.tensors.keys() & export.tensors.keys()
+    difference, name = max((relative_difference(head.tensors[each], export.tensors[each]), each) for each in shared)
+    is_rounding = difference <= MAX_ROUNDING
+    if is_rounding and mean(right) - mean(wrong) < MIN_DTYPE_LOSS:
+        return
+    category = "dtype" if is_rounding else "norm" if "norm" in name else "files"
+    advice = "export in a wider format" if is_rounding else "export HEAD again, or name the head that EXPORT is made of"
+    dtype = str(export.tensors[name].dtype).removeprefix("torch.")
+    found = f"EXPORT's {name} is {dtype} and differs from HEAD's by {difference:.1%}"
+    yield Finding(category, found, "HEAD's own weights", advice, cost)
+
+
+def relative_difference(mine: Tensor, its: Tensor) -> float:
+    """The Euclidean norm of the difference over the norm of the first."""
+    return float((mine.double() - its.double()).norm() / mine.double().norm().clamp(min=TINY))
 
 
 def cost_of(changed: Interpretation, right: list[float], measure: Measure) -> tuple[str, list[float] | None]:
@@ -105,56 +122,14 @@ def cost_of(changed: Interpretation, right: list[float], measure: Measure) -> tu
     return largest_loss(right, wrong), wrong
 
 
-def compare_weights(
-    head: Interpretation, export: Interpretation, measure: Measure, right: list[float]
-) -> Iterator[Finding]:
-    """Compare weights and number format together, because a format shows in the weights, as rounding or overflow."""
-    mine, its = tensors_of(head, norms=False), tensors_of(export, norms=False)
-    formats = ", ".join(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in its.values()}))
-    norms = tensors_of(export if same_norms(head, export) else head, norms=True)
-    cost, wrong = cost_of(replace(head, tensors=norms | its, dtype=export.stored_dtype), right, measure)
-    if wrong is None:
-        yield Finding("files", "EXPORT's weights do not fit", "HEAD's own weights", cost, "export again")
-        return
-    if broken := sorted(not_finite(export) - not_finite(head)):
-        found = f"EXPORT's {broken[0]} holds NaN or infinity ({formats})"
-        yield Finding("dtype", found, "finite numbers, as HEAD has", cost, "export HEAD again, in a wider format")
-        return
-    difference, size = distance(mine, its)
-    is_rounding = difference <= MAX_ROUNDING * size
-    if is_rounding and mean(right) - mean(wrong) < MIN_DTYPE_LOSS:
-        return
-    found = f"EXPORT's weights are {formats} and differ from HEAD's by {difference / max(size, TINY):.1%}"
-    advice = "export in a wider format" if is_rounding else "export HEAD again, or name the head that EXPORT is made of"
-    yield Finding("dtype" if is_rounding else "files", found, "HEAD's own weights", cost, advice)
+def largest_loss(right: list[float], wrong: list[float]) -> str:
+    """The accuracy at the depth that loses most, in words."""
+    level = max(range(len(right)), key=lambda level: right[level] - wrong[level])
+    return f"accuracy at depth {level + 1} is {wrong[level]:.2f} instead of {right[level]:.2f}"
 
 
-def not_finite(head: Interpretation) -> set[str]:
-    """The tensors that hold NaN or infinity."""
-    return {name for name, tensor in head.tensors.items() if not bool(tensor.double().isfinite().all())}
-
-
-def distance(mine: dict[str, Tensor], its: dict[str, Tensor]) -> tuple[float, float]:
-    """The Euclidean norm of the difference, without values that are not finite, and that of the first tensors."""
-    pairs = [(mine[name].double(), its[name].double()) for name in mine.keys() & its.keys()]
-    away = sum(float((one - other).nan_to_num(0, 0, 0).square().sum()) for one, other in pairs)
-    return away**0.5, sum(float(one.double().square().sum()) for one in mine.values()) ** 0.5
-
-
-@dataclass(frozen=True)
-class Variant:
-    """The head with one thing changed, and the finding to report if that matters."""
-
-    category: str
-    found: str
-    right: str
-    interpretation: Interpretation
-    advice: str
-    preferred: bool = False  # report this one if others do equally well
-
-
-def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
-    """Every variant worth trying; each differs from `head` in one thing."""
+def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Trial]:
+    """Every variant of a head alone worth trying; each differs from `head` in one thing."""
     kind = KINDS[head.kind]
     if kind.reads_tokens:
         yield from shift_variants(head)
@@ -164,21 +139,20 @@ def variants_of(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]
         yield from tap_variants(head, frozen)
         yield from map_variants(head)
     for category, flags in kind.flags.items():
-        yield from flag_variants(head, category, flags)
+        yield from (flag_variant(head, category, flag) for flag in flags)
 
 
-def shift_variants(head: Interpretation) -> Iterator[Variant]:
-    for shift in {-1, 0, 1} - {head.shift}:
-        token = f"token t{1 + shift:+d}".replace("+0", "")
-        found = "drafting pairs feature t with token t+1"
+def shift_variants(head: Interpretation) -> Iterator[Trial]:
+    for shift, token in ((-1, "token t"), (1, "token t+2")):
         right = f"the head guesses best with {token} beside feature t"
-        advice = "train again with the tokens one place ahead of the features"
+        advice = "train again with the tokens one position ahead of the features"
         if shift == 1:
             advice += " (in training the head saw the token it had to guess)"
-        yield Variant("token shift", found, right, replace(head, shift=shift), advice)
+        finding = Finding("token shift", "drafting pairs feature t with token t+1", right, advice)
+        yield Trial(replace(head, shift=shift), finding)
 
 
-def tap_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
+def tap_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Trial]:
     taps, last = head.taps, frozen.config.num_layers
     orders = set(permutations(taps)) if len(taps) <= 3 else {taps[::-1]}
     moved = {tuple(tap + by for tap in taps) for by in (-1, 1)}
@@ -186,37 +160,35 @@ def tap_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant
         if min(other) >= 0 and max(other) <= last:
             found, right = f"the head reads hidden_states {list(taps)}", f"it guesses best with {list(other)}"
             advice = "write these into config.json, or train again with taps in ascending order"
-            yield Variant("taps", found, right, replace(head, taps=other), advice)
+            yield Trial(replace(head, taps=other), Finding("taps", found, right, advice))
 
 
-def flag_variants(head: Interpretation, category: str, flags: Sequence[str]) -> Iterator[Variant]:
-    for flag in flags:
-        on = bool(head.config.get(flag))
-        found, right = f"{flag} is {str(on).lower()}", f"the head guesses best with {str(not on).lower()}"
-        advice = f"set {flag} to {str(not on).lower()} in config.json"
-        yield Variant(category, found, right, head.with_config(**{flag: not on}), advice)
+def flag_variant(head: Interpretation, category: str, flag: str) -> Trial:
+    now, other = ("true", "false") if head.config.get(flag) else ("false", "true")
+    right, advice = f"the head guesses best with {other}", f"set {flag} to {other} in config.json"
+    changed = head.with_config(**{flag: other == "true"})
+    return Trial(changed, Finding(category, f"{flag} is {now}", right, advice))
 
 
-def rope_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Variant]:
-    own = head.rope
-    ropes = [frozen.config.rope, *(Rope(theta=base) for base in COMMON_BASES)]
+def rope_variants(head: Interpretation, frozen: FrozenTarget) -> Iterator[Trial]:
+    now, target = head.rope, frozen.config.rope
+    ropes = [target, *(Rope(theta=base) for base in COMMON_ROPE_BASES)]
     for number, other in enumerate(ropes):
-        if other != own and other not in ropes[:number]:
-            found, right = f"base {own.theta:g} ({own.kind})", f"it guesses best with {other.theta:g} ({other.kind})"
-            advice = "write that rope_theta into config.json"
-            preferred = other == frozen.config.rope
-            yield Variant("RoPE base", found, right, head.with_config(**other.to_config()), advice, preferred)
+        if other != now and other not in ropes[:number]:
+            found, right = f"base {now.theta:g} ({now.kind})", f"it guesses best with {other.theta:g} ({other.kind})"
+            finding = Finding("RoPE base", found, right, "write that rope_theta into config.json")
+            yield Trial(head.with_config(**other.to_config()), finding, preferred=other == target)
 
 
-def map_variants(head: Interpretation) -> Iterator[Variant]:
+def map_variants(head: Interpretation) -> Iterator[Trial]:
     columns = torch.arange(len(head.ids))
     if torch.equal(head.ids, columns):
         return
     ids = head.ids - columns
     found = f"d2t read as offsets gives token ids {head.ids[:4].tolist()}..."
     right = f"read as token ids it gives {ids[:4].tolist()}..., and the head guesses best with those"
-    advice = "write target id minus draft id into d2t"
-    yield Variant("vocabulary map", found, right, replace(head, ids=ids), advice)
+    finding = Finding("vocabulary map", found, right, "write target id minus draft id into d2t")
+    yield Trial(replace(head, ids=ids), finding)
 
 
 def find_better_variants(
@@ -226,27 +198,17 @@ def find_better_variants(
     now, reported = measure(head), set[str]()
     chance = 2 * (0.25 / tokens) ** 0.5  # two standard errors of an accuracy near one half
     while True:
-        tried = [variant for variant in variants_of(head, frozen) if variant.category not in reported]
-        scored = [(measure(variant.interpretation), variant) for variant in tried]
+        trials = [trial for trial in variants_of(head, frozen) if trial.finding.category not in reported]
+        scored = [(measure(trial.head), trial) for trial in trials]
         if not scored:
             return
-        best, variant = max(scored, key=lambda pair: mean(pair[0]))
-        equally_good = [(score, other) for score, other in scored if mean(score) >= mean(best) - chance]
-        alike = [pair for pair in equally_good if pair[1].category == variant.category and pair[1].preferred]
-        best, variant = next(iter(alike), (best, variant))
+        best, chosen = max(scored, key=lambda pair: mean(pair[0]))
+        for score, other in scored:
+            is_alike = other.finding.category == chosen.finding.category and mean(score) >= mean(best) - chance
+            if is_alike and other.preferred:
+                best, chosen = score, other
         if mean(best) < mean(now) + max(MIN_GAIN, MIN_RELATIVE_GAIN * mean(now), chance):
             return
-        yield Finding(variant.category, variant.found, variant.right, largest_loss(best, now), variant.advice)
-        reported.add(variant.category)
-        head, now = variant.interpretation, best
-
-
-def check_number_format(head: Interpretation, measure: Measure) -> Iterator[Finding]:
-    """Yield a finding if the head guesses worse in the number format it is stored in than in float32."""
-    dtype = head.stored_dtype
-    if dtype in (None, torch.float32):
-        return
-    wide, stored = measure(replace(head, dtype=torch.float32)), measure(replace(head, dtype=dtype))
-    if mean(wide) - mean(stored) >= MIN_DTYPE_LOSS:
-        found = f"computed in {str(dtype).removeprefix('torch.')}"
-        yield Finding("dtype", found, "float32", largest_loss(wide, stored), "serve it in a wider format")
+        yield replace(chosen.finding, cost=largest_loss(best, now))
+        reported.add(chosen.finding.category)
+        head, now = chosen.head, best

@@ -50,16 +50,16 @@ class Pool:
         return first
 
     def best(self, roots: Int[Tensor, "batch 1"], count: int) -> Tree:
-        """The tree of each root's `count` best nodes. Nodes that are not allowed (-inf) are cut off from the root."""
+        """The tree of each root's `count` best nodes. Forbidden nodes (-inf) are cut off from the root."""
         if count >= len(self):
-            return self.whole(roots)
+            return self.full(roots)
         scores = torch.cat(self.scores, dim=1)
         # A child never scores above its parent, and a stable sort settles ties in the parent's favour.
         best = torch.sort(scores, dim=1, descending=True, stable=True).indices[:, :count]
         return self.tree(roots, best.sort(dim=1).values, scores)
 
-    def whole(self, roots: Int[Tensor, "batch 1"]) -> Tree:
-        """The tree of all nodes: their numbers in the pool are their places in the tree."""
+    def full(self, roots: Int[Tensor, "batch 1"]) -> Tree:
+        """The tree of all nodes; they keep their numbers."""
         scores = torch.cat(self.scores, dim=1)
         above = self.parents.masked_fill(scores == -torch.inf, -1)
         return self.below(roots, torch.cat(self.tokens, dim=1), above, scores)
@@ -69,7 +69,7 @@ class Pool:
     ) -> Tree:
         """The tree of the nodes at these places in the pool, ascending; every chosen node's parent is chosen too."""
         tokens, none = torch.cat(self.tokens, dim=1).gather(1, chosen), torch.full_like(roots, -1)
-        # Numbers ascend and a parent is always chosen too: its place among the chosen is its new number.
+        # Numbers ascend and a parent is always chosen too: its index among the chosen is its new number.
         numbers = torch.cat([none, chosen], dim=1).add_(1)
         above, scores = torch.searchsorted(numbers, self.parents.gather(1, chosen)), scores.gather(1, chosen)
         return self.below(roots, tokens, above.masked_fill_(scores == -torch.inf, -1), scores)
@@ -98,7 +98,7 @@ class Growth:
 
     @classmethod
     def from_section(cls, section: DecodeSection, max_levels: int | None = None) -> "Growth":
-        """What the section asks for; a depth that is only a default gives way to what a head can draft."""
+        """What the section asks for; a default depth is limited to the head's levels."""
         depth = section.depth
         if max_levels is not None and "depth" not in section.model_fields_set:
             depth = min(depth, max_levels)
@@ -216,8 +216,8 @@ class Fixed(GrowthPolicy):
             needed = {path[:-1], (*path[:-1], max(path[-1] - 1, 0))} if path else set()
             if not path or min(path) < 0 or not needed <= known:
                 raise ValueError(
-                    f"the head's searched tree: path {list(path)} given without those of its parent and of the child "
-                    f"before it, which are needed; fit the tree again with headstart calibrate RECIPE"
+                    f"the head's searched tree: path {list(path)} given without the path of its parent or of the child "
+                    f"before it, both are required; fit the tree again with headstart calibrate RECIPE"
                 )
         self.depth, self.nodes = max(map(len, self.paths)), len(known) - 1
         levels = range(self.depth)
@@ -269,10 +269,9 @@ class Fixed(GrowthPolicy):
 
 
 class SampledChildren:
-    """Children for acceptance by rejection sampling: of k, k - 1 are the likeliest tokens, and the last is drawn from
-    the rest.
+    """Children for acceptance by rejection sampling: the k - 1 likeliest tokens, and one drawn from the rest.
 
-    The tree's shape must not depend on what was drawn (non-anticipation), so only a fixed shape is allowed.
+    The tree's shape must not depend on the drawn tokens (non-anticipation), so only a fixed shape is allowed.
     """
 
     def __init__(self, growth: GrowthPolicy, vocab: DraftVocab) -> None:
@@ -298,7 +297,7 @@ class SampledChildren:
         columns = torch.zeros(*logits.shape[:2], max(counts), dtype=torch.long, device=logits.device)
         rest = torch.empty_like(log_q)
         for count in set(counts):
-            nodes = torch.tensor([i for i, own in enumerate(counts) if own == count], device=logits.device)
+            nodes = torch.tensor([i for i, children in enumerate(counts) if children == count], device=logits.device)
             drawn, left = propose(log_q[:, nodes], positions[:, nodes], sampling, ids, count)
             columns[:, nodes, :count] = drawn
             rest[:, nodes] = left
@@ -310,7 +309,7 @@ class SampledChildren:
         return log_q.gather(-1, columns), columns
 
     def label(self, tree: Tree, verified: Verified) -> Tree:
-        """The same tree, with the distributions that its children were drawn from."""
+        """The same tree with the distributions from which its children were drawn."""
         batch, nodes = tree.shape
         tokens = torch.full((batch, nodes), -1, device=tree.tokens.device)
         log_q = torch.zeros(batch, nodes, self.log_q[0].shape[-1], device=tokens.device)
@@ -318,7 +317,7 @@ class SampledChildren:
         number = {path: i for i, path in enumerate([(), *above])}
         for level, (drawn, level_log_q) in enumerate(zip(self.tokens, self.log_q, strict=True)):
             index = torch.tensor([number[path] for path in self.growth.expanded[level]], device=tokens.device)
-            # A row that is finished before this level has no children there, whatever was drawn.
+            # A row that is finished before this level has no children there.
             finished = verified.finished(level)
             tokens[:, index] = drawn if finished is None else torch.where(finished[:, None], -1, drawn)
             log_q[:, index] = level_log_q

@@ -1,13 +1,12 @@
 """Trees that grow level by level from a head's scores, for all rows of a batch at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 from headstart.common.errors import wrong_value
@@ -31,7 +30,7 @@ class Frontier:
     totals: Float[Tensor, "batch frontier"]  # log of the estimated chance that the target's path includes the node
     mask: Float[Tensor, "batch frontier keys"] | None  # additive, see `LevelMasks`; None: a chain, which sees all
     history: History | None  # tokens up to and including the node, where penalties need them
-    constraint: LevelConstraint | None = None  # what may follow the nodes
+    constraint: LevelConstraint | None = None  # the tokens that may follow the nodes
 
     @classmethod
     def at_root(cls, verified: Verified) -> "Frontier":
@@ -92,7 +91,7 @@ class TreeDrafter(ABC):
         self.calibration = [head.calibration.at(level) for level in range(growth.depth)]
         self.ids = head.vocab.ids.to(head.embedding.device)
         self.columns = None if head.vocab.is_full else self.ids  # the target's tokens that the head scores
-        # The same in every step: additive masks [1, size, size] of a level's nodes and of a verified path.
+        # The additive masks [1, size, size] of a level's nodes and of a verified path are the same in every step.
         self.places, path = (torch.arange(size, device=self.ids.device) for size in (growth.width, growth.depth + 1))
         dtype = head.embedding.dtype
         self.siblings = additive((self.places == self.places[:, None]).unsqueeze(0), dtype).squeeze(1)
@@ -124,13 +123,9 @@ class TreeDrafter(ABC):
     def static_shapes(self) -> bool:
         return self.growth.static_shapes and self.repeats is None
 
-    @property
-    def compilable_layers(self) -> Sequence[nn.Module]:
-        return self.head.decoder_layers
-
     @abstractmethod
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
-        """Read what the target has just read of a row, all but the last position, as `Drafter.prefill` says."""
+        """Read the positions that the target has just read of a row, except the last; see `Drafter.prefill`."""
 
     @abstractmethod
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
@@ -150,7 +145,7 @@ class TreeDrafter(ABC):
         return self.head.logits(hidden, level)
 
     def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-        """The features of the next level, from those of this one and what it computed."""
+        """The features of the next level, from this level's features and hidden states."""
         return self.head.feedback(hidden, features)
 
     @torch.inference_mode()
@@ -242,9 +237,9 @@ def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Front
     return positions if frontier.tokens.shape[1] == 1 else positions.expand_as(frontier.tokens)
 
 
-def for_all_nodes(found: Shaped[Tensor, "batch nodes size"], frontier: Frontier) -> Shaped[Tensor, "batch all size"]:
+def for_all_nodes(values: Shaped[Tensor, "batch nodes size"], frontier: Frontier) -> Shaped[Tensor, "batch all size"]:
     """The values of every node, where one node may stand for all."""
-    return found.expand(-1, frontier.tokens.shape[1], -1) if found.shape[1] == 1 else found
+    return values.expand(-1, frontier.tokens.shape[1], -1) if values.shape[1] == 1 else values
 
 
 class HeadDrafter(TreeDrafter):
@@ -261,7 +256,7 @@ class HeadDrafter(TreeDrafter):
         self.head(features, text[:, 1 : count + 1], slots.starts[:, None] + offsets, mask, slots)
 
     def read(self, verified: Verified, cache: KVCache) -> tuple[Tensor, Tensor]:
-        """Run the head on the newly verified positions; its new keys replace those of the draft tokens there.
+        """Run the head on the newly verified positions; its new keys replace the draft tokens' keys there.
 
         Returns the features and the head's hidden state at each row's last one. [batch, 1, feature], [batch, 1, hidden]
         """

@@ -24,7 +24,7 @@ class Lookup(NoDrafter):
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        rows = zip(verified.texts, verified.remaining, verified.states, strict=True)
+        rows = zip(verified.texts, verified.remaining, verified.grammar_states, strict=True)
         tries = [Trie(text[-1], min(remaining, self.depth), state) for text, remaining, state in rows]
         for row, trie in enumerate(tries):
             self.grow(trie, verified, row)

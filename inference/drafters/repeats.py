@@ -274,7 +274,7 @@ class Repeats:
         tries, chances = [], []
         for row, (nodes_of_row, repeated) in enumerate(zip(drawn, self.rows.values(), strict=True)):
             text = verified.texts[row]
-            trie = Trie(text[-1], min(verified.remaining[row], depth), verified.states[row])
+            trie = Trie(text[-1], min(verified.remaining[row], depth), verified.grammar_states[row])
             known = add_tree(trie, *nodes_of_row)
             path = repeated.next_path(text, trie, GumbelRow(verified, row))
             tries.append(trie)

@@ -24,7 +24,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
-from headstart.inference.core.tree import filled_up
+from headstart.inference.core.tree import padded_rows
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
@@ -166,7 +166,7 @@ class SpeculativeModel:
         rows = input_ids.repeat_interleave(len(requests) // len(input_ids), dim=0)
         generations = list(loop.generations.values())
         # Without a pad token all texts are equally long, so the 0 is never used.
-        written = filled_up([each.tokens for each in generations], settings.pad_token_id or 0)
+        written = padded_rows([each.tokens for each in generations], settings.pad_token_id or 0)
         sequences = torch.cat([rows, written.to(rows.device)], dim=1)
         if not settings.return_dict_in_generate:
             return sequences
@@ -181,7 +181,7 @@ class SpeculativeModel:
             sequences,
             generations,
             stats,
-            filled_up(logprobs) if logprobs else None,
+            padded_rows(logprobs) if logprobs else None,
             scores,
             by_step(raw) if settings.output_logits else None,
         )

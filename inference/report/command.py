@@ -166,7 +166,7 @@ def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
 
 
 def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
-    """Print a line for each head that was trained for other weights than those of the report's target."""
+    """Print a line for each head that was trained for other weights than the report's target has."""
     now = TargetOrigin.of(folder) if heads else None
     for name, head in heads.items():
         if now is not None and head.origin is not None and head.origin.is_another(now):

@@ -6,7 +6,7 @@ from html import escape
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.tables import heading
 
-WIDTH, ROW_HEIGHT, NAME_WIDTH, BAR_WIDTH = 720, 24, 170, 320
+WIDTH, ROW_HEIGHT, NAME_WIDTH, BAR_WIDTH = 800, 24, 180, 320
 STYLE = "text { font: 14px sans-serif; fill: #222 } rect { fill: #43a24f } .plain { fill: #999 }"
 DARK = "@media (prefers-color-scheme: dark) { text { fill: #ddd } }"
 

@@ -37,7 +37,7 @@ class Round:
     runs: list[Run]  # one for each method
 
     def of_category(self, category: str) -> "Round | None":
-        """The round with the prompts of one category; None if it has none. Times stay the whole batch's."""
+        """The round with the prompts of one category; None if it has none. Times stay the batch's."""
         members = [i for i, prompt in enumerate(self.prompts) if prompt.category == category]
         runs = [
             replace(run, texts=[run.texts[i] for i in members], stats=[run.stats[i] for i in members])
@@ -71,8 +71,7 @@ def run_rounds(
     longest = sorted(batches, key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
     for method, each in product(methods, longest[:warmup]):  # they allocate everything that depends on size
         run(method, each)
-    if target.compiler is not None:
-        target.compiler.finish()
+    target.fast_form.finish()
     for number, prompts in enumerate(batches):
         first = number % len(methods)
         order = [*range(first, len(methods)), *range(first)]

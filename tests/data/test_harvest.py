@@ -154,7 +154,7 @@ def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> No
     build_run(tmp_path)
     plain, spread = (tiny_recipe(tmp_path, f"target.split={word}").target for word in ("null", "layers"))
     tokens = torch.arange(20)[None]
-    outputs = [TargetModel.load(section, (2, 4)).forward(tokens) for section in (plain, spread)]
+    outputs = [TargetModel.load(section, (2, 4)).passes.forward(tokens) for section in (plain, spread)]
     for name, tensor in vars(outputs[0]).items():
         assert_close(vars(outputs[1])[name], tensor)
 

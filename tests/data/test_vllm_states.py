@@ -51,7 +51,7 @@ class Writer(Server):
         fcntl.flock(lock, fcntl.LOCK_EX)
         with self.alone, torch.inference_mode():
             tokens = torch.tensor([body["prompt"]])
-            states, last_hidden = self.target.states(tokens)
+            states, last_hidden = self.target.passes.hidden_states(tokens)
         if "logprobs" in body:
             best = self.target.frozen.logits(last_hidden[0, -1]).log_softmax(-1).max(-1)
             choice |= {"token_ids": [int(best.indices)], "logprobs": {"token_logprobs": [float(best.values)]}}

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from headstart.heads.calibration import Calibration
 from headstart.heads.kinds.eagle3 import Eagle3Head
-from headstart.inference.calibrate import WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
+from headstart.inference.calibrate import GUMBEL_WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
@@ -67,7 +67,7 @@ def test_the_fitted_gumbel_weight_reflects_how_often_the_target_follows_the_gumb
     mixed = torch.where(torch.rand(count, generator=generator) < 0.5, following, ignoring)
 
     def fitted_weight(choices: Tensor) -> float:
-        tally = Tally.empty(torch.tensor([WEIGHTS]), 4, every=4)
+        tally = Tally.empty(torch.tensor([GUMBEL_WEIGHTS]), 4, every=4)
         tally_text(tally, iter([LevelScores(log_q, gumbel, choices, torch.ones(count, dtype=torch.bool))]))
         return tally.best()[1][0]
 

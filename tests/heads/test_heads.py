@@ -207,7 +207,7 @@ def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
     reader = TargetModel(deep_target.model, head.taps)
     with torch.no_grad():
         output = deep_target.model(tokens, output_hidden_states=True)
-    features = head.project(reader.forward(tokens).taps)
+    features = head.project(reader.passes.forward(tokens).taps)
     torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
 

@@ -23,7 +23,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_from_files, load_head_for, new_head, save_head
 from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.calibrate import RANKS, Tally, fit_calibration, tally_texts, write_texts
+from headstart.inference.calibrate import MAX_RANKS, Tally, fit_calibration, tally_texts, write_texts
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -69,7 +69,7 @@ def test_new_heads_give_the_targets_own_logits(
     section = MedusaSection(kind="medusa", medusa_heads=3, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
     assert isinstance(head, LevelHead)
-    output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
+    output, features = reader.passes.forward(tokens), head.project(reader.passes.forward(tokens).taps)
     for level in range(3):
         hidden = head(features, tokens, torch.arange(9), level=level)
         torch.testing.assert_close(
@@ -144,7 +144,7 @@ def test_a_drafted_tree_follows_the_papers_definition(reader: TargetModel, make_
     generate(reader, PROMPT, 12, drafter=drafter)
     assert len(drafter.seen) > 5
     for text, tree in drafter.seen[:-4]:  # near the end of the text the trees are cut short
-        feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
+        feature = head.project(reader.passes.forward(torch.tensor([text[:-1]])).taps)[0, -1]
         tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
         for path in sorted(paths, key=len):
             above = tokens[path[:-1]]
@@ -253,14 +253,14 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
     reader: TargetModel, make_head: MakeHead
 ) -> None:
     head = make_head("medusa", vocab=LIMITED)
-    tally = Tally.empty(torch.ones(3, 1), RANKS)
+    tally = Tally.empty(torch.ones(3, 1), MAX_RANKS)
     tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
-    hits, tried = torch.zeros(3, RANKS), torch.zeros(3)
+    hits, tried = torch.zeros(3, MAX_RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
-    features = head.project(reader.forward(torch.tensor([text])).taps)[0]
+    features = head.project(reader.passes.forward(torch.tensor([text])).taps)[0]
     for t in range(len(PROMPT) - 2, len(text) - 2):
         for level in range(min(3, len(text) - 2 - t)):
-            ranked = guesses(head, features[t], level)[:RANKS]
+            ranked = guesses(head, features[t], level)[:MAX_RANKS]
             tried[level] += 1
             if text[t + 2 + level] not in ranked:
                 break

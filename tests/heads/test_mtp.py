@@ -149,7 +149,7 @@ def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
     head = head_of(tiny[0])
     requests = [Request([5, 7, 11, seed], 12) for seed in range(3)]
     plain = [text.tokens for text in generate_batch(target, requests, None, 2)]
-    for growth in [Dynamic.chain(3), *([Dynamic(3, 2, 6)] if target.grows_trees else [])]:
+    for growth in [Dynamic.chain(3), *([Dynamic(3, 2, 6)] if target.passes.verifies_trees else [])]:
         found = generate_batch(target, requests, head_drafter(head, growth), 2)
         assert [text.tokens for text in found] == plain
 

@@ -52,7 +52,7 @@ ONLY_IN = {
         "heads/layers.py",  # the formulas of scaled rotary embeddings
         "inference/core/cache.py",  # the cache is a transformers Cache
         "inference/core/side_by_side.py",  # so is a row's part of it
-        "inference/kernels/compiled.py",  # what it compiles are layers of transformers
+        "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
     ),
     "tokenizers": ("data_pipelines/",),
@@ -198,6 +198,14 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not circle_in(imports), " -> ".join(str(file.relative_to(ROOT)) for file in circle_in(imports))
 
 
+def test_kernels_are_behind_one_door() -> None:
+    """Other source files import from the package itself, so that speed on a CPU is one thing to know."""
+    inside = re.compile(r"headstart\.inference\.kernels\.\w")
+    others = [file for file in our_files() if ROOT / "inference/kernels" not in file.parents]
+    assert inside.search("from headstart.inference.kernels.compiled import Compiler")
+    assert not [str(file) for file in others if inside.search(file.read_text())]
+
+
 def test_a_circle_of_imports_is_found() -> None:
     a, b, c, d = map(Path, "abcd")
     assert circle_in({a: {b}, b: {c}, c: {b}, d: set()}) == [b, c, b]
@@ -206,7 +214,9 @@ def test_a_circle_of_imports_is_found() -> None:
 
 def test_scripts_import_our_folders_with_the_prefix() -> None:
     """`recipes.schema` and `headstart.recipes.schema` would be two modules, whose classes differ."""
-    scripts = [path for folder in ("tests", "benchmarks", "assets") for path in (ROOT / folder).rglob("*.py")]
+    scripts = [
+        path for folder in ("tests", "benchmarks", "examples", "assets") for path in (ROOT / folder).rglob("*.py")
+    ]
     assert len(scripts) > 100
     unprefixed = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(FOLDERS)})\b", re.MULTILINE)  # to parse them takes long
     assert unprefixed.search("def late():\n    from heads.base import DraftHead\n")
@@ -227,17 +237,6 @@ def test_training_loads_neither_the_report_nor_the_doctor() -> None:
     assert "headstart.inference.engine.loop" in modules
     assert not [
         name for name in modules if name.startswith(("headstart.inference.report", "headstart.inference.doctor"))
-    ]
-
-
-def test_documents_link_to_files_that_exist() -> None:
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").rglob("*.md")]
-    links = [(document, link) for document in documents for link in re.findall(r"\]\(([^)#]+)", document.read_text())]
-    assert len(links) > 20
-    assert not [
-        f"{document.name}: {link}"
-        for document, link in links
-        if not link.startswith("http") and not (document.parent / link).exists()
     ]
 
 

@@ -39,7 +39,7 @@ a word with a slip | train.optimizer=muonn
 text for true | target.compile=maybe
     target.compile | 'maybe' given | true or false | change it
 1 for true | target.compile=1
-    target.compile | 1 given | true or false, or null | default, null
+    target.compile | 1 given | true or false | default, true
 a number for a list | data.temperatures=1
     data.temperatures | 1 given | a list of one or more | or leave it out for the default
 text in a list | data.temperatures=[hot]

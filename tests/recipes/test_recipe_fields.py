@@ -27,13 +27,12 @@ def test_evaluations_sample_with_the_recipes_seed_and_acceptance_rule(harvested:
     assert sampling_from_recipe(recipe, 0.6) == Sampling(0.6, seed=11, rule="rejection")
 
 
-def test_the_target_is_loaded_with_the_recipes_attention_and_compilation(harvested: Path) -> None:
+def test_the_target_is_loaded_with_the_recipes_attention(harvested: Path) -> None:
     loaded = [
         TargetModel.load(tiny_recipe(harvested, *overrides).target, ())
-        for overrides in ((), ("target.attention=eager", "target.compile=true"), ("target.attention=sdpa",))
+        for overrides in ((), ("target.attention=eager",), ("target.attention=sdpa",))
     ]
     assert [target.model.config._attn_implementation for target in loaded] == [GROUPED, "eager", "sdpa"]
-    assert [target.compiles for target in loaded] == [False, True, False]
 
 
 def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(

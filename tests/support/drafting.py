@@ -111,7 +111,7 @@ class Naive:
 
 def read_taps(target: TargetModel, text: list[int]) -> Tensor:
     """The target's taps at every token but the root."""
-    return target.forward(torch.tensor([text[:-1]])).taps
+    return target.passes.forward(torch.tensor([text[:-1]])).taps
 
 
 def verified(
@@ -152,7 +152,7 @@ def verified(
 
 def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static: bool = False) -> KVCache:
     """A cache with random numbers in every slot, so reading a slot that should be hidden changes the tree."""
-    cache = target.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
+    cache = target.passes.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
     for slots in cache.slots:
         slots.storages[0].normal_()
     return cache

@@ -74,7 +74,6 @@ class Scripted:
     cache_shape: tuple[int, int, int] | None = None
     max_nodes = depth = 40
     static_shapes = False
-    compilable_layers = ()
 
     def __init__(self, *texts: list[int], ahead: int = 5, seed: int = 0) -> None:
         self.texts, self.ahead, self.seed = texts, ahead, seed

@@ -192,7 +192,7 @@ def test_the_divergence_from_the_original_is_logged(make_recipe: MakeRecipe, har
     section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
     tuned, total, count = TargetModel.load(section, ()), 0.0, 0
     for sample in map(FeatureStore(recipe.features_dir, "heldout", ()).__getitem__, range(4)):
-        log_q = tuned.forward(sample.tokens[None]).logits[0].log_softmax(-1)
+        log_q = tuned.passes.forward(sample.tokens[None]).logits[0].log_softmax(-1)
         log_p = tuned.frozen.logits(sample.last_hidden).log_softmax(-1)
         scored = sample.loss_mask[1:].nonzero().flatten()
         scored = scored[scored > 0]

@@ -61,7 +61,7 @@ class TrainableTarget(nn.Module):
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Tensor:
         """The last hidden state before the final norm, with a gradient. [batch, seq, hidden]"""
-        return self.target.states(tokens)[1]
+        return self.target.passes.hidden_states(tokens)[1]
 
     def state(self) -> Tensors:
         """The trained weights and their optimizer state, named NAME and NAME.exp_avg."""

@@ -165,7 +165,7 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
     short, long = Request([3], 7, Sampling(1.0, seed=2)), Request([5, 6, 7], 61, Sampling(1.0, seed=1))
     always = [12] * 4  # every one of the 12 steps after the prefill accepts all four draft tokens
     for module in ("headstart.inference.engine.batch", "headstart.inference.core.cache"):
-        monkeypatch.setattr(f"{module}.PAGE", 16)
+        monkeypatch.setattr(f"{module}.PAGE_TOKENS", 16)
     for requests, static in (([short, long], False), ([short, long], True)):
         stats = generate_batch(target, requests, drafter, 2, static)[-1].stats
         assert (stats.steps, stats.accepted_at_depth[:4]) == (12, always), static

@@ -204,7 +204,7 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
 def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetModel) -> None:
     """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
     prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
-    cache, alone = target.new_cache(16, batch=3), target.new_cache(16, batch=3)
+    cache, alone = target.passes.new_cache(16, batch=3), target.passes.new_cache(16, batch=3)
     together = prefill_prompts(target, prompts, [cache.row(row) for row in range(3)])
     for row, prompt in enumerate(prompts):
         single = prefill_chunk(target, prompt, alone.row(row), 0)
@@ -232,7 +232,7 @@ def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts
         if not request.logprobs:
             assert generation.logprobs is None
             continue
-        logits = target.forward(torch.tensor([whole])).logits[0, len(request.prompt) - 1 : -1]
+        logits = target.passes.forward(torch.tensor([whole])).logits[0, len(request.prompt) - 1 : -1]
         written = torch.tensor(whole[len(request.prompt) :]).unsqueeze(1)
         wanted = logits.log_softmax(-1).gather(1, written).squeeze(1)
         torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
@@ -324,7 +324,7 @@ def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, nu
         counts[generation.tokens[1], generation.tokens[2]] += 1
     continuations = torch.tensor(list(itertools.product(range(5), repeat=3)))
     whole = torch.cat([torch.tensor(prompt).expand(125, -1), continuations], dim=1)
-    log_p = BatchSampling([sampling] * 125, "cpu").warp(target.forward(whole).logits[:, 2:-1])
+    log_p = BatchSampling([sampling] * 125, "cpu").warp(target.passes.forward(whole).logits[:, 2:-1])
     probabilities = log_p.gather(2, continuations.unsqueeze(2)).sum((1, 2)).exp().view(5, 5, 5).sum(0)
     assert probabilities.sum() == pytest.approx(1, abs=1e-4)
     expected = probabilities * num_texts

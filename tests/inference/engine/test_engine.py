@@ -234,7 +234,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
         assert loop.generations[number].tokens == alone
     assert loop.generations[1].cached_tokens == 32
     apart = family in ("gemma2", "gpt_oss")  # transformers runs these on eager attention
-    assert target.packs == loop.schedule.shares_steps == (not apart)
+    assert target.passes.allows_side_by_side == loop.schedule.shares_steps == (not apart)
     loop.submit(other)
     loop.step()
     loop.submit(replace(request, prompt=request.prompt[::-1]))
@@ -254,8 +254,8 @@ def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, targ
             with_kwargs=True,
         )
     changed = TargetModel(model, ())
-    assert target.packs
-    assert not changed.packs
+    assert target.passes.allows_side_by_side
+    assert not changed.passes.allows_side_by_side
     loop = make_paced(changed, None, 10)
     assert not loop.schedule.shares_steps
     for request in (Request([3], 40), Request(LONG, 5)):
@@ -293,8 +293,8 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
-    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
-    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.core.cache.PAGE_TOKENS", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.PAGE_TOKENS", 4)
     requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
     alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
     loop = make_paced(target, None, 5)

@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from bad_inputs import Says, assert_raises
 from rich.console import Console
-from tiny_run import ENDS, build_target, build_tokenizer
+from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command
 from headstart.chat import HELP, SHADES, Chat, first_ctrl_c, printable, read_command, token_style
@@ -60,15 +61,15 @@ def talker(folders: Path) -> TargetModel:
 
 
 class KnowsTheText:
-    """Drafts chains of the true continuation, every third time with a wrong last token."""
+    """Drafts chains of the greedy continuation, every third time with a wrong last token."""
 
     taps: tuple[int, ...] = ()
     cache_shape: tuple[int, int, int] | None = None
     max_nodes, depth, static_shapes = 5, 4, False
-    compilable_layers: tuple[torch.nn.Module, ...] = ()
 
     def __init__(self, target: TargetModel, stop_at: int | None = None) -> None:
         self.target, self.stop_at, self.steps = target, stop_at, 0
+        self.known: list[int] = []  # a text with its continuation
 
     def prefill(self, *inputs: Any) -> None:
         pass
@@ -79,8 +80,9 @@ class KnowsTheText:
             signal.raise_signal(signal.SIGINT)  # Ctrl-C
         [text] = verified.texts  # type: ignore[attr-defined]
         count = self.steps % 4 + 1
-        true = self.target.generate([text], count)[0]
-        tokens = [text[-1], *true, *[0] * (count - len(true))]
+        if self.known[: len(text)] != text or len(self.known) < len(text) + 4:
+            self.known = text + self.target.generate([text], 16)[0] + [0] * 4
+        tokens = [text[-1], *self.known[len(text) : len(text) + count]]
         if self.steps % 3 == 0:
             tokens[-1] = (tokens[-1] + 1) % 97
         return Tree(torch.tensor([tokens]), torch.tensor([[*range(-1, count)]]))
@@ -186,17 +188,15 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any
         prompt, (chat, printed) = [first, 30, 40], make_chat(KnowsTheText(talker))
         generation = chat.stream(Request(prompt, 40, end_tokens=tuple(ENDS)), Event())
         tokens = generation.tokens[: -1 if generation.finish == "end" else None]
-        before, full = (visible_text_of(chat.template.tokenizer, prompt + each) for each in ([], tokens))
+        before = visible_text_of(chat.template.tokenizer, prompt)
+        full = visible_text_of(chat.template.tokenizer, prompt + tokens)
         assert printed.getvalue().split() == printable(full[len(before) :]).split()  # rich expands tabs
         ended += generation.finish == "end"
     assert ended
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(
-    temperature: float, make_chat: Any, talker: TargetModel
-) -> None:
-    chat, printed = make_chat(KnowsTheText(talker), temperature, longest=16)
+def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(make_chat: Any, talker: TargetModel) -> None:
+    chat, printed = make_chat(KnowsTheText(talker), temperature=0.9, longest=8)
     answers_after = []
     for line in ("the target writes", "/plain", "/again", "/draft", "/again", "/seed 5", "/again"):
         assert chat.handle(line)
@@ -204,7 +204,7 @@ def test_the_same_seed_gives_the_same_answer_with_and_without_drafts(
     with_drafts, without, again, other = (answers_after[number] for number in (0, 2, 4, 6))
     assert with_drafts == without == again
     assert len(with_drafts) == 1
-    assert (other == again) == (temperature == 0)
+    assert other != again
     assert printed.getvalue().count("tokens per target step") == 3
     assert printed.getvalue().count("plain decoding;") == 1
 
@@ -299,15 +299,6 @@ def test_piped_lines_are_answered_one_by_one_without_colours(
     assert ESCAPE not in told
 
 
-def test_one_prompt_is_answered_by_prompt_lookup_if_the_target_has_no_head(
-    folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    talk(monkeypatch, b"", "--target", str(folders / "target"), "--prompt", "a draft is", "--max-new-tokens", "8")
-    told = capsys.readouterr().out
-    assert "drafts by prompt lookup" in told
-    assert "tokens per target step" in told
-
-
 def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -360,24 +351,25 @@ def test_the_default_target_is_fetched_if_it_is_missing(
     monkeypatch.setattr("headstart.options.ROOT", tmp_path)  # no clone
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(command, "fetch", fetch)
-    for times, place in ((1, tmp_path), (0, folders)):
+    for times, place, more in ((1, tmp_path, ("--head", str(folders / "head"))), (0, folders, ())):
         monkeypatch.chdir(place)
-        talk(
-            monkeypatch, b"a draft is\n", "--head", str(folders / "head"), "--dtype", "float32", "--max-new-tokens", "4"
-        )
-        assert capsys.readouterr().out.count("fetched from auto") == times
-    talk(monkeypatch, b"a draft is\n", "--dtype", "float32", "--max-new-tokens", "4")  # no bundled head in this folder
-    assert "drafts by prompt lookup" in capsys.readouterr().out
+        talk(monkeypatch, b"a draft is\n", *more, "--dtype", "float32", "--max-new-tokens", "4")
+        told = capsys.readouterr().out
+        assert told.count("fetched from auto") == times
+    assert "drafts by prompt lookup" in told  # no bundled head in this folder
 
 
 def test_a_recipe_says_who_talks_and_how_it_drafts(
-    harvested: Path,
-    folders: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, folders: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = [f"target.path={folders / 'target'}", f"decode.head={folders / 'head'}", "decode.growth=chain"]
-    talk(monkeypatch, b"the target\n", str(harvested / "recipe.yaml"), *own, "--seed", "3")
+    for name, text in (
+        ("prompts.jsonl", ""),
+        ("heldout.jsonl", ""),
+        ("recipe.yaml", yaml.safe_dump(recipe_values(tmp_path))),
+    ):
+        (tmp_path / name).write_text(text)
+    names = [f"target.path={folders / 'target'}", f"decode.head={folders / 'head'}", "decode.growth=chain"]
+    talk(monkeypatch, b"the target\n", str(tmp_path / "recipe.yaml"), *names, "--seed", "3")
     told = capsys.readouterr().out
     assert f"drafts by head {folders / 'head'}, float32 on cpu" in told
     assert "tokens per target step" in told

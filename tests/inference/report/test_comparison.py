@@ -29,7 +29,7 @@ from headstart.inference.targets.model import TargetModel
 PROMPTS = [Prompt([5, 6, 7, 11], "one"), Prompt([3], "two"), Prompt([*range(20)], "one")]
 
 
-@pytest.mark.parametrize("units", [4, 6, 12, 50])
+@pytest.mark.parametrize("units", [4, 12])
 def test_intervals_cover_the_true_speedup(units: int) -> None:
     """Simulated prompts: some are slow for both methods, each run has timing noise, and the gain varies around 1.7.
 
