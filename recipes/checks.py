@@ -118,9 +118,6 @@ def baseline_mistakes(report: Values, decode: Values) -> Iterator[RecipeMistake]
             yield "decode.draft_model", f"{allowed}; add it, or remove {baseline} there"
     if "repeats" in baselines and not decode["repeats"]:
         yield "decode.repeats", "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats"
-    if "cost_aware" in baselines and decode["acceptance"] == "rejection":
-        allowed = "only rows other than cost_aware are allowed with decode.acceptance rejection, as it prunes by score"
-        yield "report.baselines", f"{allowed}; remove cost_aware"
 
 
 def magnitude_mistakes(values: Values) -> Iterator[RecipeMistake]:

@@ -326,11 +326,6 @@ MISTAKES = {
     ),
     "more micro-batches than sequences": ("train.accumulate=4", r"up to (\d+) is allowed", "train.accumulate={}"),
     "a device that is not there": ("target.device=cuda:77", r"\b(cpu)\b", "target.device={}"),
-    "a tree that rejection sampling cannot use": (
-        "decode.acceptance=rejection",
-        r"growth (chain) or",
-        "decode.growth={}",
-    ),
 }
 
 
@@ -343,9 +338,7 @@ def test_an_override_that_is_corrected_as_the_message_says_is_accepted(
     message = refused(headstart(*command, mistake))
     found = re.search(advice, message)
     assert found is not None, message
-    kept = (
-        [mistake] if mistake.startswith(("head={", "decode.drafter", "decode.acceptance")) else []
-    )  # the advice completes these
+    kept = [mistake] if mistake.startswith(("head={", "decode.drafter")) else []  # the advice completes these
     succeeded(headstart(*command, *kept, corrected.format(found[1])))
 
 

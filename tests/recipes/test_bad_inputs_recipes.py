@@ -188,8 +188,6 @@ a draft model that is not named | decode.drafter=draft_model
     decode | draft_model | needs draft_model | give decode.draft_model
 costs without a head | decode.drafter=prompt_lookup | decode.growth=cost_aware
     decode | cost_aware | allows chain or dynamic | chain or dynamic
-rejection with a dynamic tree | decode.acceptance=rejection
-    decode | dynamic | allows growth chain or searched | allows
 two writers of responses | data.server=http://x | data.draft_head=head
     data | draft_head | one of states or server, draft_head | remove server
 two sources of features | data.states=vllm | data.store=x
@@ -236,8 +234,6 @@ online with a shared target | data.online=[auto] | target.split=tensor
     target.split | 'tensor' given | only layers or null | remove split
 other heads without their rows | report.baselines=[plain] | report.other_heads={a: b}
     report.baselines | ['plain'] given | chain, tree, cost_aware or repeats | add one
-a cost-aware row with rejection | report.baselines=[cost_aware] | decode.acceptance=rejection | decode.growth=chain
-    report.baselines | ['cost_aware'] given | only rows other than cost_aware | remove cost_aware
 a row of repeats without repeats | report.baselines=[repeats] | decode.repeats=0
     decode.repeats | 0 given | 1 to 64 is allowed, because report.baselines has repeats | add it, or remove
 an assistant that is not named | report.baselines=[generate_assisted]
