@@ -189,6 +189,12 @@ class BlockSection(LayerSection):
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
         "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
+    conv_kernel_size: int = Field(
+        default=0,
+        ge=0,
+        description="Slots that the convolutions around attention and MLP take in, in steps back from each slot "
+        "(DFlash2: 2); 0 is no convolutions.",
+    )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
         default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
