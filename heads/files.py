@@ -24,6 +24,7 @@ from headstart.common.remote import publish
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
