@@ -76,9 +76,9 @@ a head above all memory | head={kind: eagle3, intermediate_size: 900000000000000
 trees above the memory | decode.nodes=1000000 | train.eval_prompts=2
   decode.nodes | 1000000 given | is allowed here | lower decode.nodes
 a run_dir in /proc | run_dir=/proc/x
-  run_dir | /proc/x given | can be written is allowed | choose another
+  run_dir | /proc/x given | a writable folder is allowed | choose another
 a data.folder in /proc | data.folder=/proc/x/y
-  data.folder | /proc/x/y given | can be written is allowed | choose another
+  data.folder | /proc/x/y given | a writable folder is allowed | choose another
 """)
 
 
