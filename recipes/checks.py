@@ -121,9 +121,6 @@ def row_mistakes(report: ReportSection, decode: DecodeSection) -> Iterator[Mista
         )
     if "repeats" in report.baselines and not decode.repeats:
         yield "decode.repeats", "1 to 64 is allowed, because report.baselines has repeats; add it, or remove repeats"
-    if "cost_aware" in report.baselines and decode.acceptance == "rejection":
-        allowed = "only rows other than cost_aware are allowed with decode.acceptance rejection, as it prunes by score"
-        yield "report.baselines", f"{allowed}; remove cost_aware"
 
 
 def local_config(target: str) -> Values:

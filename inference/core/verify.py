@@ -1,11 +1,4 @@
-"""Verification: the path of a tree that the target accepts, and the input of the next draft.
-
-Under rejection sampling draft tokens are sampled too, and the output keeps the target's distribution. Of a node's k
-children, k - 1 are the likeliest tokens of the draft distribution q. The last one is sampled from q', which is q
-without those, renormalised (arXiv 2502.18779; k = 1 gives a chain, arXiv 2211.17192). The target's choice is
-distributed as p and maximally coupled to the sampled child, so that following the choices down the tree accepts as
-often as any lossless rule could with these children.
-"""
+"""Verification: the path of a tree that the target accepts, and the input of the next draft."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -18,11 +11,7 @@ from headstart.inference.core.cache import Slots
 from headstart.inference.core.constraint import GrammarStates, LevelConstraint
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Proposals, Tree, take
-
-# `BatchSampling.choose` uses stream 0 of the random numbers. Sampling a child, accepting it and choosing another token
-# instead must be independent of each other, so each has a stream of its own.
-DRAFT_STREAM, ACCEPT_STREAM = 1, 2
+from headstart.inference.core.tree import Tree, take
 
 BONUS = 0  # the draft depth of the bonus token, which the target adds after the accepted draft tokens
 
@@ -51,16 +40,13 @@ def verify(
     sampling: BatchSampling,
     history: History | None,
 ) -> list[Accepted]:
-    """Accept a path of each row's tree, by the acceptance rule that the rows share.
+    """Accept the path of each row's tree that follows the target's choices.
 
     `logits` are the target's at each node, `roots` the positions of the roots; `history` covers the tokens before them.
     """
     positions = roots.unsqueeze(1) + tree.depths + 1  # of the choices
     if history is not None:
         history = history.followed_by(tree.tokens, tree.ancestors)
-    if sampling.rule == "rejection" and tree.proposals is not None:
-        log_p = sampling.warp(logits, history)
-        return accept(tree, rejection_choices(log_p, positions, tree.proposals, sampling))
     return accept(tree, sampling.choose(logits, positions, history))
 
 
@@ -113,6 +99,10 @@ class Verified(ABC):
         """Commit the newly verified positions just written to the slots, except the `already` committed ones."""
 
     @abstractmethod
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        """How many positions are newly verified in each row."""
+
+    @abstractmethod
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The hidden states at each row's last newly verified position."""
 
@@ -155,6 +145,9 @@ class VerifiedOnHost(Verified):
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.advance([count - already for count in self.counts])
 
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return torch.tensor(self.counts, device=self.roots.device)
+
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         if len(hidden) == 1:
             return hidden[:, self.counts[0] - 1 : self.counts[0]]
@@ -183,55 +176,11 @@ class VerifiedOnDevice(Verified):
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.shift(self.counts - already if already else self.counts)  # saves a kernel
 
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return self.counts
+
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         return take(hidden, self.counts.unsqueeze(1) - 1)
 
     def finished(self, level: int) -> Bool[Tensor, " batch"]:
         return self.remaining <= level
-
-
-def propose(
-    log_q: Float[Tensor, "batch nodes draft_vocab"],
-    positions: Int[Tensor, "batch nodes"],
-    sampling: BatchSampling,
-    ids: Int[Tensor, " draft_vocab"],
-    children: int,
-) -> tuple[Int[Tensor, "batch nodes {children}"], Float[Tensor, "batch nodes draft_vocab"]]:
-    """Draft each node's children: the likeliest ones, then one sampled from the rest. Returns them and log q'.
-
-    `log_q` are the draft's logits after `sampling.warp`, `positions` the children's, and `ids` the target's token id of
-    each draft column. Children are returned as draft columns. Greedy rows get their likeliest tokens.
-    """
-    assert children <= log_q.shape[-1], f"{children} children of {log_q.shape[-1]} tokens"
-    likeliest = log_q.topk(children - 1, dim=-1).indices
-    rest = log_q.scatter(-1, likeliest, -torch.inf)
-    # If truncation left only the likeliest tokens, any q' keeps the output exact; take it uniform over the others.
-    rest = rest.masked_fill(rest.amax(-1, keepdim=True) == -torch.inf, 0).scatter(-1, likeliest, -torch.inf)
-    rest = torch.log_softmax(rest, dim=-1)
-    sampled = (rest + sampling.gumbel(positions, ids, DRAFT_STREAM)).argmax(-1, keepdim=True)
-    return torch.cat([likeliest, sampled], dim=-1), rest
-
-
-def rejection_choices(
-    log_p: Float[Tensor, "batch nodes vocab"],
-    positions: Int[Tensor, "batch nodes"],
-    proposals: Proposals,
-    sampling: BatchSampling,
-) -> Int[Tensor, "batch nodes"]:
-    """The target's choice at each node: distributed as p for any q', and the sampled child as often as possible.
-
-    `log_p` are the target's logits after `sampling.warp`. A node without a sampled child gets the choice that
-    `sampling.choose` would make, and a greedy row gets its argmax. Source: Leviathan et al., arXiv 2211.17192.
-    """
-    if sampling.all_greedy:
-        return log_p.argmax(-1)
-    sampled = (proposals.tokens >= 0) & ~sampling.greedy.unsqueeze(1)
-    child = proposals.tokens.long().clamp(min=0)
-    log_p_child, log_q_child = (of.gather(-1, child.unsqueeze(-1)).squeeze(-1) for of in (log_p, proposals.log_q))
-    accepted = sampled & (sampling.uniform(positions, ACCEPT_STREAM).log() < log_p_child - log_q_child)
-    residual = (log_p.exp() - proposals.log_q.exp()).clamp(min=0)  # unnormalised; sampled from after a rejection
-    # The residual is zero everywhere if p equals q'. Then only rounding can have rejected, and p itself is exact.
-    has_residual = sampled & (residual.amax(-1) > 0)
-    gumbel = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
-    others = (torch.where(has_residual.unsqueeze(-1), residual.log(), log_p) + gumbel).argmax(-1)
-    return torch.where(accepted, child, others)

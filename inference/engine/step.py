@@ -86,8 +86,8 @@ class DecodeStep:
         requests = [row.request for row in rows]
         self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
         self.history = start_history(requests, [row.generation.tokens[:-1] for row in rows], self.target)
-        static = self.batch.static
-        self.is_captured = static is not None and not constraints_of(rows) and static.serves(self.sampling)
+        # Penalties and grammars need the host within a step.
+        self.is_captured = self.batch.static is not None and not constraints_of(rows) and self.history is None
         self.with_logits = any(request.logprobs for request in requests)
 
     def _prepare_drafts(self, may_draft: bool) -> bool:

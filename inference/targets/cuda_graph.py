@@ -146,11 +146,6 @@ class StaticStep:
             torch.zeros(rows, dtype=torch.long, device=device),
         )
 
-    @staticmethod
-    def serves(sampling: BatchSampling) -> bool:
-        """Whether shapes stay fixed: not with penalties or rejection sampling."""
-        return sampling.rule == "seeded" and not sampling.needs_history
-
     @torch.inference_mode()
     def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
         """Draft, and let the target choose. `held` is as in `verify`."""

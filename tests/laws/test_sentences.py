@@ -46,9 +46,6 @@ train | {recipe} | decode.max_new_tokens=128
 train | {recipe} | decode.drafter=draft_model
     decode: {'depth': 2, 'drafter': 'dra...: 8, 'nodes': 4, 'width': 2} given, drafter draft_model needs
     draft_model; give decode.draft_model
-train | {recipe} | decode.acceptance=rejection
-    decode: {'acceptance': 'rejection', ...: 8, 'nodes': 4, 'width': 2} given, acceptance rejection allows growth
-    chain or searched; dynamic keeps or drops sampled tokens by their values, which would bias the output
 train | {recipe} | data.server=http://x | data.draft_head=head
     data: {'draft_head': 'head', 'dtyp... 'response_tokens': 12, ...} given, one of states or server, draft_head and
     responses given is allowed; remove server

@@ -67,7 +67,6 @@ data.prompt_tokens=500 | data.response_tokens=500
 decode.max_new_tokens=128
 decode <- decode.drafter=draft_model
 decode <- decode.growth=cost_aware | decode.drafter=prompt_lookup
-decode <- decode.acceptance=rejection
 decode <- decode.repeats=4 | decode.drafter=prompt_lookup
 data <- data.server=http://x | data.draft_head=head
 data <- data.states=vllm | data.store=x
@@ -92,7 +91,6 @@ train.pack_tokens=64 | head={kind: medusa, medusa_heads: 3} | joint.mode=full
 target.split=tensor | data.online=[auto]
 target.split=layers | data.online=[cpu]
 report.baselines=[plain] | report.other_heads={a: b}
-report.baselines=[cost_aware] | decode.acceptance=rejection | decode.growth=chain
 decode.repeats=0 | report.baselines=[repeats]
 decode.draft_model <- report.baselines=[generate_assisted]
 report.baselines=[plane]

@@ -390,9 +390,3 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make(grammars)
-
-
-def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
-    sampling = Sampling(1.0, rule="rejection")
-    with pytest.raises(ValueError, match=r"decode\.acceptance: rejection given, only seeded is allowed"):
-        DecodeLoop(target).submit(replace(requests[0], sampling=sampling))

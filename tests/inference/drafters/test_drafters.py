@@ -269,10 +269,9 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "prompt_lookup", "growth": "cost_aware"}, "growth cost_aware needs a trained head"),
-        ({"drafter": "prompt_lookup", "repeats": 4}, "repeats needs drafter head and acceptance seeded"),
         (
-            {"acceptance": "rejection", "growth": "chain", "repeats": 4},
-            "head with rejection is given; write repeats: 0",
+            {"drafter": "prompt_lookup", "repeats": 4},
+            "repeats needs drafter head; prompt_lookup is given; write repeats: 0",
         ),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},

@@ -13,7 +13,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.costs import CostAware, Situation
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import PRIOR_TOKENS, REPEAT_DEPTH, REPEAT_RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
@@ -139,17 +139,6 @@ def test_a_follower_that_the_repeat_has_too_is_one_node() -> None:
     known = replace(verified_text(text, 99), nodes=[[13, 14]], choices=[[14, 15]], drafted=[1])
     found = repeats.extend(drawn([-1], [13]), known, Everything(3, 3, 8))
     assert paths(found)[0] == {tuple(range(14, last + 1)) for last in range(14, 20)}
-
-
-def test_other_acceptance_rules_get_the_heads_tree_alone(target: TargetModel, make_head: MakeHead) -> None:
-    """Under them, what else is in the tree decides on the text."""
-    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="rejection"))
-    alone, found = (
-        generate_batch(target, [request], HeadDrafter(make_head(), Fixed.chain(3), repeats))[0]
-        for repeats in (None, Repeats(8))
-    )
-    assert found.tokens == alone.tokens
-    assert found.stats.drafted == alone.stats.drafted
 
 
 def test_costs_decide_how_many_repeats_are_verified() -> None:
