@@ -27,7 +27,7 @@ from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.lookup import Lookup
@@ -146,7 +146,6 @@ def assert_captured(
     target, rows = TargetModel(make_model().to(CUDA), drafter.taps), len(samplings)
     step = StaticStep(target, drafter, target.passes.new_cache(100, drafter.cache_shape, rows, static=True))
     sampling = BatchSampling(samplings, CUDA)
-    assert step.serves(sampling)
     for turn in range(2):
         counts = [1 + (row + turn) % min(drafter.depth + 1, 3) for row in range(rows)]
         held = [20 + row % 7 + 3 * turn for row in range(rows)]
@@ -157,14 +156,11 @@ def assert_captured(
                 taps=torch.randn(*shape, len(drafter.taps) * target.config.hidden_size, device=CUDA),
                 next_tokens=torch.randint(97, shape, device=CUDA),
                 roots=torch.randint(97, (rows, 1), device=CUDA),
-                starts=[end - count for end, count in zip(held, counts, strict=True)],
-                counts=counts,
-                drafted=[0] * rows,
-                remaining=[9 - row % 3 for row in range(rows)],
                 sampling=sampling,
                 history=None,
-                texts=[[]] * rows,
-                keys=[*range(rows)],
+                rows=[
+                    VerifiedRow([], held[row] - count, count, remaining=9 - row % 3) for row, count in enumerate(counts)
+                ],
             )
         )
     assert cuda.replays == 1
