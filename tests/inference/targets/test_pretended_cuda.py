@@ -186,12 +186,6 @@ def test_no_captured_step_waits_for_anything(
     assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
 
 
-def test_a_captured_step_serves_these_batches_and_no_others(target: TargetModel) -> None:
-    """Whatever is served must be in CAPTURED, and so in the tests of captured steps."""
-    step = StaticStep(target, PLAIN, target.passes.new_cache(10, None, 3, static=True))
-    assert [mix for mix in MIXES if step.serves(BatchSampling(rows_of(mix, 3), "cpu"))] == CAPTURED
-
-
 # Whole decode loops, on one card and on two
 
 Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
@@ -266,8 +260,8 @@ def assert_decodes_as_the_cpu(
     assert cuda.readers <= MAY_WAIT | ON_THE_HOST.get(name, set())
     if cards == 2 or static is False:
         assert not cuda.replays
-    elif name in HEADS and mix in CAPTURED:
-        assert cuda.replays
+    elif name in HEADS:
+        assert bool(cuda.replays) == (mix in CAPTURED)
 
 
 MIXES_OF_DRAFTERS = [
