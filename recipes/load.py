@@ -90,13 +90,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     raw = read_recipe_file(Path(path))
     for override in overrides:
         apply_override(raw, override)
-    recipe = None
+    recipe, sections = None, dict[str, Any]()
     try:
-        recipe = Recipe.model_validate(raw.values)
+        recipe = Recipe.model_validate(raw.values, context=sections)
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-    for field_path, allowed_and_advice in recipe_mistakes(raw.values):
+    for field_path, allowed_and_advice in recipe_mistakes(sections):
         raw.add_mistake(field_path, allowed_and_advice)
     if recipe is None or raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"

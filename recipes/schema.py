@@ -4,12 +4,21 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.schema_heads import AnyHeadSection
 from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.values import (
+    RELATIVE_PATHS,
     Baselines,
     Batches,
     DeviceName,
@@ -146,9 +155,21 @@ class DataSection(Section):
 
     @field_validator("prompts")
     @classmethod
-    def hub_names_are_whole(cls, prompts: str) -> str:
-        if prompts.startswith(HUB_PREFIX) and not HUB_NAME.fullmatch(prompts):
-            raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
+    def prompts_exist(cls, prompts: str, info: ValidationInfo) -> str:
+        if prompts.startswith(HUB_PREFIX):
+            if not HUB_NAME.fullmatch(prompts):
+                raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
+        elif info.context is not None and prompts != SELF and not Path(prompts).exists():
+            allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
+            raise ValueError(f"{allowed}; put the prompts there ({RELATIVE_PATHS})")
+        return prompts
+
+    @field_validator("heldout_prompts")
+    @classmethod
+    def heldout_prompts_exist(cls, prompts: Path, info: ValidationInfo) -> Path:
+        if info.context is not None and str(prompts) != SELF and not prompts.is_file():
+            allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
+            raise ValueError(f"{allowed}; put the prompts there ({RELATIVE_PATHS})")
         return prompts
 
     @model_validator(mode="after")
@@ -166,7 +187,7 @@ class DataSection(Section):
         if len(writers) > 1:
             raise ValueError(f"one of states or server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.online is not None and self.store is not None:
-            raise ValueError("online computes the features; remove store, or remove online")
+            raise ValueError("online allows no store, as it computes the features; remove store, or remove online")
         if self.states is not None and (self.online is not None or self.store is not None):
             raise ValueError("states is for features that are harvested; remove states, or remove online and store")
         if self.online is not None and "auto" in self.online and len(self.online) > 1:
@@ -309,7 +330,12 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
+    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given.
+
+    `load_recipe` gives its validation a context, which collects the valid sections; only then must files exist.
+    """
+
+    model_config = ConfigDict(validate_default=True)
 
     run_dir: PathOrUrl = Field(
         description="Folder for everything that the run writes, or its URL in an object store, as in s3://bucket/run."
@@ -326,6 +352,13 @@ class Recipe(Section):
     report: ReportSection = ReportSection()
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
+
+    @field_validator("*")
+    @classmethod
+    def collect_valid_sections(cls, section: object, info: ValidationInfo) -> object:
+        if info.context is not None:
+            info.context[info.field_name] = section
+        return section
 
     @property
     def unroll(self) -> int:

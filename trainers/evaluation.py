@@ -8,6 +8,7 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
+from headstart.heads.files import Tensors
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import Sampling
@@ -20,7 +21,6 @@ from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.objectives.unrolled import HeadInTraining
-from headstart.trainers.run_checkpoints import Tensors
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at

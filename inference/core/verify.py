@@ -99,6 +99,10 @@ class Verified(ABC):
         """Commit the newly verified positions just written to the slots, except the `already` committed ones."""
 
     @abstractmethod
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        """How many positions are newly verified in each row."""
+
+    @abstractmethod
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The hidden states at each row's last newly verified position."""
 
@@ -148,6 +152,9 @@ class VerifiedOnHost(Verified):
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.advance([row.count - already for row in self.rows])
 
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return torch.tensor(self.counts, device=self.roots.device)
+
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         if len(hidden) == 1:
             return hidden[:, self.rows[0].count - 1 : self.rows[0].count]
@@ -174,6 +181,9 @@ class VerifiedOnDevice(Verified):
 
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.shift(self.counts - already if already else self.counts)  # saves a kernel
+
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return self.counts
 
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         return take(hidden, self.counts.unsqueeze(1) - 1)

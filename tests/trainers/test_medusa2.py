@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers import loop, run
+from headstart.trainers import run
 from headstart.trainers.memory import target_needs, tuned_parameters
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
@@ -49,25 +48,6 @@ in_lora, in_full = (pytest.mark.parametrize("mode", slow_unless((mode,), MODES))
 def joint(mode: str, **fields: float) -> str:
     own = {"mode": mode, "lora_rank": 4, "learning_rate": 1e-2, "warmup_steps": 2, **fields}
     return f"joint={json.dumps(own)}"
-
-
-class Killed(BaseException):
-    """Derives from BaseException, so that no code of ours catches it."""
-
-
-def killed_in(step: int, recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run until training dies in a step, counted from 1."""
-    left, train_step = iter(range(step - 1)), loop.train_step
-
-    def dying(*arguments: Any) -> Any:
-        if next(left, None) is None:
-            raise Killed
-        return train_step(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", dying)
-        with pytest.raises(Killed):
-            run(recipe)
 
 
 def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
@@ -245,22 +225,6 @@ def test_only_the_heads_are_trained_during_the_warm_up(make_recipe: MakeRecipe, 
     assert all(weight.equal(before[name]) for name, weight in after.items())
     state = load_file(recipe.checkpoints_dir / "step-8/target.safetensors")
     assert not [name for name in state if name.endswith("exp_avg")]
-
-
-@in_full
-@pytest.mark.parametrize("step", slow_unless((7,), (2, 7)))
-def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str, step: int
-) -> None:
-    """killed in 7     1 2 3 4 5 6 x
-    resumed                 5 6 7 8   the same heads, target and optimizer state, bit for bit"""
-    whole, resumed = (make_recipe(name, *MEDUSA, joint(mode)) for name in ("whole", "resumed"))
-    run(whole)
-    killed_in(step, resumed, monkeypatch)
-    run(resumed)
-    for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
-        one, other = (contents(getattr(recipe, folder)) for recipe in (whole, resumed))
-        assert one == other
 
 
 @pytest.mark.slow
