@@ -102,9 +102,9 @@ class Verified(ABC):
     def num_verified(self) -> Int[Tensor, " batch"]:
         """How many positions are newly verified in each row."""
 
-    @abstractmethod
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The hidden states at each row's last newly verified position."""
+        return take(hidden, self.num_verified().unsqueeze(1) - 1)
 
     def constraint(self) -> LevelConstraint | None:
         """The tokens that may follow each row's root; None if no row has a constraint."""
@@ -153,12 +153,12 @@ class VerifiedOnHost(Verified):
         slots.advance([row.count - already for row in self.rows])
 
     def num_verified(self) -> Int[Tensor, " batch"]:
-        return torch.tensor(self.counts, device=self.roots.device)
+        return torch.tensor([row.count for row in self.rows], device=self.roots.device)
 
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        if len(hidden) == 1:
-            return hidden[:, self.rows[0].count - 1 : self.rows[0].count]
-        return take(hidden, torch.tensor([[row.count - 1] for row in self.rows], device=hidden.device))
+        if len(hidden) > 1:
+            return super().last(hidden)
+        return hidden[:, self.rows[0].count - 1 : self.rows[0].count]
 
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
         finished = [row.remaining <= level for row in self.rows]
@@ -184,9 +184,6 @@ class VerifiedOnDevice(Verified):
 
     def num_verified(self) -> Int[Tensor, " batch"]:
         return self.counts
-
-    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        return take(hidden, self.counts.unsqueeze(1) - 1)
 
     def finished(self, level: int) -> Bool[Tensor, " batch"]:
         return self.remaining <= level
