@@ -32,14 +32,10 @@ ROWS = table(
     r"""
 a torn line | {"prompt": "cut
     not valid JSON ( | one JSON object on each
-two objects on a line | {"prompt": "x"} {}
-    Extra data | one JSON object on
 brackets without end | {brackets}
     not valid JSON | one JSON object on each
 a number as a row | 7
     a number (7) | a JSON object is needed
-text as a row | "hello"
-    the row is text | a JSON object is needed
 half a surrogate pair | {"prompt": "\ud800"}
     not text | surrogates not allowed
 only nulls | {"prompt": null, "text": null}
@@ -48,8 +44,6 @@ unknown fields | {"instruction": "why?", "output": "so"}
     ['instruction', 'output'] | NEEDS
 text that is a number | {"text": 5}
     text is a number (5) | text is needed
-a prompt that is an object | {"prompt": {"a": 1}}
-    an object | text is needed
 a prompt of token ids | {"prompt": [1, 2]}
     prompt is a list | text is needed
 a prompt of blanks | {"prompt": " \n\t"}
@@ -64,8 +58,6 @@ messages of texts | {"messages": ["hi"]}
     text at place 1 | a list of objects
 no messages | {"messages": []}
     no user turn to answer | give at least one
-a turn by nobody | {"messages": [{"content": "x"}]}
-    turn 1 is by None | ROLES
 a turn by a list | {"messages": [{"role": ["user"], "content": "x"}]}
     turn 1 is by ['user'] | ROLES
 a turn by a bot | {"messages": [{user}, {"role": "bot", "content": "x"}]}
@@ -80,8 +72,6 @@ a part with reasoning | {"messages": [{user}, {"role": "assistant", "content": [
     contains parts that are not text | only text is supported
 reasoning in a list | {"messages": [{user}, {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]}
     the reasoning of turn 2 is a list | text is needed
-two answers in a row | {"messages": [{user}, {reply}, {reply}]}
-    turn 3 is by assistant right after a turn by assistant | ORDER
 an answer first | {"messages": [{reply}, {user}]}
     right after the start | ORDER
 tools that are not JSON | {"messages": [{user}], "tools": "{"}
@@ -90,8 +80,6 @@ tool calls that are a number | {"messages": [{user}, {"role": "assistant", "tool
     tool_calls is a number | a list of objects
 a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
     turn 2 has a tool call | without a function name
-tokens that are text | {"tokens": "1 2"}
-    tokens is text | a list of whole numbers
 tokens with a fraction | {"tokens": [1, 2.0]}
     a number (2.0) at place 2 | whole numbers
 tokens of true and false | {"tokens": [true]}
@@ -106,12 +94,8 @@ a mask of labels | {"tokens": [1, 2], "loss_mask": [-100, 1]}
     loss_mask holds -100 | 0 and 1 are allowed
 labels | {"input_ids": [1, 2], "labels": [-100, 1]}
     the row has labels | write loss_mask, with 1 for each token whose label is not -100
-functions | {"messages": [{user}], "functions": [{"name": "add"}]}
-    the row has functions | write tools: [{type: function
 images of a row | {"messages": [{user}], "images": ["a.png"]}
     the row has images | not supported | remove the field if the text is right without it
-documents of a turn | {"messages": [{user}, {"role": "assistant", "content": "x", "documents": [{"text": "x"}]}]}
-    turn 2 has documents | not supported | remove the field if the text is right without it
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function
 a turn by function_call | {"conversations": [{user}, {"from": "function_call", "value": "{}"}]}
@@ -128,8 +112,6 @@ an answer in addition to messages | {"messages": [{user}, {reply}], "response": 
     response is given in addition to messages | append it to them | or remove it
 given: a prompt and a null response | {"prompt": "x", "response": null}
     fields ['prompt', 'response'] | GIVEN | CHOOSE
-given: preferences | {"prompt": "x", "chosen": "y", "rejected": "z"}
-    ['chosen', 'prompt', 'rejected'] | GIVEN | CHOOSE
 given: an empty response | {"prompt": "x", "response": ""}
     response is empty | NEEDS
 given: a completion that is a list of texts | {"prompt": "x", "completion": ["a", "b"]}
@@ -343,45 +325,36 @@ def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(
 # Stages
 
 
-CONTINUES = "remove this file, and the same command continues with what is there: rm "
-STAGES = {  # the content of a stage.json -> why it cannot be read
-    ("prompts", ""): "Expecting value",
-    ("responses", '{"inputs": {"se'): "Unterminated string",
-    ("features", "[]"): "list indices must be integers",
-    ("prompts", '{"inputs": {}, "complete": true}'): "KeyError: 'facts'",
-}
+STAGE = "it must say what | remove this file, and the same command continues with what is there: rm "
+REPORT = "it must hold the report on the rows | rm "
+# A file of the run, its content, the command that reads it, the remedy, the file that it removes, and the cause.
+BROKEN = [
+    ("prompts/stage.json", "", "harvest", STAGE, "prompts/stage.json", "Expecting value"),
+    ("responses/stage.json", '{"inputs": {"se', "harvest", STAGE, "responses/stage.json", "Unterminated string"),
+    ("features/stage.json", "[]", "harvest", STAGE, "features/stage.json", "list indices must be integers"),
+    ("prompts/stage.json", '{"inputs": {}, "complete": true}', "harvest", STAGE, "prompts/stage.json", "'facts'"),
+    ("prompts/rows.json", "[1, 2]", "inspect", REPORT, "prompts/stage.json", "int"),
+]
 
 
-@pytest.mark.parametrize(("stage", "content"), STAGES)
-def test_a_broken_stage_file_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, headstart: Command, stage: str, content: str
+@pytest.mark.parametrize(("name", "content", "command", "remedy", "removed", "why"), BROKEN)
+def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(
+    harvested: Path,
+    place: Path,
+    headstart: Command,
+    name: str,
+    content: str,
+    command: str,
+    remedy: str,
+    removed: str,
+    why: str,
 ) -> None:
     shutil.copytree(harvested / "run", place / "run")
-    path = place / "run" / stage / "stage.json"
-    path.write_text(content)
-    outcome = headstart("harvest", place / "recipe.yaml")
-    assert_refused(
-        outcome, Says(f"{path} cannot be read", STAGES[stage, content], "it must say what", f"{CONTINUES}{path}")
-    )
-    path.unlink()  # the remedy
-    done = headstart("harvest", place / "recipe.yaml")
-    assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
-
-
-@pytest.mark.parametrize("content", ["[1, 2]", None])
-def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, headstart: Command, content: str | None
-) -> None:
-    shutil.copytree(harvested / "run", place / "run")
-    path = place / "run" / "prompts" / "rows.json"
-    path.unlink() if content is None else path.write_text(content)
-    stage = path.with_name("stage.json")
-    outcome = headstart("inspect", place / "recipe.yaml")
-    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must hold the report on the rows", f"rm {stage}"))
-    stage.unlink()  # the remedy
-    assert_told(
-        headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
-    )
+    (place / "run" / name).write_text(content)
+    facts = f"{place / 'run' / name} cannot be read | {why} | {remedy}{place / 'run' / removed}"
+    assert_refused(headstart(command, place / "recipe.yaml"), facts)
+    (place / "run" / removed).unlink()  # the remedy
+    assert_told(headstart(command, place / "recipe.yaml"), "prompts.jsonl | 12 rows read | 12 prompts kept")
 
 
 # Stores

@@ -18,7 +18,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
-from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
+from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, NotJson, read_rows
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -216,22 +216,6 @@ def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, respo
     assert all(re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"]) for row in report.bad)
 
 
-def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write('{"prompt": "cut')
-    count = "data.num_prompts=99"
-    with pytest.raises(ValueError, match=r"1 of 15 rows are unusable(.|\n)*prompts\.jsonl line 15: not valid JSON"):
-        make_prompts(tiny_recipe(tmp_path, count))
-    report = json.loads((tmp_path / "run" / "prompts" / ROW_REPORT).read_text())
-    assert [row["line"] for row in report[0]["bad_rows"]] == [15]
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.writelines(f'\n{{"prompt": "prompt {number}"}}' for number in range(85))
-    stage = make_prompts(tiny_recipe(tmp_path, count))
-    assert stage.facts()["train"] == 99
-    assert stage.facts()["bad"] == 1
-
-
 def test_messages_need_a_chat_template() -> None:
     tokenizer = build_tokenizer()
     tokenizer.chat_template = None
@@ -409,24 +393,3 @@ def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path)
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
-
-
-def test_the_share_of_rows_that_are_held_out_too_is_bounded() -> None:
-    report = RowReport("prompts.jsonl")
-    report.rows, report.samples, report.held_out = 100, 90, list(range(1, 11))
-    report.check()
-    report.held_out.append(11)
-    with pytest.raises(
-        ValueError, match=r"11 of 100 rows of prompts\.jsonl are held out too \(line 1, 2, 3, 4, 5, \.\.\."
-    ):
-        report.check()
-
-
-def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "be brief"}
-    rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
-    path = write_rows(tmp_path / "prompts.jsonl", *rows)
-    report = RowReport(str(path))
-    assert len(read_prompts(ChatTemplate(build_tokenizer()), section(prompt_tokens=20), None, report)) == 3
-    assert (report.cut, report.lost_system) == ([1, 2], [1])
-    report.check()  # a prompt that was cut is usable

@@ -205,15 +205,17 @@ def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> 
         harvest(recipe)
 
 
-def test_a_row_that_was_mended_needs_no_other_run_dir(tmp_path: Path) -> None:
+def test_a_row_that_was_mended_needs_no_other_run_dir(harvested: Path, tmp_path: Path) -> None:
     """The folder of prompts that were refused used to be refused again, for another content of the file."""
-    build_run(tmp_path)
-    good = (tmp_path / "prompts.jsonl").read_text()
-    (tmp_path / "prompts.jsonl").write_text('{"text": 5}\n' + good)
+    good, path = (harvested / "prompts.jsonl").read_text(), tmp_path / "prompts.jsonl"
+    path.write_text('{"text": 5}\n' + good)
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.prompts={path}")
     with pytest.raises(ValueError, match="text is a number"):
-        make_prompts(tiny_recipe(tmp_path))
-    (tmp_path / "prompts.jsonl").write_text(good)
-    assert make_prompts(tiny_recipe(tmp_path)).facts()["train"] == 12
+        make_prompts(recipe)
+    [report, _] = json.loads((recipe.prompts_dir / "rows.json").read_text())
+    assert [row["line"] for row in report["bad_rows"]] == [1]
+    path.write_text(good)
+    assert make_prompts(recipe).facts()["train"] == 12
 
 
 def test_a_second_harvest_does_nothing(harvested: Path) -> None:
@@ -287,7 +289,7 @@ def test_features_are_those_that_the_target_computes_for_each_sample_alone(harve
     assert seen == recipe.data.num_prompts + recipe.data.heldout_samples
 
 
-def test_the_loss_mask_is_exactly_the_response(harvested: Path) -> None:
+def test_the_loss_mask_is_exactly_the_response_whose_tokens_are_counted(harvested: Path) -> None:
     recipe = tiny_recipe(harvested)
     for split in ("train", "heldout"):
         paths = sorted(recipe.responses_dir.glob(f"{split}-*.jsonl"))
@@ -296,11 +298,12 @@ def test_the_loss_mask_is_exactly_the_response(harvested: Path) -> None:
         assert len(store) == len(rows)
         assert [row["id"] for row in rows] == list(range(len(rows)))
         for number, row in enumerate(rows):
-            sample = store[number]
-            assert row["prompt"]
-            assert sample.tokens[sample.loss_mask].tolist() == row["response"]
-            assert sample.tokens[~sample.loss_mask].tolist() == row["prompt"]
-            assert sample.loss_mask.tolist() == sorted(sample.loss_mask.tolist())  # the prompt comes first
+            sample, prompt = store[number], len(row["prompt"])
+            assert prompt
+            assert sample.tokens.tolist() == row["prompt"] + row["response"]
+            assert sample.loss_mask.tolist() == [place >= prompt for place in range(len(sample.tokens))]
+        written = [token for row in rows for token in row["response"]]
+        assert store.token_counts(300).tolist() == [written.count(token) for token in range(300)]
 
 
 def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
@@ -312,18 +315,6 @@ def test_greedy_responses_are_the_targets_own_choices(harvested: Path) -> None:
         sample = store[number]
         choices = frozen.logits(sample.last_hidden).argmax(-1)
         assert choices[:-1][sample.loss_mask[1:]].tolist() == sample.tokens[sample.loss_mask].tolist()
-
-
-def test_token_counts_are_the_counts_in_the_responses(harvested: Path) -> None:
-    recipe = tiny_recipe(harvested)
-    written = [
-        token
-        for path in recipe.responses_dir.glob("train-*.jsonl")
-        for row in read_jsonl(path)
-        for token in row["response"]
-    ]
-    counts = FeatureStore(recipe.features_dir, "train").token_counts(300)
-    assert counts.tolist() == [written.count(token) for token in range(300)]
 
 
 # Shards on disk
