@@ -9,12 +9,12 @@ import pytest
 from accelerate import PartialState
 from bad_inputs import assert_told, type_command
 from matrix import slow
+from test_data import kill_while_writing_features, kill_while_writing_responses
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest, harvest_part
-from headstart.data_pipelines.prompts.responses import journal_of
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import Part
@@ -73,27 +73,8 @@ def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
     assert contents(folder / "run") == fresh(folder, override)
 
 
-def kill_in_the_features(recipe: Recipe) -> None:
-    """The run before had not finished its features."""
-    for name in ("manifest.json", "train-00001.safetensors"):
-        (recipe.features_dir / name).unlink()
-    path = recipe.features_dir / "stage.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "complete": False}))
-
-
-def kill_in_the_responses(recipe: Recipe) -> None:
-    """The run before was still writing responses."""
-    shutil.rmtree(recipe.features_dir)
-    path = recipe.responses_dir / "train-00001.jsonl"
-    journal_of(path).write_text("".join(path.read_text().splitlines(keepends=True)[:3]) + '{"id": ')
-    path.unlink()
-    (recipe.responses_dir / "train-00002.jsonl").unlink()
-    stage = recipe.responses_dir / "stage.json"
-    stage.write_text(json.dumps({**json.loads(stage.read_text()), "complete": False}))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_in_the_features, kill_in_the_responses])
+@pytest.mark.parametrize("kill", [kill_while_writing_features, kill_while_writing_responses])
 def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
     kill(tiny_recipe(folder))
     grow(folder, 20)
@@ -215,7 +196,7 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(
 
 
 def test_a_part_leaves_features_of_other_prompts_as_they_are(folder: Path) -> None:
-    kill_in_the_features(tiny_recipe(folder))
+    kill_while_writing_features(tiny_recipe(folder))
     write_prompts(folder / "prompts.jsonl", count=14, first=50)
     for stage in ("prompts", "responses"):
         shutil.rmtree(folder / "run" / stage)

@@ -118,25 +118,6 @@ def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
 
 
 @pytest.mark.slow
-def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: Path) -> None:
-    """rank 0: 0 2 4 ...   rank 1: 1 3 5 ...   then one rank: nothing to write"""
-    recipe = own_recipe(folder, tmp_path)
-    make_prompts_alone(recipe)
-    found = list(read_jsonl(recipe.prompts_dir / "candidates.jsonl"))
-    before = prompt_files(recipe)
-    for path in recipe.prompts_dir.iterdir():
-        if path.name != "stage.json":
-            path.unlink()
-    state = json.loads((recipe.prompts_dir / "stage.json").read_text())
-    (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
-    for rank in range(2):
-        append_jsonl(recipe.prompts_dir / f"candidates-{rank:05d}.jsonl", found[rank::2])
-    make_prompts_alone(recipe)
-    assert list(read_jsonl(recipe.prompts_dir / "candidates.jsonl")) == found
-    assert prompt_files(recipe) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("override", ["target.split=null", "target.split=tensor"])
 def test_two_ranks_write_the_prompts_of_one(folder: Path, tmp_path: Path, override: str) -> None:
     recipe = own_recipe(folder, tmp_path)

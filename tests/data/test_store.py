@@ -291,30 +291,45 @@ def change_a_state(path: Path) -> None:
         save_file(tensors, path, file.metadata())
 
 
+class Checksums:
+    """Computes checksums once it is `allowed` to."""
+
+    def __init__(self) -> None:
+        self.allowed, self.checked = threading.Event(), list[str]()
+
+    def __call__(self, path: Path) -> str:
+        assert self.allowed.wait(timeout=60)
+        self.checked.append(path.name)
+        return checksum(path)
+
+
+@pytest.fixture
+def checksums(monkeypatch: pytest.MonkeyPatch) -> Checksums:
+    waiting = Checksums()
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.checksum", waiting)
+    return waiting
+
+
 def test_the_first_sample_of_a_shard_does_not_wait_for_the_checksum_of_the_whole(
-    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harvested: Path, tmp_path: Path, checksums: Checksums
 ) -> None:
     """Each shard was read whole for its first sample: 2 TB in the first steps of a large run. Damage is still found."""
     folder = shutil.copytree(harvested / "run" / "features", tmp_path / "features")
-    sound, may_check, checked = FeatureStore(folder, "train"), threading.Event(), []
+    checksums.allowed.set()
+    sound = FeatureStore(folder, "train")
     expected = [sound[number] for number in range(len(sound))]
+    checksums.allowed.clear()
+    checksums.checked.clear()
     change_a_state(folder / sound.shards[1]["file"])
-
-    def waiting(path: Path) -> str:
-        assert may_check.wait(timeout=60)
-        checked.append(path.name)
-        return checksum(path)
-
-    monkeypatch.setattr("headstart.data_pipelines.features.shards.checksum", waiting)
     store = FeatureStore(folder, "train", checks_later=True)
     for number in (0, 1, len(store) - 1, 5):
         assert store[number].tokens.equal(expected[number].tokens)
-    assert checked == []
-    may_check.set()
+    assert checksums.checked == []
+    checksums.allowed.set()
     with pytest.raises(ValueError, match=rf"{store.shards[1]['file']} is not what the harvest wrote"):
         store.finish_checks()
     store.close()
-    assert sorted(checked) == sorted(shard["file"] for shard in store.shards)  # once each
+    assert sorted(checksums.checked) == sorted(shard["file"] for shard in store.shards)  # once each
 
 
 class Counted:
@@ -340,28 +355,18 @@ class Counted:
 
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_the_first_sample_of_a_shard_costs_its_own_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, storage: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checksums: Checksums, storage: str
 ) -> None:
     """And eight bytes for each sample of the shard, the offsets; it used to cost the whole shard."""
     samples = [sample_of(length, 64, 3) for length in (90, 7, 300, 45)]
     write_shard(tmp_path / "train-00000.safetensors", samples, (1, 5, 9), "x", storage)
     write_manifest(tmp_path, ["train-00000.safetensors"], {"taps": [1, 5, 9]})
-    opened, may_check = list[Counted](), threading.Event()
-
-    def counted(path: Path) -> Counted:
-        opened.append(Counted(open_shard(path)))
-        return opened[-1]
-
-    def waiting(path: Path) -> str:
-        assert may_check.wait(timeout=60)
-        return checksum(path)
-
-    monkeypatch.setattr("headstart.data_pipelines.features.shards.open_shard", counted)
-    monkeypatch.setattr("headstart.data_pipelines.features.shards.checksum", waiting)
+    opened = Counted(open_shard(tmp_path / "train-00000.safetensors"))
+    monkeypatch.setattr("headstart.data_pipelines.features.shards.open_shard", lambda path: opened)
     store = FeatureStore(tmp_path, "train", checks_later=True)
     assert store[1].tokens.equal(samples[1].tokens)
-    assert sum(each.num_bytes for each in opened) == 7 * bytes_per_token(64, 3, storage) + 8 * 5
-    may_check.set()
+    assert opened.num_bytes == 7 * bytes_per_token(64, 3, storage) + 8 * 5
+    checksums.allowed.set()
     store.finish_checks()
     store.close()
 
