@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, verified
+from exported import EVERY_HEAD, exported, files_in_memory, read_config, read_tensors
 from families import FAMILIES, SOME_FAMILIES
 from matrix import slow_unless
 from scripted import paths
@@ -15,10 +16,12 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Batch, Sample, pack
+from headstart.heads.formats.lint import lint, violations
+from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
-from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, PEagleHead
+from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, MASK_TOKEN_KEYS, PEagleHead
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.drafter import NoDrafter
@@ -371,3 +374,51 @@ def test_a_killed_run_resumes_into_the_same_weights(
     head = load_head_for(whole.head_dir, FrozenTarget.from_folder(Path(whole.target.path), torch.float32))
     assert isinstance(head, PEagleHead)
     assert head.shape.mask_token_id not in head.vocab.ids
+
+
+def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    head = make_head(**EVERY_HEAD["peagle limited"])
+    folder = exported(head, tmp_path, target_folder, "vllm")
+    assert lint(folder, str(target_folder)) == []
+    config, tensors = read_config(folder), read_tensors(folder)
+    assert config["headstart"]["engines"] == ["vllm"]
+    assert (config["num_hidden_layers"], config["mask_token_id"], config["ptd_token_id"]) == (3, 95, 95)
+    layer = {
+        *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+        *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+        "input_layernorm.weight",
+        "post_attention_layernorm.weight",
+    }
+    assert tensors.keys() == {
+        *("fc.weight", "norm.weight", "lm_head.weight", "d2t", "t2d", "mask_hidden", "layers.0.hidden_norm.weight"),
+        *(f"layers.{number}.{name}" for number in range(3) for name in layer),
+    }
+    assert tensors["mask_hidden"].shape == (1, 1, 96)
+    readme = (folder / "README.md").read_text()
+    assert '"method": "eagle3"' in readme
+    assert '"num_speculative_tokens": 3, "parallel_drafting": true' in readme
+    features, text = head.project(torch.randn(1, SEQ - 1, 96)), torch.randint(97, (1, SEQ))
+    back = load_head_for(folder, frozen)
+    for one, other in zip(back.text_logits(features, text, 4), head.text_logits(features, text, 4), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "where"),
+    [
+        (lambda config, tensors: [config.pop(key) for key in MASK_TOKEN_KEYS if key in config], "mask_token_id"),
+        (lambda config, tensors: config.update(mask_token_id=97), "mask_token_id"),
+        (lambda config, tensors: config.update(num_hidden_layers=3), "layers.2.mlp.up_proj.weight"),
+        (lambda config, tensors: tensors.update(mask_hidden=torch.ones(1, 96)), "mask_hidden"),
+    ],
+)
+def test_lint_and_convert_name_what_is_wrong_with_a_head(
+    make_head: MakeHead, frozen: FrozenTarget, spoil: Callable[..., object], where: str
+) -> None:
+    files = files_in_memory(make_head("peagle"), "vllm")
+    spoil(files.config, files.tensors)
+    assert [each.where for each in violations(files, frozen, ["vllm"]) if where in each.where]
+    with pytest.raises(ValueError, match=where):
+        import_head(files, frozen)
