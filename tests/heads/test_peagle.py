@@ -89,10 +89,11 @@ def drafted(head: PEagleHead, text: Batch, anchor: int, reads: tuple[int, ...]) 
     slots = Slots([torch.full((layers, 2, 1, kv_heads, SEQ + DEPTHS, head_dim), float("nan"))], 1)
     features, start = head.project(text.taps), 0
     for end in reads:
-        entries = features[:, start:end], text.tokens[:, start + 1 : end + 1], torch.arange(start, end).unsqueeze(0)
+        tokens, positions = text.tokens[:, start + 1 : end + 1], torch.arange(start, end).unsqueeze(0)
+        entries = [features[:, start:end], tokens, positions]
         if end == anchor:
             masks = head.mask_entries(torch.tensor([anchor]), DEPTHS - 1)
-            entries = tuple(torch.cat(pair, dim=1) for pair in zip(entries, masks, strict=True))
+            entries = [torch.cat(pair, dim=1) for pair in zip(entries, masks, strict=True)]
         count = entries[0].shape[1]
         mask = torch.full((count, start + count), -torch.inf).triu(start + 1)
         hidden = head(*entries, mask, slots)
