@@ -145,7 +145,7 @@ taps of EAGLE-1 | head={kind: eagle1, taps: [2]}
 a kind that is unknown | head.kind=eagle2
     head.kind | 'eagle2' given | one of eagle1, eagle3 | did you mean
 no kind | head={}
-    head.kind | nothing given | one of eagle1, eagle3, medusa, block, mtp | add it
+    head.kind | nothing given | one of eagle1, eagle3, peagle, medusa, block, mtp | add it
 an override without a value | train.steps
     train.steps | 'train.steps' given | =value is allowed | example
 an override without a key | =3

@@ -90,11 +90,15 @@ def test_all_mistakes_are_in_one_report(tmp_path: Path, good: dict[str, Any]) ->
         (lambda r: r["head"].update(taps=[2, 2]), "head.taps: [2, 2] given", "write [2]"),
         (lambda r: r["head"].update(num_heads=4, num_kv_heads=3), "head.num_kv_heads: 3 given", "a divisor of"),
         (lambda r: r["head"].update(kind="eagle2"), "head.kind: 'eagle2' given, one of eagle1, eagle3", "did you mean"),
-        (lambda r: r["head"].update(kind=3), "head.kind: 3 given", "one of eagle1, eagle3, medusa, block, mtp is"),
+        (
+            lambda r: r["head"].update(kind=3),
+            "head.kind: 3 given",
+            "one of eagle1, eagle3, peagle, medusa, block, mtp is",
+        ),
         (
             lambda r: r["head"].pop("kind"),
             "head.kind: nothing given",
-            "one of eagle1, eagle3, medusa, block, mtp is allowed; add it",
+            "one of eagle1, eagle3, peagle, medusa, block, mtp is allowed; add it",
         ),
         (lambda r: r["head"].update(kind="eagle1", taps=[2]), "head.taps: [2] given", "or choose kind eagle3"),
         (lambda r: r["head"].update(kind="eagle1", num_head=2), "head.num_head: 2 given", "did you mean num_heads?"),
@@ -119,9 +123,9 @@ def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]
         "num_heads",
         "num_kv_heads",
     }
-    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "medusa", "block", "mtp")
-    assert recipe_fields()["head.taps"].description.endswith(" Only eagle3 and block.")
-    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1, eagle3 and block.")
+    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "peagle", "medusa", "block", "mtp")
+    assert recipe_fields()["head.taps"].description.endswith(" Only eagle3, peagle and block.")
+    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1, eagle3, peagle and block.")
     assert "Only" not in recipe_fields()["head.kind"].description
 
 
