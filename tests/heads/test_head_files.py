@@ -75,7 +75,7 @@ def test_a_loaded_head_gives_bit_identical_logits(
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "medusa", "block"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "peagle", "medusa", "block"])
 def test_loading_a_head_does_not_wait_for_random_weights(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path, kind: str
 ) -> None:
@@ -454,7 +454,7 @@ def test_a_head_of_another_width_without_its_own_embedding_is_refused(
 @pytest.mark.parametrize(
     ("changes", "part"),
     [
-        ({"headstart": {"kind": "mlp"}}, "a head of kind 'mlp'; only eagle1, eagle3, medusa"),
+        ({"headstart": {"kind": "mlp"}}, "a head of kind 'mlp'; only eagle1, eagle3, peagle"),
         ({"intermediate_size": None}, "config.json lacks intermediate_size"),
         (
             {"headstart": {"kind": "eagle1", "calibration": {"greedy": [0.0], "sampled": [1.0], "noise": []}}},

@@ -73,9 +73,9 @@ def test_each_kind_of_head_has_its_own_keys(tmp_path: Path, good: dict[str, Any]
         "num_heads",
         "num_kv_heads",
     }
-    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "medusa", "block", "mtp")
-    assert recipe_fields()["head.taps"].description.endswith(" Only eagle3 and block.")
-    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1, eagle3 and block.")
+    assert recipe_fields()["head.kind"].choices == ("eagle1", "eagle3", "peagle", "medusa", "block", "mtp")
+    assert recipe_fields()["head.taps"].description.endswith(" Only eagle3, peagle and block.")
+    assert recipe_fields()["head.num_heads"].description.endswith(" Only eagle1, eagle3, peagle and block.")
     assert "Only" not in recipe_fields()["head.kind"].description
 
 

@@ -29,6 +29,9 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "five taps": {"taps": (0, 1, 3, 5, 6), "fc_norm": True},
     "narrow": {"hidden_size": 24, "own_embedding": True},
     "norm before fc": {"norm_before_fc": True},
+    # Published heads do not say how deep they were trained.
+    "peagle": {"kind": "peagle", "fc_norm": True, "depths": None},
+    "peagle limited": {"kind": "peagle", "num_layers": 3, "vocab": LIMITED, "mask_token_id": 95, "depths": None},
     "eagle1": {"kind": "eagle1"},
     "medusa": {"kind": "medusa"},
     "medusa layers": {"kind": "medusa", "num_layers": 2},
