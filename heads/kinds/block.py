@@ -3,8 +3,8 @@
 DFlash (arXiv 2602.06036): every layer attends to keys and values that it computes from the target's hidden states.
 DSpark (2607.05147): a Markov head adds scores for a slot's token given the token before it.
 JetSpec (2606.18394): a slot sees only the slots before it in its block.
-DFlash2 (vllm-project/vllm#52816): local convolutions around attention and MLP, and a candidate selector, which scores
-the likeliest tokens of a slot again given the token before it.
+DFlash2 (vllm-project/speculators#1006): local convolutions around attention and MLP, and a candidate selector, which
+scores the likeliest tokens of a slot again given the token before it.
 """
 
 from collections.abc import Iterator, Sequence
