@@ -71,9 +71,9 @@ def load(options: argparse.Namespace) -> TargetModel:
 
 
 def compiling(target: TargetModel) -> TargetModel:
-    if target.compiler is None:
+    if target.fast_form.compiler is None:
         sys.exit("nothing is compiled here: the weights are not packed, or there is no C++ compiler")
-    target.compiler.worth = 1
+    target.fast_form.compiler.after_calls = 1
     return target
 
 
@@ -81,7 +81,7 @@ def compiling(target: TargetModel) -> TargetModel:
 def passes(options: argparse.Namespace) -> dict[str, float]:
     """Median milliseconds of each kind and number of tokens."""
     target = load(options)
-    cache, layers = target.new_cache(CONTEXT + 64), target.layers
+    cache, layers = target.passes.new_cache(CONTEXT + 64), target.layers
     own = products(target)
     others = torchs(own, target.dtype)
     cache.target.set_lengths([CONTEXT])
@@ -89,7 +89,7 @@ def passes(options: argparse.Namespace) -> dict[str, float]:
 
     def run(count: int) -> None:
         tree = Tree(torch.arange(count)[None] + 300, torch.arange(count)[None] - 1)
-        target.forward_tree(tree, cache)
+        target.passes.tree(tree, cache)
 
     def multiply(packed: list[PackedLinear], count: int) -> None:
         for product in packed:
@@ -103,8 +103,7 @@ def passes(options: argparse.Namespace) -> dict[str, float]:
     for count in SIZES:
         for _ in range(3):  # asked for, compiled, checked
             run(count)
-            assert target.compiler is not None
-            target.compiler.finish()
+            target.fast_form.finish()
     assert all(isinstance(vars(layer)["forward"], CompiledForward) for layer in layers)
     for _ in range(TURNS):
         for count in SIZES:
@@ -135,8 +134,7 @@ def drafting(options: argparse.Namespace) -> dict[str, float]:
             work()
             times[name].append(1000 * (time.perf_counter() - started))
         if turn < WARM:
-            assert target.compiler is not None
-            target.compiler.finish()
+            target.fast_form.finish()
             times.clear()
     return {name: statistics.median(found) for name, found in times.items()}
 

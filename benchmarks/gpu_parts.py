@@ -32,16 +32,16 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import PAGE
+from headstart.inference.core.cache import PAGE_TOKENS
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
-from headstart.inference.kernels.fast_layers import join_linears
+from headstart.inference.kernels import join_linears
 from headstart.inference.targets.cuda_graph import SpareSteps, StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
@@ -149,7 +149,7 @@ class Setting:
         section = load_recipe(ROOT / "recipes/llama3_8b.yaml").head.model_copy(update={"taps": None})
         head = new_head(section, target.frozen, vocab, seed=0).to(DEVICE, DTYPE)
         if CUDA:
-            target.pack_weights(lambda: target)
+            target.speed_up(lambda: target)
             join_linears(head)
         return cls(target, head.eval().requires_grad_(False), 512 if CUDA else 32)
 
@@ -158,7 +158,7 @@ class Setting:
         return torch.arange(self.prompt).remainder(self.target.config.vocab_size).tolist()
 
     def forget(self) -> None:
-        self.target.kept(SpareSteps).clear()
+        self.target.singleton(SpareSteps).clear()
         gc.collect()
         if CUDA:
             torch.cuda.empty_cache()
@@ -182,12 +182,12 @@ def decode_rate(setting: Setting, drafter: Drafter | None, static: bool, new_tok
 
 def pages(capacity: int) -> int:
     """The capacity that decoding would choose."""
-    return -(-capacity // PAGE) * PAGE
+    return -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
 
 
 def target_step(setting: Setting, nodes: int, rows: int = 1, sampling: Sampling | None = None) -> Callable[[], object]:
     """A captured target step that verifies a binary tree of this many nodes after the prompt, as a call."""
-    cache = setting.target.new_cache(pages(setting.prompt + size_bucket(nodes)), batch=rows, static=True)
+    cache = setting.target.passes.new_cache(pages(setting.prompt + size_bucket(nodes)), batch=rows, static=True)
     cache.set_lengths([setting.prompt] * rows)
     step = StaticStep(setting.target, PLAIN, cache)
     samplings = BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE)
@@ -201,20 +201,17 @@ def decode_step(
 ) -> Callable[[], Any]:
     """A whole captured step, draft and verify, without the host's share, as a call."""
     target, drafter = setting.target, head_drafter(setting.head, growth)
-    cache = target.new_cache(pages(setting.prompt + drafter.max_nodes + 1), drafter.cache_shape, rows, static=True)
+    cache = target.passes.new_cache(
+        pages(setting.prompt + drafter.max_nodes + 1), drafter.cache_shape, rows, static=True
+    )
     cache.target.set_lengths([setting.prompt] * rows)
     verified = VerifiedOnHost(
         taps=torch.zeros(rows, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
         next_tokens=torch.zeros(rows, 3, dtype=torch.long, device=DEVICE),
         roots=torch.zeros(rows, 1, dtype=torch.long, device=DEVICE),
-        starts=[setting.prompt - 3] * rows,
-        counts=[3] * rows,
-        drafted=[0] * rows,
-        remaining=[growth.depth] * rows,
         sampling=BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE),
         history=None,
-        texts=[[]] * rows,
-        keys=[0] * rows,
+        rows=[VerifiedRow([], setting.prompt - 3, 3, growth.depth)] * rows,
     )
     return partial(StaticStep(target, drafter, cache), verified)
 

@@ -111,8 +111,7 @@ def our_rows(recipe: Recipe, path: str | Path, dtype: str, name: str) -> Iterato
             for _ in steps:
                 pass
             seconds, [generation] = time.perf_counter() - started, loop.generations.values()
-            if target.compiler is not None:
-                target.compiler.finish()
+            target.fast_form.finish()
             return Decoded(generation.tokens, seconds, generation.stats.steps)
 
         return decode

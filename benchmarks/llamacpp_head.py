@@ -39,7 +39,7 @@ NUM_QUESTIONS, NEW_TOKENS, DRAFT_TOKENS = 4, 48, 3
 
 def without_norms(old: Eagle3Head, target: TargetModel, prompts: list[list[int]]) -> Eagle3Head:
     """The head as EAGLE-3.0, its `fc` divided by the usual size of the hidden states that it reads."""
-    taps = [tap for prompt in prompts for tap in target.states(torch.tensor([prompt]))[0]]
+    taps = [tap for prompt in prompts for tap in target.passes.hidden_states(torch.tensor([prompt]))[0]]
     sizes = [torch.cat([tap[0].pow(2).mean(-1).sqrt() for tap in taps[place :: len(old.taps)]]) for place in range(3)]
     scales = [old.get_parameter(f"fc_norm.{place}.weight") / size.median() for place, size in enumerate(sizes)]
     shape = dataclasses.replace(old.shape, fc_norm=False, norm_output=False)

@@ -53,7 +53,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.forcing import gaps
-from headstart.inference.targets.check import FOUND, choose_way
+from headstart.inference.targets.check import KNOWN_METHODS, choose_method
 from headstart.inference.targets.loading import in_one_line
 from headstart.inference.targets.model import TargetModel
 
@@ -72,7 +72,6 @@ class PartlyRight:
     cache_shape: tuple[int, int, int] | None = None
     max_nodes = depth = 1 + 3 * AHEAD
     static_shapes = False
-    compilable_layers = ()
 
     def __init__(self, texts: list[list[int]], branches: bool) -> None:
         self.texts, self.branches = texts, branches
@@ -82,7 +81,7 @@ class PartlyRight:
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        rows = [self.row(text, left) for text, left in zip(verified.texts, verified.remaining, strict=True)]
+        rows = [self.row(row.text, row.remaining) for row in verified.rows]
         longest = max(len(tokens) for tokens, _ in rows)
         tokens = [own + [own[0]] * (longest - len(own)) for own, _ in rows]
         parents = [own + [-1] * (longest - len(own)) for _, own in rows]
@@ -126,8 +125,8 @@ def check(name: str) -> dict[str, Any]:
         return {**found, "outcome": f"not built: {in_short(error)}"}
     try:
         target = TargetModel(model, taps=())
-        found |= {"way": target.way, "why": why_not_trees(target)}
-        differences = list(differing(target, prompts, texts, target.grows_trees, found))
+        found |= {"method": target.passes.method, "why": why_not_trees(target)}
+        differences = list(differing(target, prompts, texts, target.passes.verifies_trees, found))
         found["harvest"] = harvests(target, prompts[1])
     except ValueError as error:
         at = last_line(error)
@@ -137,7 +136,7 @@ def check(name: str) -> dict[str, Any]:
     except Exception as error:
         return {**found, "outcome": f"crash: {in_short(error)}"}
     if not differences:
-        return {**found, "outcome": target.way}
+        return {**found, "outcome": target.passes.method}
     place, margin = max(((each.place, each.margin) for each in differences), key=itemgetter(1))
     ways = dict.fromkeys(each.way for each in differences)
     lead = "near-tie" if margin < TIE else "differs"
@@ -146,11 +145,11 @@ def check(name: str) -> dict[str, Any]:
 
 def why_not_trees(target: TargetModel) -> str | None:
     """Why a target does not verify trees, in its own terms; None if it does."""
-    FOUND.clear()
-    failures = choose_way(target)
-    if target.way == "trees" or any(failure.startswith("trees: ") for failure in failures):
+    KNOWN_METHODS.clear()
+    failures = choose_method(target.passes)
+    if target.passes.method == "trees" or any(failure.startswith("trees: ") for failure in failures):
         return "; ".join(failures) or None
-    has_layers = target.layout.empty is not None or any(failure.startswith("chains: ") for failure in failures)
+    has_layers = target.passes.layout.empty is not None or any(failure.startswith("chains: ") for failure in failures)
     return "; ".join([STATES if has_layers else UNKNOWN_CACHE, *failures])
 
 
@@ -158,7 +157,7 @@ def harvests(target: TargetModel, prompt: list[int]) -> str:
     """Whether heads can be trained for a target: yes, or why not."""
     try:
         tapped = TargetModel(target.model, target.config.default_taps())
-        output = tapped.forward(torch.tensor([prompt]), last_only=True)
+        output = tapped.passes.forward(torch.tensor([prompt]), last_only=True)
         tapped.frozen.refuse_other_logits(output.logits[0], output.last_hidden[0, -1:], LOGITS_TOLERANCE)
     except Exception as error:  # a model without a final norm or lm_head, or of another form
         message = " ".join(str(error).split()).removeprefix("target.path: ")

@@ -12,10 +12,10 @@ from transformers import AutoConfig
 
 from headstart.heads.formats.config_rules import refusing
 from headstart.heads.target_config import TargetConfig
-from headstart.target_families import TABLE, Family, FamilyTable
+from headstart.targets import TABLE, Family, FamilyTable
 
 PAGE = Path(__file__).parents[1] / "docs/targets.md"
-STATES = "it keeps states, which cannot be cut back to an earlier token"
+STATES = "it keeps recurrent states, which cannot be cut back to an earlier token"
 UNKNOWN_CACHE = "its cache is not made of layers that transformers describes"
 
 MARK = "<!-- What follows is written by benchmarks/target_families.py --write. -->\n"
@@ -51,7 +51,7 @@ def family_of(result: dict[str, Any]) -> Family:
         return Family("refused", by_difference(differences.partition("; a causal language model that")[0]))
     why = result.get("why") and by_difference(result["why"])
     if outcome == "near-tie":
-        outcome, why = result["way"], "; ".join(filter(None, [why, f"near-tie: {reason}"]))
+        outcome, why = result["method"], "; ".join(filter(None, [why, f"near-tie: {reason}"]))
     harvest, decoder = result.get("harvest"), decoder_of(result["family"])
     if decoder is not None and harvest == "yes":
         harvest = "on text alone"
@@ -59,12 +59,12 @@ def family_of(result: dict[str, Any]) -> Family:
 
 
 def by_difference(text: str) -> str:
-    """The differences of several ways, with those that have the same one named together."""
+    """The differences of several methods; equal differences are named together."""
     lead, *parts = re.split(r"(?:^|; )(trees|chains|plain|own cache, plain|own cache): ", text)
-    ways: dict[str, list[str]] = {}
-    for way, difference in zip(parts[::2], parts[1::2], strict=True):
-        ways.setdefault(difference, []).append(way)
-    return "; ".join([lead] * bool(lead) + [f"{', '.join(names)}: {each}" for each, names in ways.items()])
+    methods: dict[str, list[str]] = {}
+    for method, difference in zip(parts[::2], parts[1::2], strict=True):
+        methods.setdefault(difference, []).append(method)
+    return "; ".join([lead] * bool(lead) + [f"{', '.join(names)}: {each}" for each, names in methods.items()])
 
 
 def decoder_of(name: str) -> str | None:
@@ -90,17 +90,17 @@ def counts(table: FamilyTable) -> Iterator[str]:
     yield f"## {len(table.families)} model types\n"
     yield f"Those of {table.source}.\n"
     yield "| outcome | model types |\n| --- | ---: |"
-    yield from (f"| {way} | {len(names)} |" for way, names in table.by_way().items())
+    yield from (f"| {method} | {len(names)} |" for method, names in table.by_method().items())
     yield ""
 
 
 def reasons(table: FamilyTable) -> Iterator[str]:
-    for title, way, about in (
+    for title, method, about in (
         ("Refused", "refused", "Its passes compute other logits than its own forward pass."),
         ("Wrong", "wrong", "It wrote another text, or its process failed. Do not use it."),
         ("Not tried", "not tried", "No tiny model could be made, or it does not continue a text of tokens."),
     ):
-        found = {name: family for name, family in table.families.items() if family.way == way}
+        found = {name: family for name, family in table.families.items() if family.method == method}
         if found:
             yield f"## {title}\n\n{about}\n\n| model type | why |\n| --- | --- |"
             yield from (f"| {name} | {cell(family.why)} |" for name, family in found.items())
@@ -117,7 +117,7 @@ def rows(table: FamilyTable) -> Iterator[str]:
         if family.is_target:
             trained, why = cell(family.harvest or "not tried"), cell(family.why)
             engines = ", ".join(label.partition(" ")[0] for label in refusing(family.decoder or name))
-        yield f"| {name} | {family.way} | {trained} | {engines} | {why} |"
+        yield f"| {name} | {family.method} | {trained} | {engines} | {why} |"
 
 
 def cell(text: str | None) -> str:

@@ -224,18 +224,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=3, help="steps to measure per contender and case (default: %(default)s)"
     )
-    parser.add_argument(
-        "--longest",
-        type=int,
-        default=max(LENGTHS),
-        help="longest sequence to measure, in tokens (default: %(default)s)",
-    )
-    found = parser.parse_args()
-    if found.repeats < 1 or found.longest < min(LENGTHS):
-        parser.error(
-            f"--repeats {found.repeats} and --longest {found.longest} given, at least 1 and {min(LENGTHS)} are allowed"
-        )
-    return found
+    options = parser.parse_args()
+    if options.repeats < 1:
+        parser.error(f"--repeats {options.repeats} given, at least 1 is allowed")
+    return options
 
 
 def main() -> None:
@@ -243,7 +235,7 @@ def main() -> None:
     pythons = {OURS: sys.executable, **dict(options.peer)}
     console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
     try:
-        measure_on_cpu(console, pythons, options.repeats, options.longest)
+        measure_on_cpu(console, pythons, options.repeats)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from None
     if missing := [name for name in PEERS if name not in pythons]:
@@ -254,10 +246,9 @@ def main() -> None:
         console.print("no CUDA device: the shapes of Llama-3-8B are not measured")
 
 
-def measure_on_cpu(console: Console, pythons: dict[str, str], repeats: int, longest: int) -> None:
-    cases = {name: case for name, case in CASES.items() if case.seq <= longest}
-    costs, versions = measure_all(console, pythons, cases, repeats)
-    growths = memory_by_length(console, {n: replace(CASES[LONG], seq=n) for n in LENGTHS if n <= longest})
+def measure_on_cpu(console: Console, pythons: dict[str, str], repeats: int) -> None:
+    costs, versions = measure_all(console, pythons, CASES, repeats)
+    growths = memory_by_length(console, {n: replace(CASES[LONG], seq=n) for n in LENGTHS})
     for name, packages in versions.items():
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in packages.items()), highlight=False)
     console.print(cpu_table(costs, "EAGLE-3, unroll 7"))

@@ -262,9 +262,9 @@ class Harvest:
             identities = self.identities(shards)
             remove_grown_shards(recipe, shards, identities)
             folder, names = recipe.features_dir, [shard.features_file for shard in shards]
-            whole = [name for name in names if shard_is_whole(folder / name, identities[name])]
-            if len(whole) < len(names):
-                self.make_features([shard for shard in shards if shard.features_file not in whole], identities)
+            complete = [name for name in names if shard_is_whole(folder / name, identities[name])]
+            if len(complete) < len(names):
+                self.make_features([shard for shard in shards if shard.features_file not in complete], identities)
 
     def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
         """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
@@ -318,8 +318,8 @@ class Harvest:
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     """The head's taps; or all taps of an existing store, finished or not, if it includes the head's."""
     taps = stored_taps(head_taps(recipe.head, config), config.num_layers)
-    found = Stage("features", recipe.features_dir, {}).claimed_for()
-    return tuple(found["taps"]) if found is not None and set(taps) <= set(found["taps"]) else taps
+    recorded = Stage("features", recipe.features_dir, {}).claimed_for()
+    return tuple(recorded["taps"]) if recorded is not None and set(taps) <= set(recorded["taps"]) else taps
 
 
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
@@ -333,6 +333,6 @@ def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardProm
 
 def check_teacher_logits(recipe: Recipe, target: TargetModel, prompt: list[int]) -> None:
     """Raise ValueError if the target's logits are not its lm_head over its final norm, which training relies on."""
-    output = target.forward(torch.tensor([prompt], device=target.device), last_only=True)
+    output = target.passes.forward(torch.tensor([prompt], device=target.device), last_only=True)
     frozen = FrozenTarget.from_folder(folder_of(recipe.target), target.dtype, target.device)
     frozen.refuse_other_logits(output.logits[0].float(), output.last_hidden[0, -1:], LOGITS_TOLERANCE)

@@ -60,19 +60,19 @@ def training_rows(recipe: Recipe, prompts: Stage) -> Iterator[Json]:
             yield from read_jsonl(path)
         return
     for row in read_jsonl(prompts.folder / "train.jsonl"):
-        given = {"tokens": row["text"], "spans": row["spans"]} if "spans" in row else None
-        yield given or {"prompt": row["tokens"], "response": []}
+        text_row = {"tokens": row["text"], "spans": row["spans"]} if "spans" in row else None
+        yield text_row or {"prompt": row["tokens"], "response": []}
 
 
 def coloured(tokenizer: Tokenizer, text: Text) -> Coloured:
     """A sample with the trained-on text in bold green; ranges are decoded whole, as a token may be half a character."""
     line, start = Coloured(), 0
-    for place in range(1, len(text.tokens) + 1):
-        if place == len(text.tokens) or text.loss_mask[place] != text.loss_mask[start]:
+    for position in range(1, len(text.tokens) + 1):
+        if position == len(text.tokens) or text.loss_mask[position] != text.loss_mask[start]:
             line.append(
-                str(tokenizer.decode(text.tokens[start:place])), "bold green" if text.loss_mask[start] else "dim"
+                str(tokenizer.decode(text.tokens[start:position])), "bold green" if text.loss_mask[start] else "dim"
             )
-            start = place
+            start = position
     return line
 
 

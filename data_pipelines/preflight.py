@@ -34,9 +34,9 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
 
     A run on another machine, not `is_here`, may have devices that this one lacks.
     """
-    for field, place in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
-        if place is not None:
-            refuse_unwritable(field, place)
+    for field, folder_or_url in {"run_dir": recipe.run_dir, "data.folder": recipe.data.folder}.items():
+        if folder_or_url is not None:
+            refuse_unwritable(field, folder_or_url)
     folder = folder_of(recipe.target, WITHOUT_WEIGHTS)
     target = TargetConfig.from_folder(folder)
     refuse_size_mistakes(recipe, folder)
@@ -59,10 +59,9 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
     """Raise ValueError for sizes that do not fit a target on the hub; a local one was checked with the recipe."""
-    values = recipe.model_dump(mode="json")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values, config = recipe.model_dump(mode="json"), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lines = []
-    for path, allowed_and_advice in size_mistakes(config, values):
+    for path, allowed_and_advice in size_mistakes(config, dict(recipe)):
         section, _, key = path.partition(".")
         lines.append(f"{path}: {values[section][key]} given, {allowed_and_advice}")
     if lines:

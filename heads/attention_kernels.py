@@ -103,15 +103,15 @@ def per_document(forward: Forward, backward: Backward) -> CausalKernel:
             out[part], logsumexp[part] = forward(query[part], key[part], value[part])
         return out, logsumexp
 
-    def backward_all(*given: Tensor, documents: Documents | None) -> Gradients:
+    def backward_all(*arguments: Tensor, documents: Documents | None) -> Gradients:
         if documents is None:
-            return backward(*given)
-        grad_query, grad_key, grad_value = map(torch.empty_like, given[1:4])  # query, key and value
+            return backward(*arguments)
+        grad_query, grad_key, grad_value = map(torch.empty_like, arguments[1:4])  # query, key and value
         gradients = grad_query, grad_key, grad_value
         for rows, columns in documents.spans():
             part = rows, slice(None), columns
-            for gradient, found in zip(gradients, backward(*(each[part] for each in given)), strict=True):
-                gradient[part] = found
+            for gradient, part_gradient in zip(gradients, backward(*(each[part] for each in arguments)), strict=True):
+                gradient[part] = part_gradient
         return gradients
 
     return CausalKernel(forward_all, backward_all)
@@ -123,17 +123,17 @@ def cpu_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None =
     return run(query, key, value, 0.0, mask is None, attn_mask=mask)
 
 
-def cpu_backward(*given: Tensor, mask: Tensor | None = None) -> Gradients:
+def cpu_backward(*arguments: Tensor, mask: Tensor | None = None) -> Gradients:
     run = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return run(*given, 0.0, mask is None, attn_mask=mask)
+    return run(*arguments, 0.0, mask is None, attn_mask=mask)
 
 
 def portable_forward(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    found = [
+    blocks = [
         scored_forward(query[:, :, block], key[:, :, : block.stop], value[:, :, : block.stop], mask)
         for block, mask in causal_blocks(query)
     ]
-    outs, logsumexps = zip(*found, strict=True)
+    outs, logsumexps = zip(*blocks, strict=True)
     return torch.cat(outs, dim=2), torch.cat(logsumexps, dim=2)
 
 
@@ -194,7 +194,7 @@ def scored_forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> t
 def scored_backward(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, mask: Tensor
 ) -> Gradients:
-    """Gradients by plain matrix products; those of key and value stay in float32 or float64, to be summed."""
+    """Gradients by plain matrix products; the gradients of key and value stay in float32 or float64, to be summed."""
     kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
     with torch.autocast(query.device.type, enabled=False):
         wide_key, wide_value = (at_least_float32(each).unsqueeze(2) for each in (key, value))
@@ -216,7 +216,7 @@ def masked_scores(query: Tensor, key: Tensor, mask: Tensor) -> Tensor:
 def cuda_forward(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, window: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Runs all documents in one kernel launch; with `window`, a position sees only so many, itself included."""
+    """Runs all documents in one kernel launch; with `window`, a position sees itself and window - 1 before it."""
     batch, _, seq, _ = query.shape
     out, logsumexp, *_ = torch.ops.aten._flash_attention_forward(
         *map(flatten_rows, (query, key, value)),
@@ -229,8 +229,8 @@ def cuda_forward(
     return out.unflatten(0, (batch, seq)).transpose(1, 2), logsumexp.unflatten(1, (batch, seq)).transpose(0, 1)
 
 
-def cuda_backward(*given: Tensor, documents: Documents | None, window: int | None = None) -> Gradients:
-    grad_out, query, key, value, out, logsumexp = given
+def cuda_backward(*arguments: Tensor, documents: Documents | None, window: int | None = None) -> Gradients:
+    grad_out, query, key, value, out, logsumexp = arguments
     batch, _, seq, _ = query.shape
     no_dropout = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)  # random state, unused without dropout
     gradients = torch.ops.aten._flash_attention_backward(

@@ -19,8 +19,8 @@ class StaticTree:
     chances: tuple[float, ...]  # for each node, the chance that the target accepts the path to it
 
     @classmethod
-    def from_config(cls, found: dict[str, Any]) -> "StaticTree":
-        return cls(tuple(tuple(path) for path in found["paths"]), tuple(found["chances"]))
+    def from_config(cls, config: dict[str, Any]) -> "StaticTree":
+        return cls(tuple(tuple(path) for path in config["paths"]), tuple(config["chances"]))
 
     def to_config(self) -> dict[str, Any]:
         return {"paths": [list(path) for path in self.paths], "chances": [round(chance, 5) for chance in self.chances]}
@@ -60,11 +60,11 @@ class Calibration:
     tree: StaticTree | None = None  # the best tree of a fixed shape, for greedy and sampled text together
 
     @classmethod
-    def from_config(cls, found: dict[str, Any] | None) -> "Calibration":
-        if found is None:
+    def from_config(cls, config: dict[str, Any] | None) -> "Calibration":
+        if config is None:
             return cls()
-        tree = StaticTree.from_config(found["tree"]) if found.get("tree") else None
-        return cls(tuple(found["greedy"]), tuple(found["sampled"]), tuple(found.get("noise", (1.0,))), tree)
+        tree = StaticTree.from_config(config["tree"]) if config.get("tree") else None
+        return cls(tuple(config["greedy"]), tuple(config["sampled"]), tuple(config.get("noise", (1.0,))), tree)
 
     def to_config(self) -> dict[str, Any]:
         multipliers = {"greedy": self.greedy, "sampled": self.sampled, "noise": self.gumbel_weights}
@@ -84,8 +84,8 @@ def search_tree(accuracies: Float[Tensor, "levels ranks"] | Sequence[Sequence[fl
     """The tree with the largest expected acceptance length.
 
     accuracies[level][rank] is the chance that the guess of this rank at this level is correct, given a correct prefix.
-    The expected acceptance length is 1 plus the sum of the nodes' chances. No node's chance exceeds that of its parent
-    or of an earlier sibling, so repeatedly adding the best candidate node is optimal for every size.
+    The expected acceptance length is 1 plus the sum of the nodes' chances. No node's chance exceeds its parent's
+    or an earlier sibling's, so repeatedly adding the best candidate node is optimal for every size.
     """
     # A higher-ranked guess is at least as good; counts that say otherwise do so by chance.
     levels = [sorted(map(float, level), reverse=True) for level in accuracies]

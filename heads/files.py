@@ -24,6 +24,7 @@ from headstart.common.remote import publish
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 def read_json_object(path: Path, of: str) -> dict[str, Any]:
     """The JSON object in a file of a head or target (`of`); raises ValueError, naming the file, for anything else."""
     remedy = f"copy or download the {of} again"
-    found = read_json(path, remedy)
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}; a JSON object is allowed: {remedy}")
-    return found
+    content = read_json(path, remedy)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}; a JSON object is allowed: {remedy}")
+    return content
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -154,8 +155,8 @@ def give_umask_mode(path: Path) -> None:
 
 def as_os_error(error: SafetensorError, path: Path) -> Exception:
     """The system's error that safetensors reports as text; the same error if it is none of the system's."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    return error if found is None else OSError(int(found[1]), os.strerror(int(found[1])), str(path))
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), str(path))
 
 
 def refuse_existing(folder: Path) -> None:

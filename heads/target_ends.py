@@ -22,10 +22,10 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from headstart.heads.target_config import TargetConfig
 
-SAME = 1e-3  # relative: above rounding to float32 and a norm's epsilon, below every other form of a norm
-SMALL = 1e-3  # logits at which a soft cap has no effect
+FORM_TOLERANCE = 1e-3  # relative: above float32's rounding and a norm's epsilon, below any other form's
+TINY_LOGITS = 1e-3  # so small that a soft cap has no effect
 Naming = Callable[[Iterable[str]], dict[str, str]]
-PROBED = 4  # tokens of the lm_head that stands in for the target's
+PROBED_TOKENS = 4  # of the lm_head that stands in for the target's
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class TargetEnds:
     @classmethod
     def from_class(cls, model: PreTrainedModel) -> "TargetEnds":
         """From the class of a model, without touching this one."""
-        with torch.device("meta"):  # with an attention that every class knows, whatever runs this model
+        with torch.device("meta"):  # with an attention that every class knows
             twin = type(model)._from_config(deepcopy(model.config), attn_implementation="eager")
         return cls.of_twin(twin, TargetConfig.from_dict(model.config.to_dict()))
 
@@ -60,7 +60,7 @@ class TargetEnds:
         if lm_head is None or norm is None:
             raise ValueError(f"a {type(twin).__name__} has no lm_head over a final norm after its decoder layers")
         centres, adds_one = norm_form(norm, config.hidden_size)
-        found = cls(
+        ends = cls(
             names[embedding],
             names[norm],
             names[lm_head],
@@ -70,9 +70,9 @@ class TargetEnds:
             adds_one,
         )
         try:
-            return replace(found, **logit_form(twin, found, config))
+            return replace(ends, **logit_form(twin, ends, config))
         except Exception:  # a class that computes otherwise; `FrozenTarget.refuse_other_logits` says by how much
-            return found
+            return ends
 
 
 @lru_cache(maxsize=4)
@@ -93,7 +93,7 @@ def ends_in(folder: Path, text: str) -> "tuple[TargetEnds, Naming]":
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that loads a model for text: a wrapper with an image tower where there is no other."""
+    """The class of transformers that loads a model for text: with an image tower if there is no other."""
     known = type(config) in AutoModelForCausalLM._model_mapping
     wrapped = not known and type(config) in AutoModelForImageTextToText._model_mapping
     return AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
@@ -105,21 +105,21 @@ def stored_names(twin: PreTrainedModel) -> Naming:
     changes, prefix = get_model_conversion_mapping(twin), twin.base_model_prefix
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
-    own: dict[str, Any] = dict.fromkeys(twin.state_dict(), True)
+    in_model: dict[str, Any] = dict.fromkeys(twin.state_dict(), True)
 
     def naming(names: Iterable[str]) -> dict[str, str]:
-        found: dict[str, list[str]] = {}
+        parts_of: dict[str, list[str]] = {}
         for name in names:
             if not re.search(r"\.\d+\.", name):  # not in a layer
-                renamed = rename_source_key(name, renamings, converters, prefix, own)[0]
-                found.setdefault(name if name in own and renamed not in own else renamed, []).append(name)
-        return {name: parts[0] for name, parts in found.items() if len(parts) == 1}
+                renamed = rename_source_key(name, renamings, converters, prefix, in_model)[0]
+                parts_of.setdefault(name if name in in_model and renamed not in in_model else renamed, []).append(name)
+        return {name: parts[0] for name, parts in parts_of.items() if len(parts) == 1}
 
     return naming
 
 
 def final_norm(model: PreTrainedModel, config: TargetConfig) -> nn.Module | None:
-    """The norm beside the list of decoder layers: of those after it, or else before it, the one of shortest name."""
+    """The final norm: a sibling of the decoder layers, preferably after them; the shortest name wins."""
     embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())
     lists = [
         name
@@ -135,7 +135,7 @@ def final_norm(model: PreTrainedModel, config: TargetConfig) -> nn.Module | None
     order = list(children)
     norms = [name for name, module in children.items() if is_norm(module, config.hidden_size)]
     after = [name for name in norms if order.index(name) > order.index(layers)] or norms
-    return children[min(after, key=len)] if after else None  # the others say what they are the norms of
+    return children[min(after, key=len)] if after else None  # longer names say which part they belong to
 
 
 def common_parts(one: str, other: str) -> list[str]:
@@ -162,13 +162,13 @@ def norm_form(norm: nn.Module, size: int) -> tuple[bool | None, bool]:
     for weight in norm.parameters():
         weight.data = torch.randn(size, generator=random)
     hidden = 3 + torch.randn(size, generator=random)
-    own, found = dict(norm.named_parameters()), norm(hidden)
+    weights, output = dict(norm.named_parameters()), norm(hidden)
     for centres in (False, True):
         normed = functional.layer_norm(hidden, (size,)) if centres else functional.rms_norm(hidden, (size,))
         for added in (0, 1):
-            weighted = normed * (own["weight"] + added) if "weight" in own else normed
-            wanted = weighted + own["bias"] if "bias" in own else weighted
-            if (found - wanted).norm() <= SAME * wanted.norm():
+            weighted = normed * (weights["weight"] + added) if "weight" in weights else normed
+            wanted = weighted + weights["bias"] if "bias" in weights else weighted
+            if (output - wanted).norm() <= FORM_TOLERANCE * wanted.norm():
                 return centres, bool(added)
     return None, False
 
@@ -176,7 +176,7 @@ def norm_form(norm: nn.Module, size: int) -> tuple[bool | None, bool]:
 def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) -> dict[str, Any]:
     """`logit_scale` and `has_softcap`, from what the class makes of random hidden states and a small lm_head."""
     random = torch.Generator().manual_seed(0)
-    weight = torch.randn(PROBED, config.hidden_size, generator=random)
+    weight = torch.randn(PROBED_TOKENS, config.hidden_size, generator=random)
     hidden = torch.randn(1, 1, config.hidden_size, generator=random)
     hidden /= (hidden @ weight.T).norm()  # logits of about 1
     path, owner = ends.norm.split(".")[:-1], ends.lm_head.rpartition(".")[0]
@@ -189,15 +189,17 @@ def logit_form(twin: PreTrainedModel, ends: TargetEnds, config: TargetConfig) ->
         return twin.get_submodule(owner)(input_ids=torch.zeros(1, 1, dtype=torch.long)).logits[0, -1]
 
     plain, cap = (hidden @ weight.T)[0, -1], config.final_logit_softcap
-    scale = float(f"{float(logits(SMALL).norm() / (SMALL * plain.norm())):.6g}")  # without its rounding
+    scale = float(logits(TINY_LOGITS).norm() / (TINY_LOGITS * plain.norm()))
+    scale = float(f"{scale:.6g}")  # without its rounding
     if cap is None:
         return {"logit_scale": scale}
     capped = cap * torch.tanh(plain)
-    return {"logit_scale": scale, "has_softcap": bool((logits(cap / scale) - capped).norm() <= SAME * capped.norm())}
+    is_capped = bool((logits(cap / scale) - capped).norm() <= FORM_TOLERANCE * capped.norm())
+    return {"logit_scale": scale, "has_softcap": is_capped}
 
 
 class Output(tuple[Tensor]):
-    """What a decoder returns, with these last hidden states and nothing else."""
+    """A decoder's output with these last hidden states and nothing else."""
 
     def __new__(cls, last_hidden_state: Tensor) -> "Output":
         return super().__new__(cls, (last_hidden_state,))

@@ -38,7 +38,7 @@ class DraftVocab:
     def from_tensors(cls, tensors: dict[str, Tensor], target_size: int) -> "DraftVocab":
         """From a head's file, whose d2t and t2d are taken out of `tensors`; the whole vocabulary if it has no d2t.
 
-        Raises ValueError if the two disagree, or d2t is no list of offsets.
+        Raises ValueError if the two disagree, or d2t is not a list of offsets.
         """
         d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
         if d2t is None:
@@ -50,7 +50,7 @@ class DraftVocab:
 
     @classmethod
     def from_offsets(cls, d2t: Tensor, target_size: int) -> "DraftVocab":
-        """From offsets, target id = draft id + d2t[draft id]; raises ValueError for a tensor that is no such list."""
+        """From offsets, target id = draft id + d2t[draft id]; raises ValueError unless it holds offsets."""
         check_list("d2t", d2t)
         return cls._ascending("d2t", torch.arange(len(d2t)) + d2t, target_size, f"it {OFFSETS}")
 
@@ -64,8 +64,8 @@ class DraftVocab:
     @classmethod
     def _ascending(cls, name: str, ids: Tensor, target_size: int, advice: str) -> "DraftVocab":
         if not bool((ids.diff() > 0).all()) or int(ids[0]) < 0 or int(ids[-1]) >= target_size:
-            found = f"{name} gives ids {int(ids.min())} to {int(ids.max())}"
-            raise ValueError(f"{found}; ascending target ids below {target_size} are required: {advice}")
+            given_ids = f"{name} gives ids {int(ids.min())} to {int(ids.max())}"
+            raise ValueError(f"{given_ids}; ascending target ids below {target_size} are required: {advice}")
         return cls(ids, target_size)
 
     @property
@@ -84,17 +84,17 @@ class DraftVocab:
 
     def columns(self) -> Int[Tensor, " vocab"]:
         """The draft id of each target token, -1 for one that the head cannot draft."""
-        found = torch.full((self.target_size,), -1)
-        found[self.ids] = torch.arange(len(self.ids))
-        return found
+        columns = torch.full((self.target_size,), -1)
+        columns[self.ids] = torch.arange(len(self.ids))
+        return columns
 
     def coverage(self, counts: Int[Tensor, " vocab"]) -> float:
         """The fraction of the counted tokens that the head can draft, an upper bound on the acceptance rate."""
         return float(counts[self.ids].sum() / counts.sum().clamp(min=1))
 
 
-def check_list(name: str, found: Tensor) -> None:
+def check_list(name: str, tensor: Tensor) -> None:
     """Raise ValueError unless a tensor of a head's file is a list of whole numbers."""
-    if found.is_floating_point() or found.ndim != 1 or not len(found):
-        held = f"{name} is {str(found.dtype).removeprefix('torch.')} of shape {list(found.shape)}"
+    if tensor.is_floating_point() or tensor.ndim != 1 or not len(tensor):
+        held = f"{name} is {str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
         raise ValueError(f"{held}; int64 of shape [draft vocabulary] is required: write the head's files again")

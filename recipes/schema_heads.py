@@ -99,10 +99,9 @@ Taps = Annotated[
 ]
 
 
-class Eagle3Section(LayerSection):
-    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+class TappedSection(LayerSection):
+    """Fields shared by EAGLE-3 and P-EAGLE heads."""
 
-    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     own_fields: ClassVar[frozenset[str]] = frozenset({"train.fitted_start", "train.input_noise"})
     hidden_size: int | None = Field(
         default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
@@ -117,6 +116,33 @@ class Eagle3Section(LayerSection):
         default=False,
         description="Normalise each tap before joining them, and the feature fed to the next draft level (EAGLE-3.1).",
     )
+
+
+class Eagle3Section(TappedSection):
+    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
+
+
+class PEagleSection(TappedSection):
+    """A P-EAGLE draft head (arXiv 2602.01469): EAGLE-3 that drafts all levels in one pass."""
+
+    kind: Literal["peagle"] = Field(description="Architecture of the draft head.")
+    levels_field: ClassVar[str] = "depths"
+    num_layers: int = Field(default=4, gt=0, le=16, description="Decoder layers of the P-EAGLE head.")
+    depths: int = Field(default=8, gt=1, le=64, description="Levels that a pass drafts; it drafts no deeper.")
+    mask_token_id: int | None = Field(
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
+    )
+
+    @property
+    def levels(self) -> int:
+        return self.depths
+
+    @property
+    def unroll_decay(self) -> float:
+        """The paper takes the mean over all entries, whose number falls by this factor from depth to depth."""
+        return 0.7
 
 
 class MedusaSection(HeadSection):
@@ -219,5 +245,6 @@ class BlockSection(LayerSection):
 
 
 AnyHeadSection = Annotated[
-    Eagle1Section | Eagle3Section | MedusaSection | BlockSection | MtpSection, Field(discriminator="kind")
+    Eagle1Section | Eagle3Section | PEagleSection | MedusaSection | BlockSection | MtpSection,
+    Field(discriminator="kind"),
 ]

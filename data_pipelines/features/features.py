@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from jaxtyping import Float
@@ -52,7 +51,7 @@ def tap(target: TargetModel, texts: list[list[int]]) -> States:
         padded = max(padded, min(math.ceil(padded / GPU_LENGTHS) * GPU_LENGTHS, target.max_positions))
     tokens = torch.tensor([text + [0] * (padded - len(text)) for text in texts], device=target.device)
     with torch.inference_mode():
-        taps, last_hidden = target.states(tokens)
+        taps, last_hidden = target.passes.hidden_states(tokens)
     return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
 
 
@@ -93,7 +92,7 @@ class BackgroundThread:
     def __enter__(self) -> "BackgroundThread":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             while kind is None and self._unfinished:
                 self._unfinished.popleft().result()

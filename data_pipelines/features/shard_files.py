@@ -93,8 +93,8 @@ class ShardFile:
     def _begin(self, tensors: dict[str, Tensor]) -> None:
         """Write the header and the offsets of all samples; `tensors` are those of some of them."""
         tokens = int(self.offsets[-1])
-        whole = {name: each.new_empty(tokens, *each.shape[1:], device="meta") for name, each in tensors.items()}
-        header, self._starts = file_header({**whole, "offsets": self.offsets}, {"made_from": self.made_from})
+        shapes = {name: each.new_empty(tokens, *each.shape[1:], device="meta") for name, each in tensors.items()}
+        header, self._starts = file_header({**shapes, "offsets": self.offsets}, {"made_from": self.made_from})
         remove(self.partial)  # left by a killed run
         self.partial.parent.mkdir(parents=True, exist_ok=True)
         with naming(self.path), self.partial.open("wb") as file:
@@ -182,13 +182,13 @@ def read_tensors(path: Path, names: Sequence[str]) -> dict[str, Tensor]:
         opened = open_shard(path)
         return {name: opened.get_tensor(name) for name in names}
     header, start = stored_header(path)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name in names:
         first, last = header[name]["data_offsets"]
         alone = json.dumps({name: {**header[name], "data_offsets": [0, last - first]}}).encode()
         data = read_range(path, start + first, start + last)
-        found |= load(len(alone).to_bytes(HEADER_SIZE, "little") + alone + data)
-    return found
+        tensors |= load(len(alone).to_bytes(HEADER_SIZE, "little") + alone + data)
+    return tensors
 
 
 def note_path(shard: Path) -> Path:

@@ -180,8 +180,8 @@ class FeatureStore(SampleStore):
     def token_counts(self, vocab_size: int) -> Tensor:
         counts = torch.zeros(vocab_size, dtype=torch.long)
         for shard in self.shards:  # reads no states, so no checksum either
-            found = read_tensors(self.folder / shard["file"], ["loss_mask", "tokens"])
-            counts += torch.bincount(found["tokens"][found["loss_mask"].bool()], minlength=vocab_size)
+            tensors = read_tensors(self.folder / shard["file"], ["loss_mask", "tokens"])
+            counts += torch.bincount(tensors["tokens"][tensors["loss_mask"].bool()], minlength=vocab_size)
         return counts
 
     def num_trained_on(self) -> int:
@@ -247,9 +247,9 @@ def foreign_shards(folder: Path) -> list[Path]:
 
 def repair(folder: Path, wrong: Iterable[Path]) -> str:
     """The remedy for shards that are damaged or lost, or that the manifest does not list."""
-    there = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
+    files = [*(path for path in wrong if path.is_file()), folder / "stage.json", folder / MANIFEST]
     return (
-        f"remove the wrong files ({shlex.join(['rm', *map(str, there)])}) and harvest again, which reuses undamaged "
+        f"remove the wrong files ({shlex.join(['rm', *map(str, files)])}) and harvest again, which reuses undamaged "
         "shards; merge a merged store again"
     )
 

@@ -56,25 +56,27 @@ def refuse_damage(folder: Path) -> None:
         opened = open_shard(path)
         for name in opened.keys():  # noqa: SIM118 (not a dict)
             if non_finite({name: opened.get_tensor(name)}):
-                found = f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}"
-                raise ValueError(f"{found}; harvest again in another run_dir with another data.dtype, such as bfloat16")
+                problem = f"{path}: its {name} holds numbers that are not finite, in data.dtype {about.get('dtype')}"
+                raise ValueError(
+                    f"{problem}; harvest again in another run_dir with another data.dtype, such as bfloat16"
+                )
 
 
 def stats(folder: Path) -> Json:
     """The sizes of a store and the origin that its manifest records."""
     about = read_manifest(folder)
-    found = origin(about)
+    statistics = origin(about)
     for split in SPLITS:
         store = FeatureStore(folder, split)
         num_bytes = sum(shard["bytes"] for shard in store.shards)
-        found[split] = {
+        statistics[split] = {
             "shards": len(store.shards),
             "samples": len(store),
             "tokens": store.num_tokens,
             "trained_on": store.num_trained_on(),
             "bytes_per_token": round(num_bytes / max(store.num_tokens, 1), 1),
         }
-    return found
+    return statistics
 
 
 def merge(into: Path, sources: list[Path]) -> Stage:
@@ -83,7 +85,12 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     A shard that several stores share is copied once. Raises ValueError if no store is given, if one is damaged, or if
     they differ in taps, dtype or target.
     """
-    refuse_sources(into, sources)
+    if not sources:
+        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
+    if into.exists():
+        needed = "a new folder is needed for the merged store; give another one first, or remove it"
+        raise ValueError(f"{into} exists already, {needed}")
     abouts = [read_manifest(source) for source in sources]
     values = [merge_values(about) for about in abouts]
     for source, its in zip(sources, values, strict=True):
@@ -111,22 +118,13 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
     shards: list[Json] = []
     for split in SPLITS:
         pairs = [(source, shard) for source, about in stores for shard in about["shards"]]
-        own = {shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")}
-        for index, (source, shard) in enumerate(own.values()):
+        by_checksum = {
+            shard[CHECKSUM]: (source, shard) for source, shard in pairs if shard["file"].startswith(f"{split}-")
+        }
+        for index, (source, shard) in enumerate(by_checksum.values()):
             shutil.copy(source / shard["file"], into / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
     return shards
-
-
-def refuse_sources(into: Path, sources: list[Path]) -> None:
-    """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
-    if not sources:
-        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
-        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
-    if into.exists():
-        raise ValueError(
-            f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
-        )
 
 
 def merge_values(about: Json) -> Json:
@@ -164,9 +162,9 @@ def existing_store(recipe: Recipe, folder: Path, taps: tuple[int, ...]) -> Stage
     about = read_manifest(folder)
     made_with = target_of(about)
     if made_with is None or made_with.is_another(TargetOrigin.of(folder_of(recipe.target))):
-        given = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
+        problem = f"data.store: {folder} was made with other weights or another config ({about.get('target')})"
         advice = "give a store of this target, or remove data.store to harvest one"
-        raise ValueError(f"{given}, which is not target.path, {recipe.target.path}; {advice}")
+        raise ValueError(f"{problem}, which is not target.path, {recipe.target.path}; {advice}")
     if not set(taps) <= set(about["taps"]):
         lacking, stored = sorted(set(taps) - set(about["taps"])), sum(shard["bytes"] for shard in about["shards"])
         needed = decimal(stored * (len(taps) + 1) // (len(about["taps"]) + 1))  # the last hidden state is in both
@@ -190,8 +188,8 @@ def main() -> None:
             merge(arguments.folder, arguments.sources)
             print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
         elif arguments.sources:
-            given = f"store {arguments.command}: {len(arguments.sources) + 1} folders are given"
-            raise ValueError(f"{given}, one is allowed; start it once for each")
+            problem = f"store {arguments.command}: {len(arguments.sources) + 1} folders are given"
+            raise ValueError(f"{problem}, one is allowed; start it once for each")
         elif arguments.command == "stats":
             print(json.dumps(stats(arguments.folder), indent=1))
         else:

@@ -50,8 +50,8 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
         "--speculative-config": json.dumps({**method, "draft_model_config": {"hf_config": layers}}),
         "--kv-transfer-config": json.dumps({**connector, "kv_connector_extra_config": folder}),
     }
-    given = [word for name, value in options.items() if value is not None for word in (name, value)]
-    return shlex.join(["vllm", "serve", recipe.target.path, "--no-enable-prefix-caching", *given])
+    words = [word for name, value in options.items() if value is not None for word in (name, value)]
+    return shlex.join(["vllm", "serve", recipe.target.path, "--no-enable-prefix-caching", *words])
 
 
 class VllmStates:
@@ -93,19 +93,19 @@ class VllmStates:
         """
         for text in texts:
             with torch.inference_mode():
-                taps, last_hidden = target.states(torch.tensor([text], device=target.device))
-            own = {tap: state[0] for tap, state in enumerate([*taps[: self.config.num_layers], last_hidden])}
-            own[AFTER_NORM] = target.frozen.norm(last_hidden)[0]
+                taps, last_hidden = target.passes.hidden_states(torch.tensor([text], device=target.device))
+            own_states = {tap: state[0] for tap, state in enumerate([*taps[: self.config.num_layers], last_hidden])}
+            own_states[AFTER_NORM] = target.frozen.norm(last_hidden)[0]
             for answer, states in self._of_each_server(text):
-                refuse_other_layers(answer.url, states, own, self.layers, self.advice)
+                refuse_other_layers(answer.url, states, own_states, self.layers, self.advice)
 
     def refuse_other_last_state(self, frozen: FrozenTarget, texts: list[list[int]]) -> None:
         """Raise ValueError, naming the server, unless every server's next token is as likely as its last state says."""
         for text in texts:
             for answer, states in self._of_each_server(text):
                 token, told = answer.choice["token_ids"][0], answer.choice["logprobs"]["token_logprobs"][0]
-                found = (frozen.logits(states[-1, -1]), frozen.unembed(states[-1, -1].to(frozen.lm_head.dtype)))
-                away, if_after_norm = (abs(float(logits.log_softmax(-1)[token]) - told) for logits in found)
+                logits_of = (frozen.logits(states[-1, -1]), frozen.unembed(states[-1, -1].to(frozen.lm_head.dtype)))
+                away, if_after_norm = (abs(float(logits.log_softmax(-1)[token]) - told) for logits in logits_of)
                 if away <= min(LOGPROB_TOLERANCE, if_after_norm):
                     continue
                 cause = "it is another state, or the server has another model, revision or number format"
@@ -128,7 +128,7 @@ class VllmStates:
             raise ValueError(f"data.states: {answer.url} did not write hidden states; {self.advice}")
         try:
             with answer.written_states() as path:
-                found = load_file(path)
+                tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             wrote = f"data.states: {answer.url} wrote {answer.states_path}, which cannot be read here ({error})"
             raise ValueError(
@@ -136,7 +136,7 @@ class VllmStates:
                 "be a folder that this machine sees under the same name, with working flock, whose files this user may "
                 "read and remove"
             ) from error
-        tokens, states = found["token_ids"], found["hidden_states"]
+        tokens, states = tensors["token_ids"], tensors["hidden_states"]
         if tokens.tolist() != text:
             differ = f"data.states: {answer.url} wrote the states of {len(tokens)} other tokens than it was sent"
             raise ValueError(f"{differ} ({len(text)}); serve the target with vLLM, which takes token ids as they are")
@@ -174,16 +174,16 @@ def refuse_other_layers(
         return
     written = ", ".join("the last one after the final norm" if tap == AFTER_NORM else str(tap) for tap in nearest)
     if furthest > TOLERANCE:
-        found = f"states that differ from all of the target's, by up to {furthest:.0%}"
+        description = f"states that differ from all of the target's, by up to {furthest:.0%}"
         cause = "it serves another model, revision or number format than target.path"
     elif AFTER_NORM in nearest:
-        found, cause = written, NEEDED_BEFORE
+        description, cause = written, NEEDED_BEFORE
     else:
-        found, cause = written, "it was started for other taps"
+        description, cause = written, "it was started for other taps"
         shifts = {its - ours for its, ours in zip(nearest, wanted, strict=True)}
         if len(shifts) == 1:
             cause += f", or its numbers are {abs(min(shifts))} {'lower' if min(shifts) > 0 else 'higher'} than ours"
-    asked = f"data.states: {url} was asked for the hidden states {', '.join(map(str, wanted))} and wrote {found}"
+    asked = f"data.states: {url} was asked for the hidden states {', '.join(map(str, wanted))} and wrote {description}"
     raise ValueError(f"{asked}: {cause}; {advice}")
 
 

@@ -46,10 +46,10 @@ class RowReport:
         return {**vars(self), "bad": dict(kinds), "bad_rows": self.bad}
 
     @classmethod
-    def from_json(cls, found: Json) -> "RowReport":
-        report = cls(found["source"])
-        known = {name: found[name] for name in vars(report) if name in found}
-        vars(report).update(known | {"bad": found["bad_rows"]})
+    def from_json(cls, content: Json) -> "RowReport":
+        report = cls(content["source"])
+        known = {name: content[name] for name in vars(report) if name in content}
+        vars(report).update(known | {"bad": content["bad_rows"]})
         return report
 
     def check(self) -> None:
@@ -57,15 +57,15 @@ class RowReport:
         if len(self.bad) > UNUSABLE_SHARE_MAX * self.rows:
             named = [f"{self.source} {self.counts} {row['line']}: {row['why']}" for row in self.bad[:NAMED_ROWS_MAX]]
             more = [f"and {len(self.bad) - NAMED_ROWS_MAX} more"] if len(self.bad) > NAMED_ROWS_MAX else []
-            what = f"{len(self.bad)} of {self.rows} rows are unusable, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:"
-            raise ValueError("\n  ".join([what, *named, *more]) + "\nfix or remove them")
+            summary = f"{len(self.bad)} of {self.rows} rows are unusable, up to {UNUSABLE_SHARE_MAX:.0%} are allowed:"
+            raise ValueError("\n  ".join([summary, *named, *more]) + "\nfix or remove them")
         if len(self.held_out) > HELD_OUT_SHARE_MAX * self.rows:
             lines = ", ".join(map(str, self.held_out[:NAMED_ROWS_MAX])) + (
                 ", ..." if len(self.held_out) > NAMED_ROWS_MAX else ""
             )
-            found = f"{len(self.held_out)} of {self.rows} rows of {self.source} are held out too"
+            problem = f"{len(self.held_out)} of {self.rows} rows of {self.source} are held out too"
             allowed = f"up to {HELD_OUT_SHARE_MAX:.0%} are allowed; remove them from one of the two files"
-            raise ValueError(f"data.heldout_prompts: {found} ({self.counts} {lines}), {allowed}")
+            raise ValueError(f"data.heldout_prompts: {problem} ({self.counts} {lines}), {allowed}")
         if self.samples == 0:
             read = ", ".join([f"{self.rows} rows read", *self.dropped()])
             raise ValueError(f"{self.source} has no prompts ({read}); give at least one usable row")
@@ -82,16 +82,16 @@ class RowReport:
     def dropped(self) -> list[str]:
         """In words, why rows gave no sample."""
         kinds = ", ".join(f"{kind} {count:,}" for kind, count in Counter(row["kind"] for row in self.bad).items())
-        found = [f"{len(self.bad):,} unusable ({kinds})"] if self.bad else []
-        found += [f"{len(self.held_out)} held out too"] if self.held_out else []
-        found += [f"{len(self.too_long)} too long"] if self.too_long else []
-        return found
+        reasons = [f"{len(self.bad):,} unusable ({kinds})"] if self.bad else []
+        reasons += [f"{len(self.held_out)} held out too"] if self.held_out else []
+        reasons += [f"{len(self.too_long)} too long"] if self.too_long else []
+        return reasons
 
     def summary(self, name: str, data: DataSection) -> str:
         """One line for the user: what was read, dropped and cut, and why."""
         if self.counts == CANDIDATE:
-            kept = f"{name}: {self.rows:,} candidates written by the target, {self.samples:,} kept"
-            return "; ".join([kept, *(f"dropped {why}" for why in [", ".join(self.dropped())] if why)])
+            counts = f"{name}: {self.rows:,} candidates written by the target, {self.samples:,} kept"
+            return "; ".join([counts, *(f"dropped {why}" for why in [", ".join(self.dropped())] if why)])
         parts = [f"{name}: {self.rows:,} rows read from {self.source}, {self.samples:,} prompts kept"]
         if dropped := self.dropped():
             parts.append(f"dropped {', '.join(dropped)}")

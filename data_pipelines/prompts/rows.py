@@ -117,28 +117,24 @@ def json_array(path: Path, first: bytes) -> list[Json | BadRow] | None:
     try:
         listed = json.loads(content.decode("utf-8-sig"))
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
-        if is_json(first):
+        if not isinstance(json_value(first), BadRow):
             return None
-        found = f"data: {path} starts as a JSON array but cannot be read as one ({error})"
+        problem = f"data: {path} starts as a JSON array but cannot be read as one ({error})"
         allowed = "a whole array or one JSON object on each line is allowed, so fix the file there or write it again"
-        raise ValueError(f"{found}; {allowed}") from error
+        raise ValueError(f"{problem}; {allowed}") from error
     return [checked_object(row, has_escapes=rb"\u" in content) for row in listed]
 
 
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (json.JSONDecodeError, UnicodeError, RecursionError):
-        return False
-    return True
-
-
 def json_object(line: bytes) -> Json | BadRow:
+    row = json_value(line)
+    return row if isinstance(row, BadRow) else checked_object(row, has_escapes=rb"\u" in line)
+
+
+def json_value(line: bytes) -> object | BadRow:
     try:
-        row = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         return BadRow("unreadable", f"not valid JSON ({error}); one JSON object on each line is needed")
-    return checked_object(row, has_escapes=rb"\u" in line)
 
 
 def checked_object(row: object, has_escapes: bool) -> Json | BadRow:
@@ -208,15 +204,15 @@ def disk_dataset(folder: Path) -> Any:
     """Load a folder written by `save_to_disk`; from several splits, the one named train or the only one."""
     datasets = optional_library("datasets")
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except Exception as error:  # the readers raise many types
         advice = "give a folder written by save_to_disk, or a file"
         raise ValueError(f"data: {folder} is not a dataset ({in_one_line(error)}); {advice}") from error
-    if not isinstance(found, dict):
-        return found
-    if "train" not in found and len(found) > 1:
-        raise ValueError(f"data: {folder} has splits {', '.join(found)}; give the folder of one split")
-    return found.get("train", next(iter(found.values())))
+    if not isinstance(dataset, dict):
+        return dataset
+    if "train" not in dataset and len(dataset) > 1:
+        raise ValueError(f"data: {folder} has splits {', '.join(dataset)}; give the folder of one split")
+    return dataset.get("train", next(iter(dataset.values())))
 
 
 def hub_dataset(name: str) -> Any:

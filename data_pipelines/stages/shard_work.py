@@ -120,7 +120,7 @@ def texts_together(recipe: Recipe, target: TargetModel, length: int, nodes: int 
     At least 1; decoding raises if even one does not fit. All ranks must call this.
     """
     wanted, limits = recipe.data.generate_batch, []
-    for device in dict.fromkeys(target.layout.devices):
+    for device in dict.fromkeys(target.passes.layout.devices):
         free = max(free_memory(device), CHECKED_STEP_BYTES_MIN)
         needed = StepMemory.on(device, target).needed(1, nodes, length)
         limits.append((int(DECODE_MEMORY_SHARE * free) // needed, free, needed, device))
@@ -185,12 +185,6 @@ def refuse_other_code(folder: Path) -> None:
         removal = shlex.join(["rm", str(path)])
         remedy = f"install the same version, or continue with this one ({removal}) if its output is the same"
         raise ValueError(f"{lines}\n{remedy}")
-
-
-def replace_parts(folder: Path) -> None:
-    """Continue from the results of parts; raises ValueError naming the parts at work."""
-    refuse_parts_at_work(folder)
-    forget_parts(folder)
 
 
 def forget_parts(folder: Path) -> None:

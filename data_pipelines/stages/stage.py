@@ -45,17 +45,17 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def different_keys(found: Json, wanted: Json) -> set[str]:
-    return {key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)}
+def different_keys(recorded: Json, wanted: Json) -> set[str]:
+    return {key for key in recorded.keys() | wanted.keys() if recorded.get(key) != wanted.get(key)}
 
 
-def differences(found: Json, wanted: Json, wording: str) -> list[str]:
+def differences(recorded: Json, wanted: Json, wording: str) -> list[str]:
     """One line per key whose values differ; `wording` has two placeholders, the found and the wanted value."""
     return [
         f"{key}: the content has changed"
-        if is_digest(found.get(key)) and is_digest(wanted.get(key))
-        else f"{key}: " + wording.format(shown(found.get(key)), shown(wanted.get(key)))
-        for key in sorted(different_keys(found, wanted))
+        if is_digest(recorded.get(key)) and is_digest(wanted.get(key))
+        else f"{key}: " + wording.format(shown(recorded.get(key)), shown(wanted.get(key)))
+        for key in sorted(different_keys(recorded, wanted))
     ]
 
 
@@ -146,9 +146,9 @@ class Stage:
     def _recorded(self) -> Json:
         """The content of stage.json; raises ValueError if it is broken."""
         try:
-            found = json.loads(self.path.read_text())
-            facts = found["facts"] if found["complete"] else None
-            return {"inputs": found["inputs"], "complete": found["complete"], "facts": facts}
+            record = json.loads(self.path.read_text())
+            facts = record["facts"] if record["complete"] else None
+            return {"inputs": record["inputs"], "complete": record["complete"], "facts": facts}
         except (ValueError, KeyError, TypeError) as error:
             broken = f"{self.path} cannot be read ({type(error).__name__}: {error})"
             must = f"it must say what the {self.name} were made from. If recipe, data and target have not changed since"
@@ -183,14 +183,14 @@ def chat_templates(folder: Path) -> Json:
     """The chat templates of a folder by name, in whichever file they are."""
     in_settings = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(in_settings, list):  # named templates, as older versions of transformers wrote them
-        found = {str(item.get("name")): item.get("template") for item in in_settings if isinstance(item, dict)}
+        templates = {str(item.get("name")): item.get("template") for item in in_settings if isinstance(item, dict)}
     else:
-        found = {"default": in_settings}
-    found["default"] = read_object(folder / "chat_template.json").get("chat_template", found.get("default"))
+        templates = {"default": in_settings}
+    templates["default"] = read_object(folder / "chat_template.json").get("chat_template", templates.get("default"))
     for path in [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]:
         if path.is_file():
-            found["default" if path.parent == folder else path.stem] = path.read_text(encoding="utf-8")
-    return found
+            templates["default" if path.parent == folder else path.stem] = path.read_text(encoding="utf-8")
+    return templates
 
 
 def writes_date(folder: Path) -> bool:
@@ -206,8 +206,8 @@ def generation_identity(folder: Path) -> str | None:
 
 def read_object(path: Path) -> Json:
     """The JSON object in a file of the target, empty if there is no such file."""
-    found = read_json(path, "copy it there again") if path.is_file() else {}
-    return found if isinstance(found, dict) else {}
+    content = read_json(path, "copy it there again") if path.is_file() else {}
+    return content if isinstance(content, dict) else {}
 
 
 def digest_of(content: object) -> str:

@@ -90,7 +90,7 @@ def as_trained(recipe: Recipe) -> Recipe:
 
 
 def num_prompts(recipe: Recipe, split: str, asked: int) -> int:
-    """The number of prompts of a split, by default as many as the recipe asks for."""
+    """The number of prompts in a split; `asked`, the recipe's number, if the stage has not recorded it."""
     stage = recipe.prompts_dir / "stage.json"
     facts = read_json(stage).get("facts", {}) if stage.is_file() else {}
     return int(facts.get(split, asked))
@@ -106,7 +106,7 @@ def template_digest(target_folder: Path) -> str | None:
 
 
 def heldout_row(recipe: Recipe) -> dict[str, Any] | None:
-    """The logged held-out metrics of the exported weights, which need not be those of the last step."""
+    """The logged held-out metrics of the exported weights, which may come from an earlier step than the last."""
     step = exported(recipe).get("step", recipe.train.steps)
     rows = read_growing_jsonl(recipe.metrics_path)
     return next((row for row in reversed(rows) if "heldout/loss_0" in row and row["step"] == step), None)
@@ -126,7 +126,7 @@ def exported(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LearningCurve:
-    """The acceptance lengths at each temperature after so many tokens."""
+    """The acceptance length at each temperature by tokens read."""
 
     temperatures: list[str]
     rows: list[tuple[int, list[float]]]  # tokens read, then the acceptance length at each temperature

@@ -66,10 +66,10 @@ def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
 
 
 def positions(subject: Subject, engine: str) -> Iterator[Violation]:
-    given, needed = subject.config.get("max_position_embeddings"), subject.frozen.config.max_positions
-    if given is None or given < needed:
+    value, needed = subject.config.get("max_position_embeddings"), subject.frozen.config.max_positions
+    if value is None or value < needed:
         allowed = f"the target's {needed} or more is allowed; drafts beyond this position are garbage"
-        yield config_error(engine, "max_position_embeddings", given, allowed)
+        yield config_error(engine, "max_position_embeddings", value, allowed)
 
 
 def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -85,16 +85,16 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
 def rope(subject: Subject, engine: str) -> Iterator[Violation]:
     """Older engines read rope_theta and rope_scaling, newer ones rope_parameters; both must match the training."""
     config, target = subject.config, subject.frozen.config
-    found = Rope.from_config(config)
+    newer = Rope.from_config(config)
     if config.get("rope_parameters") and "rope_theta" in config:
-        old = Rope.from_config({key: config.get(key) for key in ("rope_theta", "rope_scaling")})
-        if old != found:
-            allowed = f"rope_parameters says {asdict(found)}; make rope_theta and rope_scaling agree with it"
-            yield config_error(engine, "rope_theta", asdict(old), allowed)
-    if found != target.rope and "target_rope" not in subject.own:
+        older = Rope.from_config({key: config.get(key) for key in ("rope_theta", "rope_scaling")})
+        if older != newer:
+            allowed = f"rope_parameters says {asdict(newer)}; make rope_theta and rope_scaling agree with it"
+            yield config_error(engine, "rope_theta", asdict(older), allowed)
+    if newer != target.rope and "target_rope" not in subject.own:
         severity = "error" if subject.own else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
-        yield Violation(engine, severity, "config.json rope_theta", asdict(found), allowed)
+        yield Violation(engine, severity, "config.json rope_theta", asdict(newer), allowed)
 
 
 def draft_vocabulary(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -182,11 +182,12 @@ def num_captured_taps(subject: Subject, engine: str) -> int:
 
 def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     wanted, target = list(subject.taps), subject.frozen.config
-    found = captured_taps(subject, engine)
+    captured = captured_taps(subject, engine)
     where = f"eagle_config.{TAPS}" if engine == "sglang" else TAPS
-    if found != wanted:
+    if captured != wanted:
         named = subject.eagle_config.get(TAPS) if engine == "sglang" else subject.config.get(TAPS)
-        allowed = f"it captures hidden_states {found} but the head reads {wanted}: {advice(engine, wanted)}"
+        right = f"{[tap - 1 for tap in wanted]}, counted as layer outputs," if engine == "sglang" else wanted
+        allowed = f"it captures hidden_states {captured} but the head reads {wanted}: {right} is allowed"
         yield config_error(engine, where, named, allowed)
     if wanted != sorted(set(wanted)):
         yield config_error(engine, where, wanted, "ascending indices without repeats are allowed: vLLM sorts them")
@@ -204,9 +205,3 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     if tapped == subject.config.get("hidden_size") and engine != "vllm":
         allowed = f"{engine} skips fc if its input is as wide as the head; train with more taps"
         yield config_error(engine, where, wanted, allowed)
-
-
-def advice(engine: str, wanted: list[int]) -> str:
-    if engine == "sglang":
-        return f"{[tap - 1 for tap in wanted]}, counted as layer outputs, is allowed"
-    return f"{wanted} is allowed"

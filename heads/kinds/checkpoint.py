@@ -22,6 +22,7 @@ from headstart.heads.kinds.eagle1 import Eagle1Head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.kinds.mtp import MtpHead
+from headstart.heads.kinds.peagle import PEagleHead
 from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import HeadSection
@@ -29,7 +30,7 @@ from headstart.recipes.values import Dtype
 
 SHOWN = 12  # wrong tensors that a message names
 KINDS: dict[str, type[DraftHead]] = {
-    each.kind: each for each in (Eagle1Head, Eagle3Head, MedusaHead, BlockHead, MtpHead)
+    each.kind: each for each in (Eagle1Head, Eagle3Head, PEagleHead, MedusaHead, BlockHead, MtpHead)
 }
 
 
@@ -66,7 +67,7 @@ def save_head(head: DraftHead, folder: Path) -> None:
 def head_config(head: DraftHead) -> dict[str, Any]:
     """config.json of a saved head: the keys that engines read and, under `headstart`, those that only we read."""
     config = head.engine_config()
-    own = {
+    note = {
         "kind": head.kind,
         "taps": list(head.taps),
         "target_num_layers": head.target.num_layers,
@@ -74,11 +75,11 @@ def head_config(head: DraftHead) -> dict[str, Any]:
         **head.own_keys(),
     }
     if head.origin is not None:
-        own["target"] = head.origin.to_config()
+        note["target"] = head.origin.to_config()
     if head.has_rope and Rope.from_config(config) != head.target.rope:
-        own["target_rope"] = asdict(head.target.rope)  # the engines' keys hold the head's own rope
+        note["target_rope"] = asdict(head.target.rope)  # the engines' keys hold the head's own rope
     dtype = str(next(head.parameters()).dtype).removeprefix("torch.")
-    return {**config, "torch_dtype": dtype, "headstart": own}
+    return {**config, "torch_dtype": dtype, "headstart": note}
 
 
 def load_head(folder: str | Path, target_folder: str | Path) -> DraftHead:
@@ -139,16 +140,16 @@ def head_from_files(
 
 
 class NothingDrawn(TorchFunctionMode):
-    """In this context new weights are left as they are in memory: to draw those of an 8B target's head takes seconds,
-    and a head from files gets all of its weights from there.
+    """In this context weights are not initialised: for an 8B target's head that takes seconds, and a head from files
+    gets all of its weights from there.
     """
 
     def __torch_function__(
-        self, function: Any, types: Any, given: tuple[Any, ...] = (), named: dict[str, Any] | None = None
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(function, "__module__", None) == "torch.nn.init":
-            return (named or {}).get("tensor", given[0] if given else None)
-        return function(*given, **(named or {}))
+            return (kwargs or {}).get("tensor", args[0] if args else None)
+        return function(*args, **(kwargs or {}))
 
 
 def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
@@ -163,14 +164,14 @@ def kind_of(folder: Path, config: dict[str, Any]) -> type[DraftHead]:
 
 def target_misfits(config: dict[str, Any], target: TargetConfig) -> Iterator[tuple[str, Any, Any]]:
     """Each key of a head's config.json that describes another target: the key, its value, and this target's value."""
-    own, rope = config.get("headstart", {}), asdict(target.rope)
+    note, rope = config.get("headstart", {}), asdict(target.rope)
     hidden = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"
     facts = {
         hidden: (config.get(hidden), target.hidden_size),
         "vocab_size": (config.get("vocab_size"), target.vocab_size),
         "num_target_layers": (config.get("num_target_layers", target.num_layers), target.num_layers),
-        "headstart.target_num_layers": (own.get("target_num_layers", target.num_layers), target.num_layers),
-        "headstart.target_rope": (own.get("target_rope", rope), rope),
+        "headstart.target_num_layers": (note.get("target_num_layers", target.num_layers), target.num_layers),
+        "headstart.target_rope": (note.get("target_rope", rope), rope),
     }
     yield from ((key, value, its) for key, (value, its) in facts.items() if value != its)
 
@@ -198,8 +199,8 @@ def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
     keys = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
     if wrong := [f"{key} {config[key]}" for key in keys if longest and (config.get(key) or 0) > longest]:
         allowed = "the sizes of the head's own tensors are allowed: correct the file"
-        given = f"{', '.join(wrong)} given, but no tensor is longer than {longest}"
-        raise ValueError(f"{folder}/config.json: {given}; {allowed}")
+        problem = f"{', '.join(wrong)} given, but no tensor is longer than {longest}"
+        raise ValueError(f"{folder}/config.json: {problem}; {allowed}")
 
 
 def refuse_broken_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -215,11 +216,11 @@ def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> 
     wrong = [f"{name} is missing" for name in expected.keys() - tensors.keys()]
     wrong += [f"{name} is unknown" for name in tensors.keys() - expected.keys()]
     for name in expected.keys() & tensors.keys():
-        found, right = tensors[name], list(expected[name].shape)
-        if list(found.shape) != right:
-            wrong.append(f"{name} is {list(found.shape)} but should be {right}")
-        if not has_weight_dtype(found):
-            dtype = str(found.dtype).removeprefix("torch.")
+        tensor, right = tensors[name], list(expected[name].shape)
+        if list(tensor.shape) != right:
+            wrong.append(f"{name} is {list(tensor.shape)} but should be {right}")
+        if not has_weight_dtype(tensor):
+            dtype = str(tensor.dtype).removeprefix("torch.")
             wrong.append(f"{name} is {dtype} but should be floating point of 16 bits or more")
     if wrong:
         shown = "; ".join(sorted(wrong)[:SHOWN]) + (f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")

@@ -1,6 +1,7 @@
-"""One KV cache for a target and its head: an allocation per device. Unpatched models see it as a transformers Cache."""
+"""The KV cache of a target and its head, one allocation per device. Models see it as a transformers Cache."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -9,13 +10,13 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from headstart.heads.layers import attention
-from headstart.inference.core.cache_memory import LayerParts, Place, Shape, allocate, layer_shapes, placed
-from headstart.inference.core.states import RowStates
+from headstart.inference.core.cache_memory import LayerParts, Shape, StorageShape, allocate, layer_shapes, storages_for
+from headstart.inference.core.recurrent import RecurrentStates
 
-PAGE = 256  # tokens; a cache grows by whole pages
-GROUP_ROWS = 16  # rows whose attention is computed together on a CPU, at most
-WASTE = 256  # keys that a group of rows may read in vain; more costs more than a call of its own
-SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  # of some slots of a row, by storage
+PAGE_TOKENS = 256  # a cache grows by whole pages
+MAX_GROUP_ROWS = 16  # rows whose attention is computed together on a CPU
+MAX_PADDING_KEYS = 256  # in a group of rows; above this a separate call is cheaper
+SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  # keys and values of a row, by storage
 
 
 LayerMaker = Callable[["KVCache"], list[Any]]
@@ -29,7 +30,7 @@ class RowGroup(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A row of the batch is copied to the place of another."""
+    """A row of the batch is copied over another."""
 
     source: int
     goal: int
@@ -39,7 +40,7 @@ class Slots:
     """Slots of a stack of layers, mostly a key and a value each. Row b of the batch holds `lengths[b]` tokens.
 
     A block is written after the held tokens and after earlier pending blocks. It stays pending until `advance` or
-    `keep` takes it in; otherwise the next block overwrites it. With `static`, attention goes over the first `reach`
+    `keep` commits it; otherwise the next block overwrites it. With `static`, attention goes over the first `reach`
     slots and every offset is read on the device, so that a CUDA graph can replay a step.
     """
 
@@ -51,22 +52,22 @@ class Slots:
         device: torch.device | None = None,
         layers: Sequence[LayerParts] | None = None,
     ) -> None:
-        """One storage holds all layers, unless they lie on several devices or differ in shape.
+        """One storage holds all layers, unless they are on several devices or differ in shape.
 
-        `layers` says where each layer's parts are: by default, all storages are of layers with keys and values, in
-        order. `starts` are on `device`; by default, where the first layer is.
+        `layers` says where each layer's parts are: by default, the storages hold layers with keys and values, in order.
+        `starts` are on `device`, by default the first layer's.
         """
         self.storages, self.static = tuple(storages), static
-        self.places = layers or [
+        self.parts = layers or [
             tuple((number, layer, part) for part in range(storage.shape[1]))
             for number, storage in enumerate(storages)
             for layer in range(len(storage))
         ]
         # The parts of each layer. [batch, heads, capacity, size] each
-        self.layers = [[storages[storage][layer, part] for storage, layer, part in parts] for parts in self.places]
+        self.layers = [[storages[storage][layer, part] for storage, layer, part in parts] for parts in self.parts]
         self.device = device or storages[0].device
-        self.lengths = [0] * rows  # tokens held by each row in use; these are the first rows of the storages
-        # One buffer for the whole lifetime: a captured graph reads it at the address that it was captured with.
+        self.lengths = [0] * rows  # tokens held by each row in use, which are the first rows of the storages
+        # The same buffer for a lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(self.batch, dtype=torch.long, device=self.device)
         self.starts = self._starts[:rows]  # the lengths, on the device
         self.reach = self.capacity
@@ -76,7 +77,7 @@ class Slots:
 
     @property
     def batch(self) -> int:
-        """The rows that there is room for."""
+        """The rows of the storages, in use or not."""
         return self.storages[0].shape[2]
 
     @property
@@ -90,7 +91,7 @@ class Slots:
 
     @property
     def reads_in_groups(self) -> bool:
-        """Whether attention may read each group of rows up to the end of its longest: on a CPU."""
+        """Whether attention may read each group of rows only up to the end of its longest: on a CPU."""
         return not self.static and self.device.type == "cpu"
 
     def num_keys(self, block: int) -> int:
@@ -103,28 +104,28 @@ class Slots:
         return keys, values
 
     def append_part(
-        self, layer: int, part: int, states: Float[Tensor, "rows heads block size"]
+        self, layer: int, part: int, block: Float[Tensor, "rows heads block size"]
     ) -> Float[Tensor, "rows heads keys size"]:
         """Write a block of one of a layer's parts and return all of it up to the block's end."""
-        return self._append([self.layers[layer][part]], (states,))[0]
+        return self._append([self.layers[layer][part]], (block,))[0]
 
     def _append(self, parts: list[Tensor], blocks: tuple[Tensor, ...]) -> list[Tensor]:
         count, block = len(self.lengths), blocks[0].shape[2]
         end = max(self.lengths) + self.pending + block
         if end > self.reach:
             raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
-        reach, even, found = self.reach if self.static else end, self.even, []
-        for part, states in zip(parts, blocks, strict=True):
+        reach, even, attended = self.reach if self.static else end, self.even, []
+        for part, new in zip(parts, blocks, strict=True):
             slots = part if count == part.shape[0] else part[:count]
             if even:
-                slots.narrow(2, end - block, block).copy_(states)
+                slots.narrow(2, end - block, block).copy_(new)
             else:
-                rows, columns = self._places(block, slots.device)
-                slots[rows, :, columns] = states.transpose(1, 2).to(slots.dtype)
-            found.append(slots.narrow(2, 0, reach))
-        return found
+                rows, columns = self._pending_index(block, slots.device)
+                slots[rows, :, columns] = new.transpose(1, 2).to(slots.dtype)
+            attended.append(slots.narrow(2, 0, reach))
+        return attended
 
-    def _places(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    def _pending_index(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""
         if device not in self._index or self._index[device][1].shape[1] != block:
             columns = self.starts[:, None] + self.pending + torch.arange(block, device=self.device)
@@ -153,7 +154,7 @@ class Slots:
         self.pending, self._index = 0, {}
 
     def advance(self, counts: list[int]) -> None:
-        """Take in the first `counts[b]` pending tokens of row b."""
+        """Commit the first `counts[b]` pending tokens of row b."""
         self.set_lengths([length + count for length, count in zip(self.lengths, counts, strict=True)])
 
     def shift(self, counts: Int[Tensor, " rows"]) -> None:
@@ -163,13 +164,13 @@ class Slots:
         self.pending, self._index = 0, {}
 
     def keep(self, paths: list[list[int]]) -> int:
-        """Take in the nodes of each row's path (ascending indices into the pending block), moved side by side.
+        """Commit the nodes of each row's path (ascending indices into the pending block), moved side by side.
 
         Returns the bytes moved. All layers of a device move in one copy, whose size depends on the paths and not on the
         context.
         """
         longest = max(map(len, paths))
-        # Nodes that are already in place stay.
+        # Nodes that are already in their slots stay.
         bytes_moved = 0
         first = min((i for path in paths for i, node in enumerate(path) if node != i), default=longest)
         if first < longest and len(paths) == 1:  # one row: plain indices are far cheaper
@@ -187,9 +188,9 @@ class Slots:
             goal = self.starts[:, None] + torch.arange(first, longest, device=self.device)
             rows = torch.arange(len(paths), device=self.device)[:, None]
             for storage in self.storages:
-                of, to, places = (index.to(storage.device) for index in (source, goal, rows))
-                moved = storage[:, :, places, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
-                storage[:, :, places, :, to] = moved
+                of, to, at = (index.to(storage.device) for index in (source, goal, rows))
+                moved = storage[:, :, at, :, of]  # [batch, moved, layers, 2, kv_heads, head_dim]
+                storage[:, :, at, :, to] = moved
                 bytes_moved += moved.nbytes
         self.advance([len(path) for path in paths])
         return bytes_moved
@@ -197,52 +198,52 @@ class Slots:
     def row(self, number: int) -> "Slots":
         """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
         row = [storage[:, :, number : number + 1] for storage in self.storages]
-        return Slots(row, device=self.device, layers=self.places)
+        return Slots(row, device=self.device, layers=self.parts)
 
     def end_row(self, moves: list[Move]) -> None:
-        """Take a row out of use: the last one, after rows were moved as `moves_to_end` says."""
+        """Take the last row out of use, after these moves, which are from `moves_to_end`."""
         lengths = list(self.lengths)
         for source, goal in moves:
             self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next
             lengths[goal] = lengths[source]
         self.set_lengths(lengths[:-1])
 
-    def states(self, number: int, first: int, end: int) -> SlotContents:
-        """Some slots of a row's place, in use or not, as views of the storages."""
+    def kv(self, number: int, first: int, end: int) -> SlotContents:
+        """Views of some slots of a row, in use or not."""
         return tuple(storage[:, :, number, :, first:end] for storage in self.storages)
 
-    def copied(self, number: int, first: int, end: int) -> SlotContents:
-        """A copy of some slots of a row's place, in use or not."""
-        return tuple(states.clone() for states in self.states(number, first, end))
+    def copy_kv(self, number: int, first: int, end: int) -> SlotContents:
+        """A copy of some slots of a row, in use or not."""
+        return tuple(part.clone() for part in self.kv(number, first, end))
 
-    def write(self, number: int, first: int, states: SlotContents) -> None:
-        """Fill the slots of a row's place from the first of these on."""
-        for storage, given in zip(self.storages, states, strict=True):
-            storage[:, :, number, :, first : first + given.shape[3]] = given
+    def write(self, number: int, first: int, kv: SlotContents) -> None:
+        """Fill the slots of a row, in use or not, from `first` on."""
+        for storage, part in zip(self.storages, kv, strict=True):
+            storage[:, :, number, :, first : first + part.shape[3]] = part
 
     def move(self, source: int, goal: int, held: int) -> None:
-        """Copy the first slots of a row to another place; neither has to be in use."""
-        self.write(goal, 0, self.states(source, 0, held))
+        """Copy the first slots of a row to another row; neither has to be in use."""
+        self.write(goal, 0, self.kv(source, 0, held))
 
     def row_groups(self, block: int) -> tuple[RowGroup, ...]:
         """Neighbouring rows of like length, each group with the keys that a block of this many tokens attends to."""
         groups: list[list[int]] = []
         for length in self.lengths:
             last = [*groups[-1], length] if groups else []
-            if last and len(last) <= GROUP_ROWS and len(last) * max(last) - sum(last) <= WASTE:
+            if last and len(last) <= MAX_GROUP_ROWS and len(last) * max(last) - sum(last) <= MAX_PADDING_KEYS:
                 groups[-1].append(length)
             else:
                 groups.append([length])
-        found, start = [], 0
-        for group in groups:
-            found.append(RowGroup(slice(start, start + len(group)), max(group) + self.pending + block))
-            start += len(group)
-        return tuple(found)
+        ends = accumulate(map(len, groups))
+        return tuple(
+            RowGroup(slice(end - len(group), end), max(group) + self.pending + block)
+            for group, end in zip(groups, ends, strict=True)
+        )
 
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
         for row, length in enumerate(other.lengths):
-            self.write(row, 0, other.states(row, 0, min(length + 1, other.capacity)))
+            self.write(row, 0, other.kv(row, 0, min(length + 1, other.capacity)))
         self.set_lengths(other.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
@@ -250,17 +251,11 @@ class Slots:
         return attention(query, keys, values, mask)
 
 
-class OpaqueSlots(Slots):
-    """Slots that torch.compile does not trace into; otherwise it would recompile for every length."""
+def moves_to_end(lengths: list[int], number: int, group: int = MAX_GROUP_ROWS) -> list[Move]:
+    """The copies, in order, that replace a row that ends so that rows of similar length stay together.
 
-    _append = torch.compiler.disable(Slots._append)
-
-
-def moves_to_end(lengths: list[int], number: int, group: int = GROUP_ROWS) -> list[Move]:
-    """How to fill the place of a row that ends so that rows of like length stay together: copies in this order.
-
-    Each later group of rows gives its longest to the hole before it, and the last row fills the hole that is left. As
-    new rows come at the end, the longest rows stay in the first groups.
+    Each later group of rows gives its longest to the hole before it, and the last row fills the remaining hole. As new
+    rows come at the end, the longest rows stay in the first groups.
     """
     moves, hole, count = [], number, len(lengths)
     for start in range((number // group + 1) * group, count, group):
@@ -280,7 +275,7 @@ class HoldsTarget(Protocol):
 class SlotLayer(CacheLayerMixin):
     """One target layer's view of the slots, with the interface that transformers expects."""
 
-    is_sliding = False  # every position is kept; a sliding window is part of the mask
+    is_sliding = False  # every position is cached; a sliding window is part of the mask
     is_compileable = False
 
     cache: HoldsTarget
@@ -293,13 +288,11 @@ class SlotLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Do nothing: the slots were allocated with the cache."""
 
-    @torch.compiler.disable  # as `OpaqueSlots`
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.cache.target.append(self.layer, key_states, value_states)
 
-    @torch.compiler.disable
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        """Add what the indexer of sparse attention keeps of new tokens; returns that of all. [rows, tokens, size]"""
+        """Add the keys of the indexer of sparse attention; returns all of them. [rows, tokens, size]"""
         return self.cache.target.append_part(self.layer, 2, indexer_key_states.unsqueeze(1)).squeeze(1)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -313,18 +306,22 @@ class SlotLayer(CacheLayerMixin):
 
 
 class KVCache(Cache):
-    """The slots of the target's layers and of the head's, side by side in one preallocated tensor on each device.
+    """The slots of the target's and the head's layers, in one preallocated tensor on each device.
 
     The target's slot of position t belongs with the head's slot of index t: both hold every verified token, unless the
-    drafter has yet to read some. The head's lengths are those of its last draft, and it may have read more since.
-    `states` are what the target keeps besides slots, if anything.
+    drafter has yet to read some. The head's lengths are from its last draft, and it may have read more since.
+    `recurrent` are the target's recurrent states, if it has any.
     """
 
     def __init__(
-        self, target: Slots, head: Slots | None, states: RowStates | None = None, layers: LayerMaker | None = None
+        self,
+        target: Slots,
+        head: Slots | None,
+        recurrent: RecurrentStates | None = None,
+        layers: LayerMaker | None = None,
     ) -> None:
-        """`layers` makes the layers that the model sees; by default, each has its slots and nothing else."""
-        self.target, self.head, self.states, self.make_layers = target, head, states, layers
+        """`layers` makes the layers that the model sees; by default, each has only slots."""
+        self.target, self.head, self.recurrent, self.make_layers = target, head, recurrent, layers
         slots: list[Any] = [SlotLayer(self, layer) for layer in range(len(target.layers))]
         super().__init__(layers=slots if layers is None else layers(self))
 
@@ -339,24 +336,24 @@ class KVCache(Cache):
         device: torch.device | str = "cpu",
         static: bool = False,
         layer_devices: Sequence[torch.device] | None = None,
-        states: RowStates | None = None,
+        recurrent: RecurrentStates | None = None,
         layers: LayerMaker | None = None,
     ) -> "KVCache":
         """Slots for `batch` rows of `capacity` tokens each, a pending tree included. All rows are in use.
 
-        `layer_devices` are those of the target's layers, by default `device`, where everything else is. `states` and
-        `layers` are those of the constructor.
+        The target's layers are on `layer_devices`, everything else, and by default they, on `device`.
         """
         device = torch.device(device)
         shapes, of_head = layer_shapes(target_shape), layer_shapes(head_shape or ())
-        stacks = [placed(shapes, layer_devices or [device] * len(shapes), batch, capacity)]
+        stacks = [storages_for(shapes, layer_devices or [device] * len(shapes), batch, capacity)]
         if of_head:
-            stacks.append(placed(of_head, [device] * len(of_head), batch, capacity))
-        storages = allocate([places for places, _ in stacks], dtype, static)
+            stacks.append(storages_for(of_head, [device] * len(of_head), batch, capacity))
+        allocated = allocate([storage_shapes for storage_shapes, _ in stacks], dtype, static)
         slots = [
-            OpaqueSlots(own, batch, static, device, parts) for own, (_, parts) in zip(storages, stacks, strict=True)
+            Slots(storages, batch, static, device, parts)
+            for storages, (_, parts) in zip(allocated, stacks, strict=True)
         ]
-        return cls(slots[0], slots[1] if head_shape else None, states, layers)
+        return cls(slots[0], slots[1] if head_shape else None, recurrent, layers)
 
     @property
     def slots(self) -> list[Slots]:
@@ -368,18 +365,15 @@ class KVCache(Cache):
         return (self.target if self.head is None else self.head).starts
 
     def row(self, number: int) -> "KVCache":
-        """One row by itself, empty. Prompts are read there while the other rows wait."""
+        """One row by itself, empty, for prefill."""
         head = None if self.head is None else self.head.row(number)
-        states = None if self.states is None else self.states.row(number)
-        return KVCache(self.target.row(number), head, states, self.make_layers)
+        recurrent = None if self.recurrent is None else self.recurrent.row(number)
+        return KVCache(self.target.row(number), head, recurrent, self.make_layers)
 
     def keep(self, paths: list[list[int]], tokens: list[list[int]]) -> int:
-        """Take in each row's path through the tree of these tokens that the target has just read.
-
-        Returns the bytes moved.
-        """
-        if self.states is not None:
-            self.states.keep(paths, tokens)
+        """Commit each row's path through the tree of these tokens after a pass over it; returns the bytes moved."""
+        if self.recurrent is not None:
+            self.recurrent.keep(paths, tokens)
         return self.target.keep(paths)
 
     def set_lengths(self, lengths: list[int]) -> None:
@@ -388,23 +382,23 @@ class KVCache(Cache):
             slots.set_lengths(lengths)
 
     def end_row(self, number: int) -> list[Move]:
-        """Take a row out of use; returns which rows moved to another place."""
+        """Take a row out of use; returns the moves of other rows."""
         lengths = list(self.target.lengths)
         self.set_lengths(lengths)  # the head's slots move with the target's
-        moves = moves_to_end(lengths, number, GROUP_ROWS if self.target.reads_in_groups else len(lengths))
+        moves = moves_to_end(lengths, number, MAX_GROUP_ROWS if self.target.reads_in_groups else len(lengths))
         for slots in self.slots:
             slots.end_row(moves)
-        if self.states is not None:
+        if self.recurrent is not None:
             for source, goal in moves:
-                self.states.move(source, goal)
+                self.recurrent.move(source, goal)
         return moves
 
     def move(self, source: int, goal: int, held: int) -> None:
-        """Copy what a row holds to another place; neither has to be in use."""
+        """Copy a row to another row; neither has to be in use."""
         for slots in self.slots:
             slots.move(source, goal, held)
-        if self.states is not None:
-            self.states.move(source, goal)
+        if self.recurrent is not None:
+            self.recurrent.move(source, goal)
 
     def reset(self) -> None:
         """Forget what is pending."""
@@ -412,7 +406,7 @@ class KVCache(Cache):
             slots.reset()
 
     def make_room(self, capacity: int, limit: int) -> None:
-        """Make sure that each row can hold `capacity` tokens.
+        """Let each row hold `capacity` tokens.
 
         The cache grows by pages, at least to double its size but not beyond `limit`. Growing copies the held tokens;
         because the size doubles, each token is copied about once overall.
@@ -420,14 +414,14 @@ class KVCache(Cache):
         if capacity <= self.target.capacity:
             return
         wanted = max(capacity, min(2 * self.target.capacity, limit))
-        wanted = min(-(-wanted // PAGE) * PAGE, max(limit, capacity))
-        places = [
-            [Place((*old.shape[:4], wanted, old.shape[5]), old.device) for old in slots.storages]
+        wanted = min(-(-wanted // PAGE_TOKENS) * PAGE_TOKENS, max(limit, capacity))
+        shapes = [
+            [StorageShape((*old.shape[:4], wanted, old.shape[5]), old.device) for old in slots.storages]
             for slots in self.slots
         ]
-        storages = allocate(places, self.target.storages[0].dtype, self.target.static)
+        storages = allocate(shapes, self.target.storages[0].dtype, self.target.static)
         grown = []
         for old, larger in zip(self.slots, storages, strict=True):
-            grown.append(Slots(larger, len(old.lengths), old.static, old.device, old.places))
+            grown.append(Slots(larger, len(old.lengths), old.static, old.device, old.parts))
             grown[-1].take_over(old)
         self.target, self.head = grown[0], grown[1] if self.head is not None else None

@@ -14,79 +14,79 @@ from torch import Tensor
 
 CGROUP = Path("/sys/fs/cgroup")  # Linux only
 MAP_NORESERVE = 0x4000  # Linux: only what is written counts as used, not what is mapped
-# What a layer keeps of a token: (heads, size) of its keys, its values, and of what an indexer keeps. None of it: ().
+# What a layer caches of a token: (heads, size) of its keys, its values and an indexer's keys; () for nothing.
 LayerShape = tuple[tuple[int, int], ...]
 Shape = tuple[int, int, int] | tuple[LayerShape, ...]  # equal layers as (layers, kv_heads, head_dim), or each layer
 LayerParts = tuple[tuple[int, int, int], ...]  # where a layer's parts are: (storage, layer in it, part in it)
 
 
 def layer_shapes(shape: Shape) -> tuple[LayerShape, ...]:
-    """What each layer keeps of a token."""
+    """What each layer caches of a token."""
     if shape and isinstance(shape[0], int):
         layers, heads, size = shape
         return (((heads, size), (heads, size)),) * layers
     return shape
 
 
-def placed(
+def storages_for(
     shapes: Sequence[LayerShape], devices: Sequence[torch.device], rows: int, capacity: int
-) -> tuple[list["Place"], list[LayerParts]]:
+) -> tuple[list["StorageShape"], list[LayerParts]]:
     """The storages of a stack of layers, and where each layer's parts are in them.
 
-    Layers of one shape on one device share a storage, and parts of one shape lie side by side there.
+    Layers of one shape on one device share a storage, in which parts of one shape lie side by side.
     """
     groups: dict[tuple[torch.device, LayerShape], list[int]] = {}
     for layer, key in enumerate(zip(devices, shapes, strict=True)):
         groups.setdefault(key, []).append(layer)
-    places, parts = list[Place](), [LayerParts()] * len(shapes)
+    storages, parts = list[StorageShape](), [LayerParts()] * len(shapes)
     for (device, shape), layers in groups.items():
         together = len(set(shape)) == 1
         for heads, size in shape[:1] if together else shape:
             count = len(shape) if together else 1
-            for place, layer in enumerate(layers):
-                parts[layer] += tuple((len(places), place, part) for part in range(count))
-            places.append(Place((len(layers), count, rows, heads, capacity, size), device))
-    # A stack that keeps nothing in slots has a storage all the same, which says how many rows and slots there are.
-    return places or [Place((0, 2, rows, 1, capacity, 1), devices[0])], parts
+            for index, layer in enumerate(layers):
+                parts[layer] += tuple((len(storages), index, part) for part in range(count))
+            storages.append(StorageShape((len(layers), count, rows, heads, capacity, size), device))
+    # A stack without slots has an empty storage, which tells the numbers of rows and slots.
+    return storages or [StorageShape((0, 2, rows, 1, capacity, 1), devices[0])], parts
 
 
-class Place(NamedTuple):
-    """Where a tensor goes, and its shape."""
+class StorageShape(NamedTuple):
+    """The shape and device of a storage."""
 
     shape: tuple[int, ...]
     device: torch.device
 
 
-def allocate(stacks: Sequence[Sequence[Place]], dtype: torch.dtype, static: bool) -> list[list[Tensor]]:
-    """Tensors side by side in one allocation on each device.
+def allocate(stacks: Sequence[Sequence[StorageShape]], dtype: torch.dtype, static: bool) -> list[list[Tensor]]:
+    """Storages in one allocation on each device.
 
-    A single row never reads a slot that it has not written. Otherwise masks hide unwritten slots, and a fused kernel
-    may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
+    A single row never reads a slot that it has not written. With more rows, masks hide unwritten slots, but a fused
+    kernel may multiply a hidden slot by weight 0. As 0 x NaN is NaN, the slots must then start as zeros.
     """
     sizes: dict[torch.device, list[int]] = {}
     for shape, device in chain(*stacks):
         sizes.setdefault(device, []).append(torch.Size(shape).numel())
     rows, parts = stacks[0][0].shape[2], {}
-    for device, own in sizes.items():
+    for device, counts in sizes.items():
         if takes_memory_lazily(device, static, rows):
-            storage = untouched_zeros(sum(own) * dtype.itemsize).view(dtype)
+            memory = untouched_zeros(sum(counts) * dtype.itemsize).view(dtype)
         else:
-            made = torch.empty if rows == 1 and not static else torch.zeros
-            storage = made((sum(own),), dtype=dtype, device=device)
-        parts[device] = iter(storage.split(own))
+            create = torch.empty if rows == 1 and not static else torch.zeros
+            memory = create((sum(counts),), dtype=dtype, device=device)
+        parts[device] = iter(memory.split(counts))
     return [[next(parts[device]).view(shape) for shape, device in stack] for stack in stacks]
 
 
 def takes_memory_lazily(device: torch.device | str, static: bool, rows: int) -> bool:
     """Whether a cache takes up memory only where slots were written, so that its size costs nothing.
 
-    A cache of one row does not: it can grow as its text does, in memory that the process has used before.
+    A cache of one row does not: it grows with its text, in memory that the process has used before.
     """
     return sys.platform == "linux" and torch.device(device).type == "cpu" and not static and rows > 1
 
 
 def untouched_zeros(num_bytes: int) -> UInt8[Tensor, " num_bytes"]:
-    """Zeros in the host's memory that take up room only where they are written."""
+    """Zeros in host memory that take up memory only where they are written."""
     mapping = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)  # else a write to one slot takes up two megabytes
     return torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]

@@ -1,4 +1,4 @@
-"""Constrained output: which tokens may follow, at each node of a draft tree. A grammar implements the two protocols."""
+"""Constrained output: the tokens that may follow each node of a draft tree. A grammar implements the two protocols."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,37 +12,37 @@ from torch import Tensor
 from headstart.inference.core.tree import Tree
 
 Path = tuple[int, ...]  # tokens after the text so far
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
 class ConstraintState(Protocol):
-    """Where the text of one request stands within its constraint."""
+    """The grammar state of one request's text."""
 
     def allowed(self, path: Path) -> Bool[Tensor, " vocab"]:
-        """The tokens that may follow after the text and `path`, which itself is allowed.
+        """The tokens that may follow the text and `path`, which itself is allowed.
 
-        At least one, unless the constraint has become too large to compute; then none, which ends the text in an error.
+        There is at least one, unless the constraint has become too large to compute; then the text ends in an error.
         """
 
     def advance(self, tokens: list[int]) -> int:
-        """Continue the text with these tokens; returns how many of them are allowed. The others are not taken in."""
+        """Continue the text with these tokens up to the first that is not allowed; returns how many are allowed."""
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """The form that a request's output must have. Several requests may share one."""
+    """The form that a request's output must have. Requests may share one."""
 
     def start(self) -> ConstraintState:
         """The state of a text without output."""
 
 
 class NoWayOnError(ValueError):
-    """No token may follow a text: its constraint, or a bias that forbids what the constraint allows, leaves none."""
+    """No token may follow a text: its constraint allows none, or a bias forbids all that are allowed."""
 
 
 class GuardedState:
-    """The state of one row's constraint. After an error it allows nothing, so that the error ends this row alone."""
+    """The grammar state of one row. After an error it allows nothing, so that the error ends only this row."""
 
     def __init__(self, constraint: Constraint, vocab_size: int) -> None:
         self.constraint, self.nothing = constraint, torch.zeros(vocab_size, dtype=torch.bool)
@@ -58,7 +58,7 @@ class GuardedState:
     def advance(self, tokens: list[int]) -> int:
         return self._unless_failed(lambda: self.state.advance(tokens), 0)
 
-    def _unless_failed(self, work: Callable[[], Found], otherwise: Found) -> Found:
+    def _unless_failed(self, work: Callable[[], Result], otherwise: Result) -> Result:
         if self.error is None:
             try:
                 return work()
@@ -67,48 +67,48 @@ class GuardedState:
         return otherwise
 
 
-States = Sequence[ConstraintState | None]  # one per row; None: a row without a constraint
+GrammarStates = Sequence[ConstraintState | None]  # one per row; None: a row without a constraint
 
 
-def masked_roots(states: States, logits: Float[Tensor, "rows 1 vocab"]) -> Float[Tensor, "rows 1 vocab"]:
+def masked_roots(states: GrammarStates, logits: Float[Tensor, "rows 1 vocab"]) -> Float[Tensor, "rows 1 vocab"]:
     """Logits after the text of each row, -inf for tokens that are not allowed."""
     return LevelConstraint.at_root(states).masked(logits, None)
 
 
-def masked_tree(states: States, tree: Tree, logits: Float[Tensor, "rows nodes vocab"]) -> tuple[Tree, Tensor]:
+def masked_tree(states: GrammarStates, tree: Tree, logits: Float[Tensor, "rows nodes vocab"]) -> tuple[Tree, Tensor]:
     """The target's logits at each node, -inf for tokens that are not allowed [rows, nodes, vocab], and the tree.
 
-    A node that is not allowed itself keeps its logits: no choice leads to it. One after which nothing is allowed is
-    taken out of the tree: a constraint may give up on a draft, and still find a way on once the token is text.
+    A node that is not allowed itself keeps its logits: no choice leads to it. A node that nothing may follow is removed
+    from the tree: a constraint may fail on a draft, and still find tokens once the draft is text.
     """
     paths, parents = [], tree.parents.tolist()
     for state, tokens, above in zip(states, tree.tokens.tolist(), parents, strict=True):
-        own: list[Path | None] = [()]
+        of_row: list[Path | None] = [()]
         for node in range(1, len(tokens)):
-            path = None if above[node] < 0 else follow(state, own[above[node]], tokens[node])
+            path = None if above[node] < 0 else follow(state, of_row[above[node]], tokens[node])
             if state is not None and path is not None and not bool(state.allowed(path).any()):
                 above[node], path = -1, None
-            own.append(path)
-        paths.append(own)
-    kept = torch.tensor(parents).to(tree.parents.device, non_blocking=True)
-    return replace(tree, parents=kept), LevelConstraint(states, paths).masked(logits, None)
+            of_row.append(path)
+        paths.append(of_row)
+    remaining = torch.tensor(parents).to(tree.parents.device, non_blocking=True)
+    return replace(tree, parents=remaining), LevelConstraint(states, paths).masked(logits, None)
 
 
 @dataclass(frozen=True)
 class LevelConstraint:
     """The constraints of all rows at some nodes of their trees, such as those of one level."""
 
-    states: States
+    states: GrammarStates
     paths: list[list[Path | None]]  # to each node, without the root; None: the node is not allowed
 
     @classmethod
-    def at_root(cls, states: States) -> "LevelConstraint":
+    def at_root(cls, states: GrammarStates) -> "LevelConstraint":
         return cls(states, [[()] for _ in states])
 
     def masked(
         self, logits: Float[Tensor, "rows nodes columns"], tokens: Int[Tensor, " columns"] | None
     ) -> Float[Tensor, "rows nodes columns"]:
-        """The logits at these nodes, -inf for tokens that are not allowed; `tokens` are those of the columns."""
+        """The logits at these nodes, -inf for tokens that are not allowed; `tokens` are the columns' token ids."""
         size = logits.shape[2] if tokens is None else int(tokens.max()) + 1
         allowed = torch.ones(*logits.shape[:2], size, dtype=torch.bool)
         for row, (state, paths) in enumerate(zip(self.states, self.paths, strict=True)):
@@ -121,7 +121,7 @@ class LevelConstraint:
     def with_only_tokens(
         self, chances: Float[Tensor, "rows nodes children"], tokens: Int[Tensor, "rows nodes children"]
     ) -> tuple[Tensor, Tensor]:
-        """The children of these nodes and the logs of their chances; a node's only way on becomes its certain child."""
+        """The children of these nodes and the logs of their chances; the only allowed token becomes a certain child."""
         only = [
             [-1 if (token := only_token(state, path)) is None else token for path in paths]
             for state, paths in zip(self.states, self.paths, strict=True)
@@ -132,10 +132,10 @@ class LevelConstraint:
         return chances.masked_fill(replaced, 0), torch.where(replaced, forced, tokens)
 
     def extend(self, parents: Int[Tensor, "rows children"], tokens: Int[Tensor, "rows children"]) -> "LevelConstraint":
-        """The same at new children of these nodes."""
+        """The constraints at new children of these nodes."""
         paths = [
-            [follow(state, own[parent], token) for parent, token in zip(above, drafted, strict=True)]
-            for state, own, above, drafted in zip(
+            [follow(state, of_row[parent], token) for parent, token in zip(above, drafted, strict=True)]
+            for state, of_row, above, drafted in zip(
                 self.states, self.paths, parents.tolist(), tokens.tolist(), strict=True
             )
         ]
@@ -143,14 +143,14 @@ class LevelConstraint:
 
 
 def follow(state: ConstraintState | None, path: Path | None, token: int) -> Path | None:
-    """The path continued with a token; None if that is not allowed."""
+    """The path continued with a token; None if the token is not allowed."""
     if path is None or (state is not None and not bool(state.allowed(path)[token])):
         return None
     return (*path, token)
 
 
 def only_token(state: ConstraintState | None, path: Path | None) -> int | None:
-    """The token that must follow the path, as no other is allowed; None if there is a choice."""
+    """The only token that may follow the path; None if there is a choice."""
     if state is None or path is None:
         return None
     allowed = state.allowed(path)

@@ -1,10 +1,9 @@
 """The interface of every drafter: it proposes trees of draft tokens, which `inference.engine.loop` verifies."""
 
-from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.cache_memory import Shape
@@ -14,19 +13,19 @@ from headstart.inference.core.verify import Verified
 
 @runtime_checkable  # the shape checks in tests use isinstance
 class Drafter(Protocol):
-    """Proposes a tree of draft tokens per row. It may read the target's hidden states and keep slots in its cache."""
+    """Proposes a tree of draft tokens per row. It may read the target's hidden states and use slots in its cache."""
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's hidden states that it reads; empty for none."""
+        """The indices of the target's hidden states that it reads; empty for none."""
 
     @property
     def cache_shape(self) -> Shape | None:
-        """(layers, kv_heads, head_dim) of the slots that it needs in addition to the target's; None for none."""
+        """(layers, kv_heads, head_dim) of its own slots; None if it has none."""
 
     @property
     def max_nodes(self) -> int:
-        """Upper bound on the slots that a step needs after the verified tokens, in the target's cache or its own."""
+        """Upper bound on the slots that a step needs after the verified tokens, in the target's slots or its own."""
 
     @property
     def depth(self) -> int:
@@ -36,34 +35,29 @@ class Drafter(Protocol):
     def static_shapes(self) -> bool:
         """Whether `draft` works on tensors alone, with the same shapes every time, so that a CUDA graph may hold it."""
 
-    @property
-    def compilable_layers(self) -> Sequence[nn.Module]:
-        """Layers of its own that torch.compile may speed up; empty for none."""
-
     def prefill(self, taps: Float[Tensor, "1 count tapped"], text: Int[Tensor, "1 count+1"], row: KVCache) -> None:
-        """Read what the target has just read of a row, all but the last position, into the row's slots.
+        """Read the positions of a row that the target has just read, except the last one, into the row's slots.
 
         `text` begins with the token at the first of these positions, and ends with the token after the last one. A
-        prompt may come in pieces: `row` holds the positions before the first, which the piece before this one left.
+        prompt may come in chunks: `row` holds the positions of earlier chunks.
         """
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         """A tree for each row, its root included; the target, which has read all tokens before the roots, verifies it.
 
-        A drafter may stand behind the target in some rows: positions of its own keys are those of its own slots, while
-        Gumbel noise belongs to the positions after the target's.
+        In some rows the drafter's slots may lag behind the target's: the positions of its keys come from its own slots,
+        the positions of the Gumbel noise from the target's.
         """
 
 
 class NoDrafter:
-    """Plain decoding: a tree of the root alone. It keeps nothing of its own, and reads nothing of the target."""
+    """Plain decoding: a tree of only the root."""
 
     taps: tuple[int, ...] = ()
     cache_shape: Shape | None = None
     max_nodes = 1
     depth = 0
     static_shapes = True
-    compilable_layers: Sequence[nn.Module] = ()
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         """Do nothing."""

@@ -1,4 +1,4 @@
-"""Counter-based random numbers keyed by (seed, position, token, stream), the same in every batch, on every device."""
+"""Counter-based random numbers keyed by (seed, position, token), the same in every batch, on every device."""
 
 import warnings
 from collections.abc import Callable
@@ -13,10 +13,10 @@ from torch import Tensor
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 MIX_2 = 0x94D049BB133111EB - (1 << 64)
-# Numbers computed together. On a CPU the temporaries of more leave its caches, which takes three times as long; a GPU
+# Numbers computed together. On a CPU, temporaries of more leave its caches, which takes three times as long; a GPU
 # needs 24 bytes for each.
-AT_ONCE, AT_ONCE_ON_GPU = 2**18, 2**24
-COMPILED = 2**22  # a GPU computes this many numbers or more with one kernel, which takes seconds to compile
+CPU_NUMBERS_AT_ONCE, GPU_NUMBERS_AT_ONCE = 2**18, 2**24
+COMPILED_NUMBERS_MIN = 2**22  # on a GPU, by one kernel, which takes seconds to compile
 
 
 def mix(state: Tensor) -> Tensor:
@@ -27,57 +27,48 @@ def mix(state: Tensor) -> Tensor:
     return state.bitwise_xor_((state >> 31).bitwise_and_((1 << 33) - 1))
 
 
-def uniform_numbers(
-    seeds: Int[Tensor, " batch"], positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " columns"], stream: int
+def gumbel_noise(
+    seeds: Int[Tensor, " batch"], positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " columns"]
 ) -> Float[Tensor, "batch nodes columns"]:
-    """Uniform numbers in (0, 1), float64, keyed by the row's seed, the absolute position, the target's token id and the
-    stream; different streams are independent."""
-    offset = ((stream + 1) * GOLDEN + 2**63) % 2**64 - 2**63  # wrapped to int64 by hand: torch refuses larger integers
-    key = mix(mix(positions.long() * GOLDEN + seeds.unsqueeze(1)) + offset)  # [batch, nodes]
+    """Gumbel noise, float32, keyed by the row's seed, the absolute position and the target's token id."""
+    if positions.device.type == "cuda" and positions.numel() * len(tokens) >= COMPILED_NUMBERS_MIN:
+        return as_one_kernel(positions.device)(seeds, positions, tokens)
+    rows = max((CPU_NUMBERS_AT_ONCE if positions.device.type == "cpu" else GPU_NUMBERS_AT_ONCE) // len(tokens), 1)
+    if positions.numel() <= rows:
+        return noise_at_once(seeds, positions, tokens)
+    noise = torch.empty(positions.numel(), len(tokens), device=positions.device)
+    keys = seeds.unsqueeze(1).expand_as(positions).flatten(), positions.flatten()
+    for start in range(0, len(noise), rows):
+        part = slice(start, start + rows)
+        noise[part] = noise_at_once(keys[0][part], keys[1][part].unsqueeze(1), tokens).squeeze(1)
+    return noise.view(*positions.shape, len(tokens))
+
+
+def noise_at_once(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """`gumbel_noise` of any size in one piece."""
+    key = mix(mix(positions.long() * GOLDEN + seeds.unsqueeze(1)) + GOLDEN)  # [batch, nodes]
     bits = mix(key.unsqueeze(-1) + tokens.long() * GOLDEN)  # [batch, nodes, columns]
     # 52 random bits plus half a step lie strictly inside (0, 1) in float64, so both logarithms are finite and precise.
-    return (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
-
-
-def gumbel_noise(
-    seeds: Int[Tensor, " batch"],
-    positions: Int[Tensor, "batch nodes"],
-    tokens: Int[Tensor, " columns"],
-    stream: int = 0,
-) -> Float[Tensor, "batch nodes columns"]:
-    """Gumbel noise, float32, keyed by the row's seed, the absolute position, the target's token id and the stream."""
-    if stream == 0 and positions.device.type == "cuda" and positions.numel() * len(tokens) >= COMPILED:
-        return as_one_kernel(positions.device)(seeds, positions, tokens)
-    rows = max((AT_ONCE if positions.device.type == "cpu" else AT_ONCE_ON_GPU) // len(tokens), 1)
-    if positions.numel() <= rows:
-        return uniform_numbers(seeds, positions, tokens, stream).log_().neg_().log_().neg_().float()
-    found = torch.empty(positions.numel(), len(tokens), device=positions.device)
-    keys = seeds.unsqueeze(1).expand_as(positions).flatten(), positions.flatten()
-    for start in range(0, len(found), rows):
-        part = slice(start, start + rows)
-        found[part] = gumbel_noise(keys[0][part], keys[1][part].unsqueeze(1), tokens, stream).squeeze(1)
-    return found.view(*positions.shape, len(tokens))
-
-
-def noise_of_choices(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The noise of stream 0, whose number is no argument, so that a compiler sees it as a constant."""
-    return uniform_numbers(seeds, positions, tokens, 0).log_().neg_().log_().neg_().float()
+    uniform = (bits >> 12).bitwise_and_((1 << 52) - 1).double().add_(0.5).mul_(2.0**-52)
+    return uniform.log_().neg_().log_().neg_().float()
 
 
 @cache
 def as_one_kernel(device: torch.device) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """`noise_of_choices` compiled: 512 rows x 49,152 tokens take 0.23 ms on an H100, its operations one after another
-    3.6. Where it cannot be compiled, or gives other numbers, those operations."""
-    compiled = torch.compile(noise_of_choices, dynamic=True)
+    """`noise_at_once` compiled, or as it is if it cannot be compiled or gives other numbers.
+
+    512 rows x 49,152 tokens take 0.23 ms on an H100, and 3.6 ms without compiling.
+    """
+    compiled = torch.compile(noise_at_once, dynamic=True)
     seeds, tokens = torch.arange(3, device=device), torch.arange(64, device=device)
     inputs = seeds, seeds.unsqueeze(1) + 7, tokens
     try:
-        same, problem = torch.equal(compiled(*inputs), noise_of_choices(*inputs)), "other numbers"
+        same, problem = torch.equal(compiled(*inputs), noise_at_once(*inputs)), "other numbers"
     except Exception as error:  # without a C compiler, say
         same, problem = False, f"{type(error).__name__}: {error}"[:200]
     if not same:
         warnings.warn(f"the noise of sampling could not be compiled ({problem}); it takes longer", stacklevel=2)
-    return compiled if same else noise_of_choices
+    return compiled if same else noise_at_once
 
 
 @dataclass(frozen=True)
@@ -93,19 +84,19 @@ class GumbelTable:
     def moved(self, first: Int[Tensor, " batch"], count: int, seeds: Int[Tensor, " batch"]) -> "GumbelTable":
         """The table of `count` positions from `first` on, with the same rows and seeds; only new positions are drawn.
 
-        A step draws as far as its drafts go and accepts fewer, so most of the next step's noise is known.
+        A step draws noise for all its drafts and accepts fewer, so most of the next step's noise is known.
         """
         values = self.values.new_empty(len(first), count, self.values.shape[-1])
         new = []
         for row, shift in enumerate((first - self.first).tolist()):
-            kept = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
-            values[row, : len(kept)] = kept
-            new += [(row, place) for place in range(len(kept), count)]
+            known = self.values[row, shift : shift + count] if shift >= 0 else self.values[row, :0]
+            values[row, : len(known)] = known
+            new += [(row, column) for column in range(len(known), count)]
         if new:
-            rows, places = torch.tensor(new, device=first.device).unbind(1)
-            positions = (first[rows] + places).unsqueeze(1)
+            rows, columns = torch.tensor(new, device=first.device).unbind(1)
+            positions = (first[rows] + columns).unsqueeze(1)
             tokens = torch.arange(values.shape[-1], device=first.device)
-            values[rows, places] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
+            values[rows, columns] = gumbel_noise(seeds[rows], positions, tokens).squeeze(1)
         return GumbelTable(first, values)
 
     def at(
@@ -116,6 +107,6 @@ class GumbelTable:
     ) -> Float[Tensor, "rows nodes columns"]:
         """The Gumbel noise of some rows (None: all) and tokens (None: all) at absolute positions."""
         first, values = (self.first, self.values) if rows is None else (self.first[rows], self.values[rows])
-        places = torch.arange(len(first), device=first.device).unsqueeze(1)
-        found = values[places, positions - first.unsqueeze(1)]  # copies whole rows, which gather would do by the number
-        return found if tokens is None else found[..., tokens]
+        index = torch.arange(len(first), device=first.device).unsqueeze(1)
+        noise = values[index, positions - first.unsqueeze(1)]  # copies whole rows; gather would copy single numbers
+        return noise if tokens is None else noise[..., tokens]

@@ -1,4 +1,4 @@
-"""The earlier tokens of each row, and the penalties that they bring."""
+"""The earlier tokens of each row, and the penalties for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class History:
         return History(self.prompt, self.counts.gather(1, index))
 
     def extend(self, parents: Int[Tensor, "batch chosen"], tokens: Int[Tensor, "batch chosen"]) -> "History":
-        """The history at new children: that of their parents (node indices), plus one for each child's own token."""
+        """The history at new children: their parents' (node indices), plus one for each child's own token."""
         counts = self.at(parents).counts
         return History(
             self.prompt, counts.scatter_add(-1, tokens.long().unsqueeze(-1), torch.ones_like(counts[..., :1]))

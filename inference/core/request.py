@@ -15,7 +15,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import Accepted
 
 GREEDY = Sampling()
-TRACED = 64  # steps whose hidden states wait on the device for one copy to host memory
+TRACE_COPY_STEPS = 64  # steps whose hidden states are copied to host memory together
 Detokenize = Callable[[list[int]], str]
 Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
@@ -40,7 +40,7 @@ class StopStrings:
         return next(count for count in range(1, fresh + 1) if self._contained(tokens[first : before + count]))
 
     def _reach(self, tokens: list[int]) -> int:
-        """The index of the first token that may hold the beginning of a stop string that is still incomplete."""
+        """The index of the first token that may begin a stop string that is still incomplete."""
         # A string of n bytes begins within the last n bytes: n tokens, or more where some tokens have no text.
         num_bytes = max(len(string.encode()) for string in self.strings)
         count = num_bytes
@@ -52,9 +52,9 @@ class StopStrings:
         return self.first_in(self.detokenize(tokens)) is not None
 
     def first_in(self, text: str) -> tuple[int, str] | None:
-        """Where a text's first stop string begins, and which it is: of several at one place the longest."""
-        places = [(place, -len(each), each) for each in self.strings if (place := text.find(each)) >= 0]
-        return (min(places)[0], min(places)[2]) if places else None
+        """Where a text's first stop string begins, and that string; the longest of several at one position."""
+        matches = [(start, -len(each), each) for each in self.strings if (start := text.find(each)) >= 0]
+        return (min(matches)[0], min(matches)[2]) if matches else None
 
 
 def cut_at_end(tokens: list[int], ends: Collection[int]) -> list[int]:
@@ -74,8 +74,8 @@ class DecodeStats:
     drafted: int = 0  # draft tokens that the target verified; roots are not draft tokens
     drafting_steps: int = 0  # steps that verified any
     seconds: float = 0.0  # wall time of the whole generation, prefill included
-    bytes_moved: int = 0  # inside the KV cache, to put accepted nodes side by side; moved rows and growth do not count
-    accepted_at_depth: list[int] = field(default_factory=list)  # steps of which 1, 2, ... draft tokens became text
+    bytes_moved: int = 0  # in the KV cache, to put accepted nodes side by side; without moved rows and growth
+    accepted_at_depth: list[int] = field(default_factory=list)  # steps in which at least 1, 2, ... drafts became text
 
     @property
     def acceptance_length(self) -> float:
@@ -88,7 +88,7 @@ class DecodeStats:
         return [count / self.steps for count in self.accepted_at_depth]
 
     def count_step(self, accepted: int, kept: int, drafted: int) -> None:
-        """Add a target step from which `kept` tokens became text, `accepted` of them draft tokens."""
+        """Add a target step in which `kept` tokens became text, `accepted` of them draft tokens."""
         self.steps += 1
         self.tokens += kept
         self.drafted += drafted
@@ -100,10 +100,10 @@ class DecodeStats:
     @classmethod
     def sum_of(cls, parts: Iterable["DecodeStats"]) -> "DecodeStats":
         """The statistics of several generations, summed."""
-        found = [vars(part) for part in parts]
-        by_depth = zip_longest(*(part["accepted_at_depth"] for part in found), fillvalue=0)
+        values = [vars(part) for part in parts]
+        by_depth = zip_longest(*(part["accepted_at_depth"] for part in values), fillvalue=0)
         names = (each.name for each in fields(cls) if each.name != "accepted_at_depth")
-        totals = {name: sum(part[name] for part in found) for name in names}
+        totals = {name: sum(part[name] for part in values) for name in names}
         return cls(**totals, accepted_at_depth=[sum(steps) for steps in by_depth])
 
 
@@ -120,14 +120,14 @@ class Request:
     priority: int = 0  # requests of a higher one are decoded first
     alternatives: int = 0  # how many of the likeliest tokens to report with each logprob
     show_trees: bool = False  # hand out each step's draft tree with its block
-    speculative: bool = True  # False: this text is written without draft tokens, whatever the others of the batch do
-    constraint: Constraint | None = None  # what the output must look like
+    speculative: bool = True  # False: no draft tokens for this text, whatever the rest of its batch does
+    constraint: Constraint | None = None  # the form of the output
     keep_logits: bool = False  # with logprobs: keep the target's logits as well
-    prompt_logprobs: bool = False  # of the prompt's tokens too; then none of them comes from an earlier text
+    prompt_logprobs: bool = False  # of the prompt's tokens too; then no prefix is reused
 
     @property
     def length(self) -> int:
-        """Tokens of the longest text that may be written, prompt included."""
+        """Tokens of the longest possible text, prompt included."""
         return len(self.prompt) + self.max_new_tokens
 
 
@@ -147,34 +147,34 @@ class Generation:
     tokens: list[int] = field(default_factory=list)  # the new ones, an end token included
     stats: DecodeStats = field(default_factory=DecodeStats)
     logprobs: list[float] | None = None  # one per new token, under the target alone at temperature 1, in nats
-    alternatives: list[Alternatives] = field(default_factory=list)  # in place of each new token, the likeliest first
+    alternatives: list[Alternatives] = field(default_factory=list)  # to each new token, the likeliest first
     prompt_scores: TokenScores | None = None  # of the prompt's tokens but the first, if the request asks for them
     logits: list[Float[Tensor, "_ vocab"]] = field(default_factory=list)  # for all new tokens, if kept
     finish: Literal["length", "end", "stop", "cancelled", "error"] = "length"
-    error: Exception | None = None  # what ended the text, if `finish` is "error"
-    cached_tokens: int = 0  # tokens of the prompt that an earlier text left in the cache
+    error: Exception | None = None  # the reason, if `finish` is "error"
+    cached_tokens: int = 0  # tokens of the prompt that were cached
 
 
 @dataclass(frozen=True)
 class EmittedTokens:
-    """New tokens of a request that one piece of work made certain."""
+    """New tokens of a request from one pass."""
 
     number: int  # the request's
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
-    drafted: int | None = None  # draft tokens that the step verified; None: these come from the pass over the prompt
-    accepted: int = 0  # how many of them became text
+    drafted: int | None = None  # draft tokens that the step verified; None: these tokens come from prefill
+    accepted: int = 0  # draft tokens that became text
     tree: Accepted | None = None  # its path ends with the text; if asked for, and something was drafted
 
 
 @dataclass
 class Unread:
-    """The hidden states of a row that its drafter has not read."""
+    """Hidden states of a row that its drafter has not read."""
 
     taps: Float[Tensor, "count tapped"]  # at consecutive positions
     start: int  # the first of these positions
     later: list[Tensor] = field(default_factory=list)  # at later positions, from steps that the drafter missed
-    newest: int = 0  # how many positions the drafter reads with its next draft; 0 until it has read the prompt
+    newest: int = 0  # positions that the drafter reads with its next draft; 0 until it has read the prompt
 
     @property
     def is_behind(self) -> bool:
@@ -210,7 +210,7 @@ class Unread:
 
 @dataclass
 class Trace:
-    """The target's hidden states at a row's positions, kept for training. Those of a reused prefix are not known."""
+    """The target's hidden states of a row for training, without those of a reused prefix."""
 
     start: int = 0  # the first position that the target read for this row
     recent: list[Float[Tensor, "count tapped"]] = field(default_factory=list)  # on the target's device
@@ -219,7 +219,7 @@ class Trace:
     def add(self, taps: Float[Tensor, "count tapped"]) -> None:
         """Add the states at the next positions."""
         self.recent.append(taps)
-        if len(self.recent) == TRACED:
+        if len(self.recent) == TRACE_COPY_STEPS:
             self._move()
 
     def whole(self) -> Float[Tensor, "count tapped"]:
@@ -237,21 +237,19 @@ class Trace:
 class Sequence:
     """A request that is being decoded: its text, and how far target and drafter have read it."""
 
-    number: int  # the request's place in the order of submission
+    number: int  # of the request, in the order of submission
     request: Request
     generation: Generation
     end_tokens: tuple[int, ...]
     text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
     unread: Unread
     started: float  # time.perf_counter() before prefill
-    drafted: int = 0  # draft tokens that the last target step verified
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
     trace: Trace | None = None  # if finished texts are kept for training
     constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
-    nodes: list[int] = field(default_factory=list)  # the tokens of the last tree, root and padding included
-    choices: list[int] = field(default_factory=list)  # the target's, at each of them
+    accepted: Accepted | None = None  # the path of the last tree; None after prefill
     ended: bool = False
     key: int = field(default_factory=count().__next__)  # unlike the number, unique among all loops
 
@@ -262,17 +260,17 @@ class Sequence:
 
     @property
     def usable_drafts(self) -> int:
-        """How many draft tokens the next step can use; one place is left for the bonus token."""
+        """How many draft tokens the next step can use, besides the bonus token."""
         return self.left - 1 if self.request.speculative else 0
 
     def fail(self, error: Exception) -> None:
-        """End the text where it stands, with an error of its own."""
+        """End the text here, with an error of its own."""
         self.generation.finish, self.generation.error, self.ended = "error", error, True
 
     def record_step(
-        self, found: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
+        self, accepted: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
     ) -> EmittedTokens:
-        """Take in what a target step accepted; returns what of it became text.
+        """Record the accepted path of a target step; returns the tokens that became text.
 
         `is_read`: the drafter has read all positions before these, or never will.
         """
@@ -280,41 +278,41 @@ class Sequence:
             self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
         else:
             self.unread.add(taps)
-        self.drafted, self.nodes, self.choices = found.drafted, found.nodes, found.choices
-        kept = self.add_tokens(found.tokens, scores)
-        path = found.path[: len(kept) + 1]  # without nodes accepted after the end of the text
-        self.generation.stats.count_step(len(path) - 1, len(kept), found.drafted)
-        tree = replace(found, path=path) if self.request.show_trees and found.drafted else None
-        return EmittedTokens(self.number, kept, found.depths[: len(kept)], found.drafted, len(path) - 1, tree)
+        self.accepted = accepted
+        added = self.add_tokens(accepted.tokens, scores)
+        path = accepted.path[: len(added) + 1]  # without nodes accepted after the end of the text
+        self.generation.stats.count_step(len(path) - 1, len(added), accepted.drafted)
+        tree = replace(accepted, path=path) if self.request.show_trees and accepted.drafted else None
+        return EmittedTokens(self.number, added, accepted.depths[: len(added)], accepted.drafted, len(path) - 1, tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""
-        kept = cut_at_end(tokens[: self.left], self.end_tokens)
+        added = cut_at_end(tokens[: self.left], self.end_tokens)
         stop = self.request.stop
-        before_stop = None if stop is None else stop.kept(self.generation.tokens + kept, len(kept))
-        kept = kept[:before_stop]
-        allowed = len(kept) if self.constraint is None else self.constraint.advance(kept)
-        is_allowed, kept = allowed == len(kept), kept[:allowed]
-        self.text += kept
-        self.generation.tokens += kept
+        before_stop = None if stop is None else stop.kept(self.generation.tokens + added, len(added))
+        added = added[:before_stop]
+        allowed = len(added) if self.constraint is None else self.constraint.advance(added)
+        is_allowed, added = allowed == len(added), added[:allowed]
+        self.text += added
+        self.generation.tokens += added
         if scores is not None:
-            self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(kept)]
-            self.generation.alternatives += scores.alternatives[: len(kept)]
+            self.generation.logprobs = (self.generation.logprobs or []) + scores.chosen[: len(added)]
+            self.generation.alternatives += scores.alternatives[: len(added)]
             if scores.logits is not None:
-                self.generation.logits.append(scores.logits[: len(kept)])
+                self.generation.logits.append(scores.logits[: len(added)])
         if self.constraint is not None and not is_allowed:  # some token is chosen even if none may follow
-            self.fail(self.constraint.error or no_way_on(self.generation.tokens))
+            self.fail(self.constraint.error or no_token_error(self.generation.tokens))
         elif before_stop is not None:
             self.generation.finish = "stop"
-        elif kept[-1] in self.end_tokens:
+        elif added[-1] in self.end_tokens:
             self.generation.finish = "end"
         self.ended = self.left == 0 or self.generation.finish != "length"
         self.generation.stats.seconds = time.perf_counter() - self.started
-        return kept
+        return added
 
 
-def no_way_on(tokens: list[int]) -> NoWayOnError:
+def no_token_error(tokens: list[int]) -> NoWayOnError:
     return NoWayOnError(
-        f"the format allows no token after the {len(tokens)} that are written, one or more are required: it has become "
-        f"too complex to compute, or a bias forbids all that it allows; simplify it, or leave the bias out"
+        f"the format allows no token after the {len(tokens)} written ones, one or more are required: it has become too "
+        f"complex to compute, or a bias forbids all tokens that it allows; simplify it, or leave the bias out"
     )

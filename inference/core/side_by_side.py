@@ -1,8 +1,8 @@
 """Parts of different shapes in one pass: the trees of running rows, and chunks of prompts.
 
-A pass over few tokens takes as long as the target's weights take to come from memory, so the parts lie one after
-another in a single sequence, and the weights are read once. Only attention treats them apart: each part has slots and a
-mask of its own. The model sees a transformers Cache and one mask, into which only `grouped_attention` looks.
+A pass over few tokens takes as long as reading the target's weights from memory, so the parts form a single sequence
+and the weights are read once. Only attention separates them: each part has its own slots and mask. The model sees a
+transformers Cache and one mask, into which only `grouped_attention` looks.
 """
 
 from collections.abc import Sequence
@@ -14,16 +14,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import SlotLayer, Slots
-from headstart.inference.core.tree import PendingTokens
+from headstart.inference.core.tree import PendingTokens, Tree
 
 
 class Part(NamedTuple):
-    """Rows with equally many new tokens each, which come after those that their slots hold."""
+    """Rows with the same number of new tokens each, which come after the tokens in their slots."""
 
     slots: Slots
     tokens: Int[Tensor, "rows count"]
     block: PendingTokens
     last_only: bool  # whether logits are wanted after each row's last token alone
+
+    @classmethod
+    def of_tree(cls, slots: Slots, tree: Tree) -> "Part":
+        return cls(slots, tree.tokens, PendingTokens(tree.ancestors, tree.depths), last_only=False)
 
     @property
     def positions(self) -> Int[Tensor, "rows count"]:
@@ -31,11 +35,11 @@ class Part(NamedTuple):
         return self.slots.starts.unsqueeze(1) + self.block.depths
 
     @property
-    def kept(self) -> range:
+    def logits_at(self) -> range:
         """The tokens after which logits are wanted, counted from the part's first one."""
         rows, count = self.tokens.shape
-        places = range(rows * count)
-        return places[count - 1 :: count] if self.last_only else places
+        every = range(rows * count)
+        return every[count - 1 :: count] if self.last_only else every
 
 
 class CannotLieSideBySide(Exception):
@@ -43,7 +47,7 @@ class CannotLieSideBySide(Exception):
 
 
 class PackedLayer(SlotLayer):
-    """Writes each part's keys and values to that part's slots, and holds what the part's queries attend to."""
+    """Writes each part's keys and values to its slots, and holds the keys and values that its queries attend to."""
 
     cache: "PackedCache"
 
@@ -64,39 +68,39 @@ class PackedCache(Cache):
         self.held: list[tuple[Tensor, Tensor]] = []  # keys and values of each part in the layer that runs
         super().__init__(layers=[PackedLayer(self, layer) for layer in range(len(self.target.layers))])
 
-    def split(self, states: Float[Tensor, "1 heads tokens size"]) -> list[Float[Tensor, "rows heads count size"]]:
-        """The states of each part, with its rows as a batch."""
-        parts = zip(states[0].split([part.tokens.numel() for part in self.parts], dim=1), self.parts, strict=True)
-        return [own.unflatten(1, part.tokens.shape).transpose(0, 1) for own, part in parts]
+    def split(self, packed: Float[Tensor, "1 heads tokens size"]) -> list[Float[Tensor, "rows heads count size"]]:
+        """The queries, keys or values of each part, with its rows as a batch."""
+        parts = zip(packed[0].split([part.tokens.numel() for part in self.parts], dim=1), self.parts, strict=True)
+        return [tokens.unflatten(1, part.tokens.shape).transpose(0, 1) for tokens, part in parts]
 
     def take_held(self) -> list[tuple[Tensor, Tensor]]:
         held, self.held = self.held, []
         return held
 
     def check(self) -> None:
-        """Raise CannotLieSideBySide if the last layer that was written did not attend to what is held."""
+        """Raise CannotLieSideBySide if the last layer written did not attend to the held keys and values."""
         if self.held:
             raise CannotLieSideBySide
 
 
 class PackedMask(Tensor):
-    """Stands for the masks of all parts, which are additive and [rows, 1, count, keys] each."""
+    """A stand-in that carries the masks of all parts, additive and [rows, 1, count, keys] each."""
 
     cache: PackedCache | None = None
     masks: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, cache: PackedCache, masks: tuple[Tensor, ...]) -> "PackedMask":
-        made = torch.zeros(1, 1, 1, 1, device=masks[0].device).as_subclass(cls)
-        made.cache, made.masks = cache, masks
-        return made
+        mask = torch.zeros(1, 1, 1, 1, device=masks[0].device).as_subclass(cls)
+        mask.cache, mask.masks = cache, masks
+        return mask
 
     def to(self, *args: Any, **kwargs: Any) -> "PackedMask":
         """Itself: attention moves the masks to its layer's device, where accelerate would move their stand-in."""
         return self
 
 
-def unpacked(states: Shaped[Tensor, "1 tokens size"], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The states of each part, [rows, count, size]."""
-    parts = states[0].split([rows * count for rows, count in shapes])
-    return [own.view(*shape, -1) for own, shape in zip(parts, shapes, strict=True)]
+def unpacked(packed: Shaped[Tensor, "1 tokens size"], shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    """The rows of a tensor that belong to each part, [rows, count, size]."""
+    parts = packed[0].split([rows * count for rows, count in shapes])
+    return [part.view(*shape, -1) for part, shape in zip(parts, shapes, strict=True)]

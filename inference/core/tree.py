@@ -13,15 +13,7 @@ from torch.nn import functional
 
 from headstart.inference.core.cache import Slots
 
-FEW = 64  # nodes of all rows together, up to which the host is faster
-
-
-@dataclass(frozen=True)
-class Proposals:
-    """The sampled child of each node of a tree, and the distribution that it was sampled from."""
-
-    tokens: Int[Tensor, "batch nodes"]  # the sampled child's token id in the target; -1 if the node has none
-    log_q: Float[Tensor, "batch nodes vocab"]  # log q' over the target's vocabulary; ignored if the node has none
+HOST_MASK_NODES_MAX = 64  # of all rows together; up to these the host is faster
 
 
 @dataclass(frozen=True)
@@ -33,10 +25,9 @@ class Tree:
 
     tokens: Int[Tensor, "batch nodes"]
     parents: Int[Tensor, "batch nodes"]
-    proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
     deepest: int | None = None  # upper bound on the depth, if one is known
-    levels: int | None = None  # that were drafted one after the other, if not as many as the tree is deep
-    log_chances: Float[Tensor, "batch drafts"] | None = None  # that the target's path includes a node but the root
+    levels: int | None = None  # sequential draft steps, if fewer than the depth
+    log_chances: Float[Tensor, "batch drafts"] | None = None  # log P(the target accepts the node), without the root
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -49,13 +40,13 @@ class Tree:
 
     @classmethod
     def of_rows(cls, tokens: Sequence[list[int]], parents: Sequence[list[int]], device: torch.device) -> "Tree":
-        """The trees of rows with unlike numbers of nodes."""
-        both = torch.stack([filled_up(tokens), filled_up(parents, -1)]).to(device, non_blocking=True)
+        """Trees with different numbers of nodes."""
+        both = torch.stack([padded_rows(tokens), padded_rows(parents, -1)]).to(device, non_blocking=True)
         return cls(both[0], both[1])
 
     @cached_property
     def ancestors(self) -> Bool[Tensor, "batch nodes nodes"]:
-        """ancestors[b, i, j]: may node i attend to node j? A node sees itself and its ancestors."""
+        """ancestors[b, i, j]: may node i attend to node j? A node attends to itself and its ancestors."""
         return ancestor_mask(self.parents, self.deepest)
 
     @cached_property
@@ -68,7 +59,7 @@ def ancestor_mask(parents: Int[Tensor, "batch nodes"], deepest: int | None = Non
     """mask[b, i, j]: is j node i or one of its ancestors? The root's parent is -1; no node is deeper than `deepest`."""
     if parents.shape[-1] == 1:
         return torch.ones(len(parents), 1, 1, dtype=torch.bool, device=parents.device)
-    if parents.device.type == "cpu" and parents.numel() <= FEW:
+    if parents.device.type == "cpu" and parents.numel() <= HOST_MASK_NODES_MAX:
         return walked_mask(parents)
     return squared_mask(parents, deepest)
 
@@ -104,34 +95,34 @@ def first_path(tree: Tree) -> Tree:
                 chain.append(token)
                 last = node
         chains.append(chain)
-    found = Tree.of_rows(chains, [[*range(-1, len(chain) - 1)] for chain in chains], tree.tokens.device)
+    path = Tree.of_rows(chains, [[*range(-1, len(chain) - 1)] for chain in chains], tree.tokens.device)
     levels = tree.deepest if tree.levels is None else tree.levels
-    return replace(found, deepest=max(found.shape[1] - 1, 1), levels=levels)
+    return replace(path, deepest=max(path.shape[1] - 1, 1), levels=levels)
 
 
-def filled_up(rows: Sequence[Sequence[int | float]], filler: int = 0) -> Shaped[Tensor, "rows longest"]:
-    """Rows of numbers as one tensor, the shorter ones with a filler on the right."""
+def padded_rows(rows: Sequence[Sequence[int | float]], padding: int = 0) -> Shaped[Tensor, "rows longest"]:
+    """Rows of numbers as one right-padded tensor."""
     longest = max(map(len, rows))
-    return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
+    return torch.tensor([[*row, *[padding] * (longest - len(row))] for row in rows])
 
 
-def take(states: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
-    """The states of some nodes of each row. [batch, chosen, size]"""
-    if len(states) == 1:
-        return states.index_select(1, index[0])
-    return states.gather(1, index.unsqueeze(-1).expand(-1, -1, states.shape[-1]))
+def take(values: Shaped[Tensor, "batch nodes size"], index: Int[Tensor, "batch chosen"]) -> Tensor:
+    """The values at some nodes of each row. [batch, chosen, size]"""
+    if len(values) == 1:
+        return values.index_select(1, index[0])
+    return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))
 
 
 @dataclass(frozen=True)
 class PendingTokens:
-    """Tokens that are about to be written to the slots, after what each row holds and after its pending tokens."""
+    """A block of tokens to be written to the slots, after each row's held and pending tokens."""
 
-    visible: Bool[Tensor, "rows block pending"]  # the pending tokens that each sees; one row may stand for all
+    visible: Bool[Tensor, "rows block pending"]  # which pending tokens each attends to; one row may stand for all
     depths: Int[Tensor, "rows pending"] | None = None  # positions relative to the first of these, for sliding windows
 
 
 class Chunk(NamedTuple):
-    """Chunked attention (Llama 4): a token sees those of its own chunk of this many positions."""
+    """Chunked attention (Llama 4): a token attends to the tokens of its own chunk of this many positions."""
 
     size: int
 
@@ -140,14 +131,14 @@ Window = int | Chunk  # a sliding window's positions, its own included, or a chu
 
 
 def first_visible(positions: Int[Tensor, "rows block"], window: Window) -> Int[Tensor, "rows block"]:
-    """The first position that each of these sees."""
+    """The first position that the token at each position attends to."""
     if isinstance(window, Chunk):
         return positions // window.size * window.size
     return positions - window + 1
 
 
 def causal_block(count: int, device: torch.device) -> PendingTokens:
-    """Tokens of which each sees those before it."""
+    """Tokens that attend to themselves and all earlier ones."""
     offsets = torch.arange(count, device=device)
     return PendingTokens((offsets <= offsets[:, None]).unsqueeze(0), offsets.unsqueeze(0))
 
@@ -155,9 +146,9 @@ def causal_block(count: int, device: torch.device) -> PendingTokens:
 def block_mask(
     slots: Slots, block: PendingTokens, dtype: torch.dtype, window: Window | None = None
 ) -> Float[Tensor, "rows 1 block keys"]:
-    """Additive mask of a block: it sees all that its row holds and what is `visible` of the pending tokens.
+    """Additive mask of a block: it attends to its row's held tokens and to the `visible` pending ones.
 
-    With a `window` it sees only the positions of that.
+    A `window` limits both.
     """
     if not slots.even:
         return additive(ragged_keys(slots, block, window), dtype)
@@ -173,7 +164,7 @@ def additive(allowed: Bool[Tensor, "rows block keys"], dtype: torch.dtype) -> Fl
 
 
 def even_window(slots: Slots, block: PendingTokens, window: Window) -> Bool[Tensor, "rows block keys"]:
-    """Which keys are visible when every row holds the same number of tokens, so that offsets are plain numbers."""
+    """The visible keys if every row holds the same number of tokens, so that offsets are plain numbers."""
     assert block.depths is not None
     rows, size, pending = block.visible.shape
     held = slots.lengths[0]
@@ -187,7 +178,7 @@ def even_window(slots: Slots, block: PendingTokens, window: Window) -> Bool[Tens
 
 
 def ragged_keys(slots: Slots, block: PendingTokens, window: Window | None) -> Bool[Tensor, "rows block keys"]:
-    """Which keys are visible when rows hold different numbers of tokens, or when shapes must not depend on these."""
+    """The visible keys if rows hold different numbers of tokens, or if shapes must not depend on these."""
     size, pending = block.visible.shape[1:]
     keys = torch.arange(slots.num_keys(size), device=slots.starts.device)
     offset = keys - slots.starts[:, None]  # [rows, keys]; 0 is the first pending token, held tokens are negative

@@ -171,6 +171,6 @@ def replay(target: TargetModel, prompts: list[list[int]], new_tokens: int) -> li
     responses = generate_batch(target, [Request(prompt, new_tokens) for prompt in prompts])
     for prompt, generation in zip(prompts, responses, strict=True):
         text = torch.tensor([prompt + generation.tokens], device=target.device)
-        states = target.forward(text[:, :-1], last_only=True).taps.split(target.config.hidden_size, dim=-1)
+        states = target.passes.forward(text[:, :-1], last_only=True).taps.split(target.config.hidden_size, dim=-1)
         replays.append(ReplayedText(text, len(prompt), dict(zip(target.taps, states, strict=True))))
     return replays

@@ -18,8 +18,7 @@ from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.kernels.compiled import use_compiled
-from headstart.inference.kernels.fast_layers import PackedLinear, join_linears, pack_weights
+from headstart.inference.kernels import is_packed_linear, join_linears
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -45,17 +44,17 @@ def growth_for(section: DecodeSection, target: TargetModel, max_levels: int | No
     Raises ValueError for a target that cannot verify drafts.
     """
     growth = Growth.from_section(section, max_levels)
-    if target.grows_trees:
+    if target.passes.verifies_trees:
         return growth
-    if not target.drafts:
+    if not target.passes.verifies_drafts:
         raise ValueError(
             f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: "
-            f"after a text's beginning, its pass over several tokens computes other logits than its own forward; "
+            f"in a running text, its pass over several tokens computes other logits than its own forward; "
             f"decode without a drafter"
         )
     chain = growth.as_chain()
     if chain != growth and "growth" in section.model_fields_set and target.ranks.rank == 0:
-        why = f"a {target.config.model_type!r} target verifies chains, as {target.why_no_trees}"
+        why = f"a {target.config.model_type!r} target verifies chains, as {target.passes.why_no_trees}"
         say_once(f"decode.growth: {chain} in place of {growth}: {why}")
     return chain
 
@@ -66,20 +65,17 @@ def say_once(line: str) -> None:
 
 
 def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
-    """A saved head that drafts for this target, its weights packed where the target's are.
+    """A saved head that drafts for this target, in the target's fast form.
 
-    Rounding float32 weights to half precision changes draft tokens at most, never the text. Raises what `load_head_for`
-    raises.
+    Rounding float32 weights to half precision may change draft tokens, never the text. Raises as `load_head_for` does.
     """
     head = load_head_for(folder, target.frozen)
-    if target.is_packed:
-        own = target.model.get_output_embeddings()
-        head.hold_lm_head(own if isinstance(own, PackedLinear) and target.frozen.lm_head_bias is None else None)
-        pack_weights(head, exact=False)
-        if target.compiler is not None:
-            for layer in head.decoder_layers:
-                use_compiled(layer, target.compiler)
-    elif target.device.type == "cuda" and not target.compiles:
+    if target.fast_form.is_packed:
+        lm_head = target.model.get_output_embeddings()
+        is_shared = is_packed_linear(lm_head) and target.frozen.lm_head_bias is None
+        head.hold_lm_head(lm_head if is_shared else None)
+    target.fast_form.apply_to(head, head.decoder_layers)
+    if target.device.type == "cuda":
         join_linears(head)
     return head
 
@@ -146,7 +142,7 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
 def searched_tree(head: DraftHead) -> StaticTree:
     if head.calibration.tree is None:
         raise ValueError(
-            "decode.growth: searched given, which is allowed for a head with a fitted tree, and this head has none; "
-            "fit one with headstart calibrate RECIPE, or choose another growth, such as dynamic"
+            "decode.growth: searched given, which is allowed for a head with a fitted tree; fit one with headstart "
+            "calibrate RECIPE, or choose another growth, such as dynamic"
         )
     return head.calibration.tree

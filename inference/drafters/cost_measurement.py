@@ -1,4 +1,4 @@
-"""Times the parts of a decode step, before any request waits for one, and keeps the times on disk for later runs."""
+"""Times the parts of a decode step before the first request, and keeps the times on disk for later runs."""
 
 import hashlib
 import json
@@ -25,15 +25,13 @@ from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
 from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnHost, accept
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.kernels.fast_layers import forms_of
-from headstart.inference.kernels.products import kernel_name
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
@@ -76,11 +74,11 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     They are measured, which takes seconds, unless an earlier run of the same kind left them on disk. `batch` is the
     number of rows that will be decoded together, if that is known.
     """
-    if target.layout.has_states:
+    if target.passes.layout.is_recurrent:
         nodes += WINDOW  # accepted tokens that a pass reads again
     key = cost_key(target, head, width, nodes, batch)
     digest = digest_of(key)[:24]
-    tables = target.kept(KnownTables)
+    tables = target.singleton(KnownTables)
     if digest not in tables:
         files: list[CostFile] = []
 
@@ -113,9 +111,9 @@ def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch
         "target": digest_of(config),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
-        "packed_weights": target.is_packed and [kernel_name(), *forms_of(target.model)],
+        "packed_weights": target.fast_form.packed_as(target.model),
         "waiting": os.environ.get("GOMP_SPINCOUNT"),
-        "compiled": target.compiles or target.compiler is not None,
+        "compiled": target.fast_form.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
         "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),
         "width": width,
@@ -169,11 +167,11 @@ def cost_path(digest: str) -> Path:
 def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int) -> CostSurface:
     """The costs of steps whose levels expand `width` nodes, with up to `nodes` draft tokens, and of about `batch` rows.
 
-    It takes as many passes of the target as there is time for: ranks that must pass together call `carry_out`.
+    The number of target passes depends on the time they take: ranks that must run the same passes call `carry_out`.
     """
     most = min(size_bucket(nodes + 1), NODES[-1])
     spare = most + width * TIMED_LEVELS
-    # Nothing is decoded beyond the target's positions.
+    # No step is decoded beyond the target's positions.
     short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT_CONTEXT, LONG_CONTEXT))
     near, far = (Bench(target, head, width, context, 1, spare) for context in (short, long))
     levels = min(TIMED_LEVELS, head.max_levels or TIMED_LEVELS)
@@ -200,17 +198,17 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
 
 
 def sizes_between(most: int, captured: bool) -> list[int]:
-    """Sizes of a tree between 1 and `most`, the telling ones first; graphs are captured for powers of two alone."""
+    """Sizes of a tree between 1 and `most`, the most informative first; graphs are only captured for powers of two."""
     return [size for size in (8, 6, 16, 4, 12, 32, 2) if size < most and (not captured or size == size_bucket(size))]
 
 
 class Bench:
-    """A cache of zeros, filled to one context length; the contents of the slots do not change how long a step takes."""
+    """A cache of zeros, filled to one context length; the time of a step does not depend on the values."""
 
     def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
         self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
         self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
-        self.cache = target.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
+        self.cache = target.passes.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
         self.cache.set_lengths([context] * batch)
         self.step = StaticStep(target, PLAIN, self.cache) if target.may_capture else None
 
@@ -220,15 +218,15 @@ class Bench:
         rows = self.rows[sampling]
         tokens = torch.zeros(self.batch, nodes, dtype=torch.long, device=device)
         parents = torch.arange(nodes, device=device).expand(self.batch, -1) - 1
-        if self.target.grows_trees:
+        if self.target.passes.verifies_trees:
             parents = parents.clamp(max=0)
         tree = Tree(tokens, parents)
         if self.step is None:
             starts = self.cache.target.starts
             drawn = min(nodes, NOISE_POSITIONS)
             rows = rows.with_gumbel(starts + 1, drawn, self.target.config.vocab_size)
-            logits = self.target.forward_tree(tree, self.cache).logits
-            # A chain is deeper than the noise that is drawn here; its last nodes use that of one position.
+            logits = self.target.passes.tree(tree, self.cache).logits
+            # A chain is deeper than the noise drawn here; its last nodes share the noise of one position.
             choices = rows.choose(logits, starts.unsqueeze(1) + tree.depths.clamp(max=drawn - 1) + 1)
         else:
             choices = self.step.verify(tree, rows).choices
@@ -246,14 +244,9 @@ class Bench:
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
             next_tokens=torch.zeros(self.batch, 2, dtype=torch.long, device=device),
             roots=torch.zeros(self.batch, 1, dtype=torch.long, device=device),
-            starts=[self.context - 2] * self.batch,
-            counts=[2] * self.batch,
-            drafted=[0] * self.batch,
-            remaining=[levels] * self.batch,
             sampling=self.rows[GREEDY],
             history=None,
-            texts=[[]] * self.batch,
-            keys=[*range(self.batch)],
+            rows=[VerifiedRow([], self.context - 2, 2, levels)] * self.batch,
         )
         return partial(drafter.draft, verified, self.cache)
 
@@ -261,8 +254,8 @@ class Bench:
 def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:
     """Seconds of each piece of work, the least of a few runs.
 
-    They take turns, so that a slow moment of the machine affects all of them and each finds the processor's caches as a
-    decode step would. After enough time, only those that were timed by then are in the answer.
+    They take turns, so that a slow moment of the machine affects all of them, and each starts with the processor's
+    caches in the state of a decode step. Works that were not timed within the time limit are left out.
     """
     times: dict[Work, list[float]] = defaultdict(list)
     began, enough = time.perf_counter(), SECONDS_ON_CPU if device.type == "cpu" else SECONDS_ON_GPU
@@ -289,7 +282,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:
-    """The costs as functions, from the seconds of those pieces of work that were timed."""
+    """The costs as functions, from the seconds of the timed pieces of work."""
     ends = (1, most)
     # Of one row, with one node and with the most.
     per_position = [slope(times["target", size], times.get(("far", size)), long - short) for size in ends]
@@ -303,7 +296,7 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
         if part == "batch":
             points[batch * size] = times[part, size] - batch * attention[size]
     tokens = sorted(points)
-    # Whatever disturbs a measurement makes it longer, so a pass takes no longer than a larger one did.
+    # Disturbances only make a measurement longer, so no pass can take longer than a larger one did.
     least = [max(points[size], times["target", 1] / 10) for size in tokens]
     seconds = numpy.minimum.accumulate(least[::-1])[::-1]
     first = slope(times["first", short], times.get(("first", long)), long - short)
@@ -322,7 +315,7 @@ def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, 
 
 
 def slope(near: float, far: float | None, distance: int) -> float:
-    """The rise per step of the distance, which is not negative; 0 if there is nothing to compare."""
+    """The rise per step of the distance, at least 0; 0 without a second time."""
     return 0.0 if far is None or distance == 0 else max(far - near, 0.0) / distance
 
 

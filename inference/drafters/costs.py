@@ -36,7 +36,7 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class StepCosts:
     """Seconds at one context length and batch size."""
 
-    target: tuple[float, ...]  # a step with NODES nodes: all of it except drafting
+    target: tuple[float, ...]  # a step with NODES nodes, without drafting
     first_level: float  # drafting one level: the head's pass over the newly verified positions
     level: float  # each further level
     captured: bool = False  # whether the target's pass is captured, for sizes that are powers of two
@@ -53,8 +53,8 @@ class StepCosts:
 class CostSurface:
     """Measured seconds of a step's parts, as functions of nodes, context and batch.
 
-    A target step costs a pass over the tokens of all rows, however rows share them, plus attention, which grows with
-    the context of each row and with its nodes.
+    A target step costs a pass over the tokens of all rows, whatever their distribution over rows, plus attention, which
+    grows with the context of each row and with its nodes.
     """
 
     tokens: tuple[int, ...]  # the sizes that were timed, in tokens of all rows together, ascending
@@ -72,17 +72,17 @@ class CostSurface:
         matching = len(self.tokens) == len(self.target) >= 2 and self.most >= 2 and self.target[0] > 0
         rising = self.position[0] <= self.position[1] and self.sampled[0] <= self.sampled[1]
         if not (ascending and growing and matching and rising and self.first_level[0] > 0):
-            raise ValueError(f"costs that no measurement gives: {self}")
+            raise ValueError(f"not a valid measurement of costs: {self}")
 
     def seconds(self, nodes: NDArray[numpy.float64], at: "Situation") -> NDArray[numpy.float64]:
         """A target step with this many nodes in each row."""
         ends = (1, self.most)
-        found = extrapolated(nodes * at.batch, self.tokens, self.target)
-        found = found + at.batch * at.context * numpy.interp(nodes, ends, self.position)
-        return found if at.greedy else found + at.batch * numpy.interp(nodes, ends, self.sampled)
+        seconds = extrapolated(nodes * at.batch, self.tokens, self.target)
+        seconds = seconds + at.batch * at.context * numpy.interp(nodes, ends, self.position)
+        return seconds if at.greedy else seconds + at.batch * numpy.interp(nodes, ends, self.sampled)
 
     def drafting(self, at: "Situation", width: int) -> tuple[float, float]:
-        """The first level, and each further level of `width` nodes. More rows cost what they cost the target."""
+        """The first level, and each further level of `width` nodes; more rows cost as much more as in the target."""
         one, all_rows = extrapolated(numpy.array([width, width * at.batch], dtype=float), self.tokens, self.target)
         first, further = (start + slope * at.context for start, slope in (self.first_level, self.level))
         share = float(all_rows / one)
@@ -99,7 +99,7 @@ def extrapolated(
 
 @dataclass(frozen=True)
 class Situation:
-    """All that the cost of a step depends on, except the tree."""
+    """Everything that the cost of a step depends on, except the tree."""
 
     context: int  # positions of the longest row
     batch: int
@@ -107,8 +107,7 @@ class Situation:
 
     @classmethod
     def of(cls, verified: VerifiedOnHost) -> "Situation":
-        ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
-        return cls(max(ends), len(ends), verified.sampling.all_greedy)
+        return cls(max(row.end for row in verified.rows), len(verified.rows), verified.sampling.all_greedy)
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class CostTable:
     def __init__(self, surface: CostSurface, width: int, captured: bool = False, learns: bool = True) -> None:
         """`width` is the number of nodes that a level expands.
 
-        Ranks that draft the same trees for a target that they share must not learn, as each has a clock of its own.
+        Ranks that draft the same trees for a target that they share must not learn, as their clocks differ.
         """
         self.surface, self.width, self.captured, self.learns = surface, width, captured, learns
         # By batch size: the logarithms of observed over measured seconds, of drafting and of the rest of a step.
@@ -168,7 +167,7 @@ class CostTable:
 
 
 class Costly(GrowthPolicy):
-    """The policies that weigh costs; `now` and `rate` are those of the step that is being drafted."""
+    """The policies that weigh costs; `now` and `rate` belong to the current step."""
 
     costs: CostTable
     now: StepCosts
@@ -186,8 +185,8 @@ class Costly(GrowthPolicy):
 class CostAware(Costly):
     """A dynamic tree that grows as long as the expected tokens per second rise.
 
-    The chances of its nodes say how many tokens to expect, and measured costs say how long a step takes. `depth`,
-    `width` and `nodes` are upper bounds. It depends on well calibrated scores.
+    The chances of its nodes give the expected tokens, and measured costs the duration of a step. `depth`, `width` and
+    `nodes` are upper bounds. It depends on well calibrated scores.
     """
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
@@ -268,7 +267,7 @@ class CostAwareShape(Costly):
     def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
         """The sizes are the tree's best 1, 2, ... up to `nodes` nodes."""
         self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
-        self.chances = numpy.asarray(tree.chances[:nodes])  # that of the node which each size adds
+        self.chances = numpy.asarray(tree.chances[:nodes])  # of the node that each size adds
         self.costs = costs
         self.depths = numpy.array([size.depth for size in self.sizes])
         self.chosen = self.sizes[-1]

@@ -1,6 +1,4 @@
-"""Speculative decoding with a small causal LM as the drafter (Leviathan et al., arXiv 2211.17192), which grows trees as
-a head does.
-"""
+"""Speculative decoding with a small causal LM as the drafter (Leviathan et al., arXiv 2211.17192)."""
 
 from collections.abc import Sequence
 
@@ -30,10 +28,10 @@ class ModelAsHead:
     def __init__(self, model: TargetModel, target: TargetModel) -> None:
         """The vocabularies may differ by padding or added tokens.
 
-        Only tokens that both have are drafted, and those that a constraint forces.
+        Only tokens that both have are drafted, and tokens that a constraint forces.
         """
         self.decoder_layers: Sequence[nn.Module] = model.layers
-        self.cache_shape: Shape = model.layout.shapes
+        self.cache_shape: Shape = model.passes.layout.shapes
         self.columns = min(model.config.vocab_size, target.config.vocab_size)
         self.vocab = DraftVocab(torch.arange(self.columns), target.config.vocab_size)
         self.embedding: Tensor = model.model.get_input_embeddings().weight
@@ -63,10 +61,10 @@ class ModelDrafter(HeadDrafter):
                 f"decode.draft_model: {model.dtype} on {model.device} given, the target's {target.dtype} on "
                 f"{target.device} is allowed, as both share one KV cache"
             )
-        if not model.grows_trees:
+        if not model.passes.verifies_trees:
             raise ValueError(
-                f"decode.draft_model: a {model.config.model_type!r} model given, one whose cache can be cut back after "
-                f"a rejected draft is allowed; choose another draft model"
+                f"decode.draft_model: a {model.config.model_type!r} model given, a model whose cache can be cut back "
+                f"after a rejected draft is allowed; choose another draft model"
             )
         if model.max_positions < target.max_positions:
             raise ValueError(
@@ -74,7 +72,7 @@ class ModelDrafter(HeadDrafter):
                 f"{target.max_positions} or more are allowed; choose another draft model"
             )
         super().__init__(ModelAsHead(model, target), growth)
-        self.model, self.masks = model, model.masks
+        self.model, self.passes = model, model.passes
 
     @property
     def max_nodes(self) -> int:
@@ -130,5 +128,5 @@ class ModelDrafter(HeadDrafter):
         """
         assert block.depths is not None
         positions = slots.starts[:, None] + block.depths[:, -tokens.shape[1] :]
-        known, masks = tokens.clamp(max=self.model.config.vocab_size - 1), self.masks(slots, block)
-        return self.model.forward(known, positions, masks, KVCache(slots, None), last_only=last_only).logits
+        known, masks = tokens.clamp(max=self.model.config.vocab_size - 1), self.passes.masks(slots, block)
+        return self.passes.forward(known, positions, masks, KVCache(slots, None), last_only=last_only).logits

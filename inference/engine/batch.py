@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.inference.core.cache import PAGE, KVCache
+from headstart.inference.core.cache import PAGE_TOKENS, KVCache
 from headstart.inference.core.cache_memory import free_memory, takes_memory_lazily
 from headstart.inference.core.constraint import GuardedState
 from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Generation, Request, Sequence, Trace, Unread
-from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import size_bucket
 from headstart.inference.engine.budget import CacheBudget
 from headstart.inference.engine.prefixes import BLOCK, CachedRow, Prefix, PrefixIndex
@@ -47,19 +47,19 @@ class Batch:
         """`static`, `memory` and `prefix_memory` as in `DecodeLoop`. `traces`: rows keep their hidden states."""
         self.target, self.drafter, self.max_rows, self.traces = target, drafter, max_rows, traces
         self.tap_columns = target.tap_columns(drafter.taps)
-        self.is_static = target.may_capture if static is None else static and target.grows_trees
+        self.is_static = target.may_capture if static is None else static and target.passes.verifies_trees
         self.nodes = size_bucket(drafter.max_nodes) if self.is_static else drafter.max_nodes
-        if target.layout.has_states:
+        if target.passes.layout.is_recurrent:
             self.nodes += WINDOW  # rows with a shorter window than others are padded
         self.is_lazy = takes_memory_lazily(target.device, self.is_static, max_rows)
-        shapes = [shape for shape in (target.layout.shapes, drafter.cache_shape) if shape is not None]
-        devices, states = {*target.layout.devices}, target.layout.state_bytes
+        shapes = [shape for shape in (target.passes.layout.shapes, drafter.cache_shape) if shape is not None]
+        devices, states = {*target.passes.layout.devices}, target.passes.layout.state_bytes
         self.budget = CacheBudget(memory, shapes, target.dtype, devices, max_rows, self.is_lazy, states)
         self.prefixes = (
             None
             if prefix_memory is None
             else PrefixIndex(
-                prefix_memory, drafter.cache_shape is not None, target.layout.has_states, target.end_tokens
+                prefix_memory, drafter.cache_shape is not None, target.passes.layout.is_recurrent, target.end_tokens
             )
         )
         self.rows: list[Sequence] = []
@@ -101,8 +101,8 @@ class Batch:
             self.cache.target.write(place, first, block.target)
             if self.cache.head is not None and block.head is not None:
                 self.cache.head.write(place, max(first - 1, 0), block.head)
-        if self.cache.states is not None:
-            self.cache.states.write(place, prefix.blocks[-1].states)
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.write(place, prefix.blocks[-1].states)
         row.unread = Unread(prefix.taps, prefix.start)
         row.kept_from = row.generation.cached_tokens = prefix.tokens
         if row.trace is not None:
@@ -149,7 +149,7 @@ class Batch:
 
     def remember_row(self, row: Sequence, place: int) -> None:
         """Keep the cached part of a running row's text for prompts that share it as a prefix."""
-        held, states = self.cache.target.lengths[place], self.cache.states
+        held, states = self.cache.target.lengths[place], self.cache.recurrent
         self.remember(row, place, held, 0 if states is None else held - len(states.window(place)))
 
     def remember(self, row: Sequence, place: int, held: int, states_at: int = 0) -> None:
@@ -215,8 +215,8 @@ class Batch:
             self.cache = self.static.cache
         else:
             # Where unwritten memory costs nothing, a cache for the longest text never has to be copied.
-            capacity = self.limit if self.is_lazy else min(capacity + PAGE, self.limit)
-            self.cache = self.target.new_cache(capacity, self.drafter.cache_shape, self.max_rows)
+            capacity = self.limit if self.is_lazy else min(capacity + PAGE_TOKENS, self.limit)
+            self.cache = self.target.passes.new_cache(capacity, self.drafter.cache_shape, self.max_rows)
         self.cache.set_lengths([])
         self.is_open = True
 

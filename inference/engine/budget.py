@@ -25,11 +25,6 @@ def check_request(target: TargetModel, request: Request) -> None:
     """Raise ValueError for a request that does not fit the target's positions or vocabulary."""
     check_length(target, request.prompt, request.max_new_tokens)
     check_vocabulary(target, request.prompt)
-    if request.constraint is not None and request.sampling.rule != "seeded":
-        raise ValueError(
-            f"decode.acceptance: {request.sampling.rule} given, only seeded is allowed for a request with a "
-            f"constraint; leave one of the two out"
-        )
     check_bias(request.sampling.logit_bias, target.config.vocab_size)
 
 
@@ -141,9 +136,9 @@ class StepMemory:
     @classmethod
     def on(cls, device: torch.device, target: TargetModel) -> "StepMemory":
         """The sizes on one device: its layers, and the key heads that this rank holds of them."""
-        layers = zip(target.layout.shapes, target.layout.devices, strict=True)
+        layers = zip(target.passes.layout.shapes, target.passes.layout.devices, strict=True)
         entries = sum(heads * size for shape, where in layers if where == device for heads, size in shape)
-        states = target.layout.state_bytes
+        states = target.passes.layout.state_bytes
         return cls(entries * target.dtype.itemsize, target.config.vocab_size, target.dtype.itemsize, states)
 
     def needed(self, rows: int, nodes: int, length: int) -> int:
@@ -161,7 +156,7 @@ class StepMemory:
 
 def refuse_more_than_memory(target: TargetModel, rows: int, nodes: int, length: int) -> None:
     """Raise ValueError if a device of the target lacks memory for `rows` texts with trees of `nodes` nodes."""
-    for device in {*target.layout.devices}:
+    for device in {*target.passes.layout.devices}:
         refuse_large_trees(StepMemory.on(device, target), device, rows, nodes, length)
 
 
@@ -171,14 +166,13 @@ def refuse_trees_of(recipe: Recipe, rows: int) -> None:
     step = StepMemory.of(target, getattr(torch, recipe.target.dtype))
     device = pick_device(recipe.target.device)
     nodes, width = Growth.from_section(recipe.decode).max_nodes, recipe.decode.width
-    given = (
-        "decode.nodes" if nodes == recipe.decode.nodes + 1 else f"decode.width: {width} given, draft tokens per tree"
-    )
-    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, given)
+    is_limited_by_nodes = nodes == recipe.decode.nodes + 1
+    field = "decode.nodes" if is_limited_by_nodes else f"decode.width: {width} given, draft tokens per tree"
+    refuse_large_trees(step, device, rows, nodes, recipe.decode.max_new_tokens, field)
 
 
 def refuse_large_trees(
-    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, given: str = "decode.nodes"
+    step: StepMemory, device: torch.device, rows: int, nodes: int, length: int, field: str = "decode.nodes"
 ) -> None:
     needed = step.needed(rows, nodes, length)
     if needed < CHECKED_STEP_BYTES_MIN or needed <= (free := free_memory(device)):
@@ -193,7 +187,7 @@ def refuse_large_trees(
     most = step.most_nodes(rows, length, free)
     texts, fewer = ("1 text", "") if rows == 1 else (f"{rows} texts together", ", or decode fewer texts together")
     raise ValueError(
-        f"{given}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
+        f"{field}: {nodes - 1} given, up to {max(most - 1, 0)} is allowed here: a step of {texts} would need "
         f"{decimal(needed)} or more, and {decimal(free)} is free on {device}; lower "
-        f"{given.partition(':')[0]}{fewer}"
+        f"{field.partition(':')[0]}{fewer}"
     )

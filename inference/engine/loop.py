@@ -19,10 +19,10 @@ from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.prefill import Prefill, PrefillSchedule, PromptChunk
 from headstart.inference.engine.step import DecodeStep
-from headstart.inference.kernels.threads import Threads
-from headstart.inference.targets.cuda_graph import LEAST_REACH
-from headstart.inference.targets.forward import TargetOutput
+from headstart.inference.kernels import Threads
+from headstart.inference.targets.cuda_graph import REACH_MIN
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 # Tokens of prompts in a pass. In longer chunks attention within the chunk costs too much; a GPU needs them to be busy.
 PREFILL_CHUNK_CPU, PREFILL_CHUNK_GPU = 512, 2048
@@ -141,14 +141,16 @@ class DecodeLoop:
         if max_batch < 1:
             raise ValueError(f"max_batch: {max_batch} given, 1 or more is allowed")
         self.target, self.max_batch = target, max_batch
-        if not target.drafts:  # it can only continue its states one token at a time, so prefill is one pass
+        if (
+            not target.passes.verifies_drafts
+        ):  # it can only continue its states one token at a time, so prefill is one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
         self.decode_step, self.prefill = DecodeStep(self.batch, costs), Prefill(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         alone = target.ranks.count == 1
         prompts_first = prompts_first or not alone
-        shares_steps = not prompts_first and not self.batch.is_static and target.packs
+        shares_steps = not prompts_first and not self.batch.is_static and target.passes.allows_side_by_side
         on_cpu = target.device.type == "cpu"
         chunk = PREFILL_CHUNK_CPU if on_cpu else PREFILL_CHUNK_GPU
         with_rows = CHUNK_WITH_ROWS_CPU if on_cpu else CHUNK_WITH_ROWS_GPU
@@ -167,7 +169,7 @@ class DecodeLoop:
         if self.batch.is_static:
             self.batch.open_for_any()
             assert self.batch.static is not None
-            left = self.batch.static.capture_ahead(LEAST_REACH)
+            left = self.batch.static.capture_ahead(REACH_MIN)
             print(f"capturing {next(left, 0) + 1} decode steps as CUDA graphs", file=sys.stderr, flush=True)
             deque(left, 0)
 
@@ -183,9 +185,8 @@ class DecodeLoop:
         return not (self.waiting or self.batch.members)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; returns its number. Raises ValueError for one that does not fit the target or the others."""
+        """Queue a request; returns its number. Raises ValueError for one that does not fit the target."""
         check_request(self.target, request)
-        self._refuse_other_rule(request)
         batch = self.batch
         batch.budget.refuse_too_long(request, batch.nodes)
         if batch.budget.memory is None and (not batch.is_open or request.length + batch.nodes > batch.limit):
@@ -307,13 +308,6 @@ class DecodeLoop:
         if self.record is not None:
             self.record(row)
         self.batch.end(row)
-
-    def _refuse_other_rule(self, request: Request) -> None:
-        if self.idle:
-            return
-        other = self.batch.members[0].request if self.batch.members else self.waiting.first
-        if request.sampling.rule != other.sampling.rule:  # all others agree already
-            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
 
 
 class Queue:

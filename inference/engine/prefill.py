@@ -16,8 +16,8 @@ from headstart.inference.core.tree import PendingTokens, causal_block
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch, PartialPrompt
 from headstart.inference.engine.prefixes import BLOCK, Prefix, known_tokens
 from headstart.inference.engine.step import constraints_of, drafter_taps, start_history, token_scores
-from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 ROWS_PER_FREE_SLOT = (
     16  # in batch jobs, a batch waits for one free slot per this many running rows before it reads prompts
@@ -84,7 +84,8 @@ class Prefill:
             and any(other[:end] == last[:end] for other in others)
         ):
             return False
-        if (not self.target.grows_trees or any(known) or any(scores)) and not self.target.packs:
+        passes = self.target.passes
+        if (not passes.verifies_trees or any(known) or any(scores)) and not passes.allows_side_by_side:
             return False
         return batch.fits(requests)
 
@@ -135,7 +136,7 @@ class Prefill:
         if len(chunks) == 1:
             return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
         if any(chunk.before or chunk.is_scored for chunk in chunks):
-            return self.target.forward_parts(self.parts(chunks))
+            return self.target.passes.side_by_side(self.parts(chunks))
         return prefill_prompts(self.target, tokens, rows)
 
     def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
@@ -206,13 +207,13 @@ def prefill_prompts(target: TargetModel, prompts: list[list[int]], rows: list[KV
     positions = torch.cat([torch.arange(len(prompt)) for prompt in prompts])
     visible = (owner[:, None] == owner) & (positions <= positions[:, None])
     tokens = torch.tensor([[token for prompt in prompts for token in prompt]], device=device)
-    together = target.new_cache(tokens.shape[1])
+    together = target.passes.new_cache(tokens.shape[1])
     together.set_lengths([0])
     positions = positions.unsqueeze(0).to(device)
-    mask = target.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
-    output = target.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
+    mask = target.passes.masks(together.target, PendingTokens(visible.unsqueeze(0).to(device), positions))
+    output = target.passes.forward(tokens, positions, mask, together, logits_at=[end - 1 for end in ends])
     for row, end, length in zip(rows, ends, lengths, strict=True):
-        row.target.write(0, 0, together.target.states(0, end - length, end))
+        row.target.write(0, 0, together.target.kv(0, end - length, end))
     taps, hidden = output.taps.split(lengths, dim=1), output.last_hidden.split(lengths, dim=1)
     logits = output.logits.transpose(0, 1).unsqueeze(1)  # [prompts, 1, 1, vocab]
     return [TargetOutput(*parts) for parts in zip(logits, taps, hidden, strict=True)]
@@ -222,14 +223,14 @@ def prefill_chunk(
     target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool = True
 ) -> TargetOutput:
     """Prefill the next tokens of a prompt after the first `before`, which are cached; `last_only` as in `forward`."""
-    if row.states is not None:
+    if row.recurrent is not None:
         inputs = torch.tensor([tokens], device=target.device)
-        return target.read_on(inputs, row, before, [len(tokens) - 1] if last_only else None)
+        return target.passes.prefill(inputs, row, before, [len(tokens) - 1] if last_only else None)
     part = chunk_part(target, tokens, row, before, last_only)
     if before:
-        masks = target.masks(part.slots, part.block)
-        return target.forward(part.tokens, part.positions, masks, row, last_only)
-    return target.forward(part.tokens, cache=row, last_only=last_only)
+        masks = target.passes.masks(part.slots, part.block)
+        return target.passes.forward(part.tokens, part.positions, masks, row, last_only)
+    return target.passes.forward(part.tokens, cache=row, last_only=last_only)
 
 
 def chunk_part(target: TargetModel, tokens: list[int], row: KVCache, before: int, last_only: bool) -> Part:

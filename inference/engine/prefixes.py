@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.inference.core.cache import KVCache, SlotContents
-from headstart.inference.core.states import Snapshot, snapshot_bytes
+from headstart.inference.core.recurrent import Snapshot, snapshot_bytes
 
 BLOCK = 16  # tokens; a hit ends with a full block, unless states were kept within one
 LAST_MESSAGE = 64  # tokens that the last message is taken to have where its start is not known
@@ -78,7 +78,7 @@ class CachedRow:
         slots = self.cache.head
         if slots is None or end - 1 > self.drafter_read:
             return None
-        return slots.copied(self.place, max(first - 1, 0), end - 1)
+        return slots.copy_kv(self.place, max(first - 1, 0), end - 1)
 
     def block(self, first: int, end: int) -> Cached | None:
         """The block between two positions; None without the hidden states that it needs."""
@@ -87,11 +87,11 @@ class CachedRow:
         if taps_first < self.taps_from:
             return None
         taps = self.taps[taps_first - self.taps_from : end - self.taps_from].clone()
-        return Cached(self.cache.target.copied(self.place, first, end), head, taps)
+        return Cached(self.cache.target.copy_kv(self.place, first, end), head, taps)
 
     def states(self) -> Snapshot:
-        assert self.cache.states is not None
-        return self.cache.states.copied(self.place)
+        assert self.cache.recurrent is not None
+        return self.cache.recurrent.snapshot(self.place)
 
 
 class PrefixIndex:

@@ -15,8 +15,8 @@ DRAFT_RETRY_STEPS_MIN, DRAFT_RETRY_STEPS_MAX = 32, 256  # plain steps before dra
 class SpeculationByLoad:
     """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
 
-    What a draft brings is observed; what it costs follows from the table for the rows that decode now. So drafts stop
-    when the batch grows and resume when it shrinks, with a gap between the two so that they do not go back and forth.
+    The tokens per draft are observed; its cost follows from the table for the rows that decode now. So drafts stop when
+    the batch grows and resume when it shrinks, with a gap between the two limits so that they do not flicker.
     """
 
     def __init__(self, costs: CostTable) -> None:
@@ -25,7 +25,7 @@ class SpeculationByLoad:
         self.steps = 0.0  # weighted number of observed steps with drafts
         self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
         self.patience, self.rest = PATIENCE_STEPS, DRAFT_RETRY_STEPS_MIN
-        self.lasted = 0  # steps since it was switched on or off
+        self.lasted = 0  # steps since it was last switched
 
     def gain(self, at: Situation) -> float | None:
         """The speed with drafts, relative to plain decoding; None before anything was observed."""
@@ -60,7 +60,7 @@ class SpeculationByLoad:
         return self.is_on
 
     def _forget(self) -> None:
-        """Let the next steps weigh as much as all before them."""
+        """Reduce the weight of all earlier steps to a few."""
         if self.steps > STEPS_AT_RETRY:
             share = STEPS_AT_RETRY / self.steps
             self.tokens, self.nodes, self.levels = share * self.tokens, share * self.nodes, share * self.levels

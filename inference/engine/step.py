@@ -14,15 +14,15 @@ from headstart.inference.core.history import History
 from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
-from headstart.inference.core.tree import Tree, filled_up, first_path, take
-from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
+from headstart.inference.core.tree import Tree, first_path, padded_rows, take
+from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accept, verify
 from headstart.inference.drafters.costs import Costly, CostTable, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.cuda_graph import StepOutput
-from headstart.inference.targets.forward import TargetOutput
 from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.passes import TargetOutput
 
 READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next draft, for all rows at once
 
@@ -38,7 +38,7 @@ class DecodeStep:
         self.speculation = None if costs is None else SpeculationByLoad(costs)
         self.costs = growth.costs if isinstance(growth, Costly) else costs
         self.drafts = False  # whether the next step, or else the last one, drafts for any row
-        self.drafted: Drafted | None = None  # what the step, or else the last one, has drafted
+        self.drafted: Drafted | None = None  # the tree of the current or last step; None without draft tokens
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
         self._changes = 0  # the batch's count of changes for which the following were made:
         self.sampling: BatchSampling
@@ -53,7 +53,7 @@ class DecodeStep:
         batch.make_room(max(batch.cache.target.lengths) + batch.nodes)
         if batch.static is not None:
             batch.static.attend_to(max(batch.cache.target.lengths + batch.held_after_rows) + batch.nodes)
-        self.drafts = self.target.make_ready(batch.cache, self._prepare_drafts(may_draft))
+        self.drafts = self.target.passes.prepare_step(batch.cache, self._prepare_drafts(may_draft))
         for place, row in enumerate(batch.rows):
             if not row.is_remembered:  # for requests that share its prefix and come before this text ends
                 batch.remember_row(row, place)
@@ -86,8 +86,8 @@ class DecodeStep:
         requests = [row.request for row in rows]
         self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
         self.history = start_history(requests, [row.generation.tokens[:-1] for row in rows], self.target)
-        static = self.batch.static
-        self.is_captured = static is not None and not constraints_of(rows) and static.serves(self.sampling)
+        # Penalties and grammars need the host within a step.
+        self.is_captured = self.batch.static is not None and not constraints_of(rows) and self.history is None
         self.with_logits = any(request.logprobs for request in requests)
 
     def _prepare_drafts(self, may_draft: bool) -> bool:
@@ -129,12 +129,12 @@ class DecodeStep:
             tree = self.drafter.draft(verified, batch.cache)
             if self.target.device.type == "cpu":  # elsewhere the work may not be done yet
                 seconds = time.perf_counter() - started
-            if not self.target.grows_trees:
+            if not self.target.passes.verifies_trees:
                 tree = first_path(tree)
-            output = self.target.forward_tree(tree, batch.cache)
+            output = self.target.passes.tree(tree, batch.cache)
             accepted = self._verify(tree, output.logits, verified.sampling)
         levels = tree.deepest or self.drafter.depth if tree.levels is None else tree.levels
-        nodes = tree.shape[1] if batch.cache.states is None else max(batch.cache.states.counts)
+        nodes = tree.shape[1] if batch.cache.recurrent is None else max(batch.cache.recurrent.counts)
         self.drafted = Drafted(at, nodes, levels, seconds) if tree.shape[1] > 1 else None
         if self.speculation is not None:
             self.speculation.observe(accepted, nodes, levels)
@@ -147,9 +147,9 @@ class DecodeStep:
             captured = batch.static.verify(tree, self.sampling, self.with_logits, batch.held_after_rows)
             return captured, accept(captured.tree, captured.choices), []
         if parts:
-            output, *others = self.target.forward_parts([self.target.tree_part(tree, batch.cache), *parts])
+            output, *others = self.target.passes.side_by_side([Part.of_tree(batch.cache.target, tree), *parts])
         else:
-            output, others = self.target.forward_tree(tree, batch.cache), []
+            output, others = self.target.passes.tree(tree, batch.cache), []
         return output, self._verify(tree, output.logits, self._with_gumbel(1)), others
 
     def _verify(self, tree: Tree, logits: Float[Tensor, "rows nodes vocab"], sampling: BatchSampling) -> list[Accepted]:
@@ -168,11 +168,21 @@ class DecodeStep:
         rows, device = self.batch.rows, self.target.device
         # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
         new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
-        counts, starts = [len(new) for new in new_taps], [row.unread.start for row in rows]
+        verified = [
+            VerifiedRow(
+                row.text,
+                row.unread.start,
+                len(taps),
+                0 if row.unread.is_behind else row.usable_drafts,
+                row.key,
+                row.accepted,
+                row.constraint,
+            )
+            for row, taps in zip(rows, new_taps, strict=True)
+        ]
         # The token after the last newly verified position is the root.
-        spans = zip(rows, starts, counts, strict=True)
-        tokens = [row.text[start + 1 : start + 1 + count] for row, start, count in spans]
-        next_tokens = filled_up(tokens).to(device, non_blocking=True)
+        next_tokens = padded_rows([row.text[row.start + 1 : row.end + 1] for row in verified])
+        next_tokens = next_tokens.to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
             taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
@@ -180,15 +190,7 @@ class DecodeStep:
             roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
             sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
             history=self.history,
-            starts=starts,
-            counts=counts,
-            drafted=[row.drafted for row in rows],
-            remaining=[0 if row.unread.is_behind else row.usable_drafts for row in rows],
-            texts=[row.text for row in rows],
-            keys=[row.key for row in rows],
-            nodes=[row.nodes for row in rows],
-            choices=[row.choices for row in rows],
-            constraints=constraints_of(rows),
+            rows=verified,
         )
 
     def _record(
@@ -196,7 +198,7 @@ class DecodeStep:
     ) -> list[EmittedTokens]:
         """Add the accepted tokens to each row."""
         device, batch = self.target.device, self.batch
-        paths = filled_up([each.path for each in accepted]).to(device, non_blocking=True)  # [batch, longest]
+        paths = padded_rows([each.path for each in accepted]).to(device, non_blocking=True)  # [batch, longest]
         taps = take(output.taps, paths)  # [batch, longest, all taps of the target]
         path_taps = drafter_taps(taps, batch.tap_columns).unbind()  # [longest, tapped] of each row
         blocks = []

@@ -1,1 +1,32 @@
-"""Speed on a CPU, optional: packed weights, products in C++, compiled layers, and how many threads."""
+"""Optional speed on a CPU behind one door: packed weights, products in C++, compiled layers, and the number of threads.
+
+Code elsewhere imports only the names below, from here.
+"""
+
+from headstart.inference.kernels.fast_layers import join_linears, own_layers_of
+from headstart.inference.kernels.fast_model import (
+    FastForm,
+    fast_form,
+    float32_is_as_fast,
+    gains_by_packing,
+    is_packed_linear,
+)
+from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
+from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, remember_eight_bits
+from headstart.inference.kernels.threads import Threads
+
+__all__ = [
+    "SCALE_INPUTS",
+    "EightBits",
+    "FastForm",
+    "Threads",
+    "attention_outside_graph",
+    "fast_form",
+    "float32_is_as_fast",
+    "gains_by_packing",
+    "is_packed_linear",
+    "is_tracing",
+    "join_linears",
+    "own_layers_of",
+    "remember_eight_bits",
+]

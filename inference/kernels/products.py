@@ -1,7 +1,7 @@
-"""Products of states with 16-bit and 8-bit weights, by kernels of our own that are compiled once for this processor.
+"""Products of hidden states with 16-bit and 8-bit weights, by our own kernels, compiled once for this processor.
 
-For up to a dozen tokens they take little longer than the weights take to come from memory, 0.6 of the time of FBGEMM's
-and oneDNN's (docs/lab/LOG.md), and a token's have the same bits in every pass. The kernels are in products.cpp.
+For up to a dozen tokens they take little longer than reading the weights from memory, 0.6 of the time of FBGEMM and
+oneDNN (docs/lab/LOG.md). A token's product has the same bits in every pass. The kernels are in products.cpp.
 """
 
 import ctypes
@@ -24,31 +24,31 @@ from torch.nn import functional
 from headstart.common.process import user_cache
 
 SOURCE = Path(__file__).with_name("products.cpp")
-TILED = 32  # inputs, and outputs, of a block of bfloat16 weights
-FEWEST = 16  # inputs whose 8-bit weights share a factor; in most number formats twice as many do
-ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # how a program asks Linux for the registers of tiles
+TILE_SIZE = 32  # inputs, and outputs, of a block of bfloat16 weights
+SCALE_INPUTS = 16  # inputs whose 8-bit weights share a factor; 32 in most number formats
+ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # the system call for the registers of tiles
 FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-std=c++20", "-fopenmp", "-shared", "-fPIC")
 
 
 def cpp_compiler() -> str | None:
-    """This machine's C++ compiler, which Inductor takes, too."""
+    """This machine's C++ compiler, which Inductor uses too."""
     return shutil.which(os.environ.get("CXX", "g++"))
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels; None without a compiler, and where it fails, which is said once."""
-    found = cpp_compiler()
-    if found is None or sys.platform != "linux":
+    """The compiled kernels; None without a compiler, and where it fails, which is printed once."""
+    compiler = cpp_compiler()
+    if compiler is None or sys.platform != "linux":
         return None
     home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     openmp = [*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*")]  # torch's own, to share its threads
-    command = [found, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), str(SOURCE)]
+    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), str(SOURCE)]
     command += ["-Wl,--as-needed", *map(str, openmp[:1])]
     try:
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
-        made_of = shlex.join(command), SOURCE.read_text(), torch.__version__, processor
-        path = user_cache("products") / f"{hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]}.so"
+        inputs = shlex.join(command), SOURCE.read_text(), torch.__version__, processor
+        path = user_cache("products") / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]}.so"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -62,43 +62,45 @@ def library() -> ctypes.CDLL | None:
                 kernel.argtypes, kernel.restype = arguments + more, None
         return loaded
     except subprocess.CalledProcessError as error:
-        said = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
-        print(f"decoding with torch's products, as {found} does not compile {SOURCE.name}: {said}", file=sys.stderr)
+        reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
+        print(
+            f"decoding with torch's products, as {compiler} does not compile {SOURCE.name}: {reason}", file=sys.stderr
+        )
     except (OSError, RuntimeError) as error:  # no home folder is a RuntimeError
-        print(f"decoding with torch's products, as those of headstart cannot be used: {error}", file=sys.stderr)
+        print(f"using torch's products, as headstart's cannot be used: {error}", file=sys.stderr)
     return None
 
 
 @cache
 def has_tiles() -> bool:
-    """Whether products of bfloat16 states with bfloat16 weights can be computed here."""
+    """Whether this processor has tiles for products in bfloat16, and Linux allows them."""
     loaded = library()
     return hasattr(loaded, "tiles") and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
 
 
 def kernel_name() -> str:
-    """The kernel that is used here; another one has other costs."""
+    """The identity of the compiled kernels, which decide the costs of a step."""
     loaded = library()
     return "torch" if loaded is None else Path(loaded._name).stem
 
 
 @dataclass(frozen=True)
 class EightBits:
-    """A weight as GGUF's formats of 8 to 4 bits hold it: numbers * factors + offsets, in float32.
+    """A weight in one of GGUF's formats of 8 to 4 bits: numbers * factors + offsets, in float32.
 
     A block of inputs shares a factor and, in some formats, an offset.
     """
 
     numbers: Int8[Tensor, "out in"]
-    factors: Float[Tensor, "out blocks"]  # float16, or float32 where those would round
+    factors: Float[Tensor, "out blocks"]  # float16, or float32 where float16 would round
     offsets: Float[Tensor, "out blocks"] | None
 
     @classmethod
     def of(
         cls, weight: Float32[Tensor, "out in"], factors: Float32[Tensor, "out few"], offsets: Float32[Tensor, "out few"]
     ) -> "EightBits | None":
-        """The weight in this form, given what each `FEWEST` inputs share; None if it is not exact."""
-        blocks = weight.unflatten(1, (-1, FEWEST)) - offsets.unsqueeze(-1)
+        """The weight in this form, if it is exact; each factor and offset belongs to `SCALE_INPUTS` inputs."""
+        blocks = weight.unflatten(1, (-1, SCALE_INPUTS)) - offsets.unsqueeze(-1)
         numbers = (blocks / factors.masked_fill(factors == 0, 1).unsqueeze(-1)).round().clamp(-128, 127).to(torch.int8)
         scales = [factors, offsets]
         if all(torch.equal(each[:, ::2], each[:, 1::2]) for each in scales):
@@ -106,22 +108,22 @@ class EightBits:
         if all(torch.equal(each.half().float(), each) for each in scales):
             scales = [each.half() for each in scales]
         factors, offsets = (each.contiguous() for each in scales)
-        found = cls(numbers.flatten(1), factors, offsets if offsets.any() else None)
-        return found if torch.equal(found.weight(), weight) else None
+        form = cls(numbers.flatten(1), factors, offsets if offsets.any() else None)
+        return form if torch.equal(form.weight(), weight) else None
 
     @classmethod
     def joined(cls, parts: Sequence["EightBits | None"]) -> "EightBits | None":
-        """One weight with the outputs of all these; None unless they have one form."""
-        found = [part for part in parts if part is not None]
-        if len(found) < len(parts) or len({part.form for part in found}) > 1:
+        """One weight with the outputs of all these; None unless they have the same form."""
+        present = [part for part in parts if part is not None]
+        if len(present) < len(parts) or len({part.form for part in present}) > 1:
             return None
-        offsets = [part.offsets for part in found if part.offsets is not None]
-        numbers, factors = (torch.cat([getattr(part, name) for part in found]) for name in ("numbers", "factors"))
+        offsets = [part.offsets for part in present if part.offsets is not None]
+        numbers, factors = (torch.cat([getattr(part, name) for part in present]) for name in ("numbers", "factors"))
         return cls(numbers, factors, torch.cat(offsets) if offsets else None)
 
     @property
     def form(self) -> str:
-        """The types of the numbers and their scales, and how many inputs share these."""
+        """The types of the numbers and their scales, and how many inputs share a scale."""
         scales = "factors" if self.offsets is None else "factors and offsets"
         return f"{self.numbers.dtype}, {self.factors.dtype} {scales} of {self.shared}"
 
@@ -131,18 +133,17 @@ class EightBits:
         return self.numbers.shape[1] // self.factors.shape[1]
 
     def weight(self) -> Float32[Tensor, "out in"]:
-        """The weight itself."""
-        found = self.numbers.unflatten(1, (-1, self.shared)) * self.factors.float().unsqueeze(-1)
-        return (found if self.offsets is None else found + self.offsets.float().unsqueeze(-1)).flatten(1)
+        weight = self.numbers.unflatten(1, (-1, self.shared)) * self.factors.float().unsqueeze(-1)
+        return (weight if self.offsets is None else weight + self.offsets.float().unsqueeze(-1)).flatten(1)
 
 
 class Product:
     """The product with one layer's weights."""
 
     def __init__(self, weight: Tensor | EightBits, bias: Tensor | None, tiled: bool = False) -> None:
-        """`weight` [out, in] is of float16, bfloat16 or 8 bits, `bias` [out] of float32.
+        """`weight` [out, in] is in float16, bfloat16 or 8 bits, `bias` [out] in float32.
 
-        States are float32; with `tiled` they are bfloat16, as the weight is, and `in` is a multiple of `TILED`.
+        Inputs are float32; with `tiled` inputs and weight are bfloat16, and `in` is a multiple of `TILE_SIZE`.
         """
         loaded = library()
         assert loaded is not None
@@ -150,42 +151,41 @@ class Product:
         numbers = weight.numbers if isinstance(weight, EightBits) else weight
         self.outputs, self.size = numbers.shape
         self.form = str(numbers.dtype) if form is None else form.form
-        width, together = (TILED, 2) if tiled else (loaded.width(), 1)
+        width, together = (TILE_SIZE, 2) if tiled else (loaded.width(), 1)
         parts = [numbers] if form is None else [numbers, form.factors, form.offsets]
-        self.held = [None if part is None else in_panels(part, width, together) for part in parts]
+        self.panels = [None if part is None else in_panels(part, width, together) for part in parts]
         self.bias = bias
-        first, *scales, last = (None if part is None else part.data_ptr() for part in [*self.held, bias])
+        first, *scales, last = (None if part is None else part.data_ptr() for part in [*self.panels, bias])
         self.addresses = first, last
         self.scales = [] if form is None else [*scales, form.shared, form.factors.dtype == torch.float32]
         self.kernel = getattr(loaded, "tiles" if tiled else str(numbers.dtype).removeprefix("torch."))
 
     def __call__(self, inputs: Tensor) -> Tensor:
-        """States [..., in] times the weights: [..., out], in their dtype."""
+        """Inputs [..., in] times the weights: [..., out], in the inputs' dtype."""
         inputs = inputs.contiguous()
-        found = inputs.new_empty((*inputs.shape[:-1], self.outputs))
+        products = inputs.new_empty((*inputs.shape[:-1], self.outputs))
         sizes = inputs.numel() // self.size, self.size, self.outputs
-        self.kernel(inputs.data_ptr(), *self.addresses, found.data_ptr(), *sizes, *self.scales)
-        return found
+        self.kernel(inputs.data_ptr(), *self.addresses, products.data_ptr(), *sizes, *self.scales)
+        return products
 
 
 def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
-    """Rows of numbers, [out, size], in the order in which a kernel reads them: panels of `width` rows, `together`
-    columns at a time."""
+    """Rows of numbers [out, size] in a kernel's reading order: panels of `width` rows, `together` columns at a time."""
     panels = functional.pad(rows, (0, 0, 0, -len(rows) % width)).unflatten(0, (-1, width))
     return panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
 
 
 def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
-    """A float32 layer's weight in 8 bits, or in a 16-bit dtype, if none of its numbers changes in that."""
+    """A float32 layer's weight in 8 bits or in a 16-bit dtype, if it is exact there."""
     weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
     if library() is not None and known is not None and torch.equal(known.weight(), weight):
         return known
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((found for found in halved if torch.equal(found.float(), weight)), None)
+    return next((half for half in halved if torch.equal(half.float(), weight)), None)
 
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:
-    """The 8-bit form that a weight came from, if `remember_eight_bits` noted one."""
+    """The 8-bit form of a weight, if `remember_eight_bits` noted one."""
     return getattr(weight, "eight_bits", None)
 
 

@@ -10,27 +10,27 @@ import time
 import psutil
 import torch
 
-LOOK_SECONDS = 0.5  # between looks; the system counts in hundredths of a second
+CHECK_SECONDS = 0.5  # the system counts in hundredths of a second
 
 
 class Threads:
-    """Sets the number of torch threads by the load from other processes."""
+    """Adapts the number of torch threads to the load of other processes."""
 
     def __init__(self) -> None:
         self.most = self.count = torch.get_num_threads()
-        self.before = look() if self.most > 1 else (0.0, 0.0, 0.0)
+        self.before = core_seconds() if self.most > 1 else (0.0, 0.0, 0.0)
 
     def follow(self) -> None:
-        """Set the number, if it is time to look again."""
+        """Set the number, if it is time to check the load again."""
         if torch.get_num_threads() != self.count:  # set by the user
             self.most = self.count = torch.get_num_threads()
-        if self.most == 1 or time.monotonic() < self.before[0] + LOOK_SECONDS:
+        if self.most == 1 or time.monotonic() < self.before[0] + CHECK_SECONDS:
             return
-        now = look()
+        now = core_seconds()
         seconds, busy, own = (after - before for after, before in zip(now, self.before, strict=True))
         self.before = now
-        left = round(len(cores()) - (busy - own) / seconds)
-        self.set(max(1, min(self.most, left)))
+        free = round(len(cores()) - (busy - own) / seconds)
+        self.set(max(1, min(self.most, free)))
 
     def restore(self) -> None:
         self.set(self.most)
@@ -46,8 +46,8 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [*range(psutil.cpu_count() or 1)]
 
 
-def look() -> tuple[float, float, float]:
-    """The time, and the seconds that these cores have worked for all processes and for this one.
+def core_seconds() -> tuple[float, float, float]:
+    """The time, and the busy seconds of these cores so far, for all processes and for this one.
 
     Niced processes are not counted.
     """

@@ -82,7 +82,7 @@ def gaps(target: TargetModel, prompt: list[int], text: list[int], sampling: Samp
 def plain_logits(target: TargetModel, prompt: list[int], text: list[int]) -> Float[Tensor, "1 text vocab"]:
     """The logits that choose each token of the text, from one pass over all of it."""
     tokens = torch.tensor([prompt + text], device=target.device)
-    return target.forward(tokens, logits_at=[len(prompt) - 1 + number for number in range(len(text))]).logits
+    return target.passes.forward(tokens, logits_at=[len(prompt) - 1 + number for number in range(len(text))]).logits
 
 
 def rounding(target: TargetModel, prompts: Sequence[list[int]], max_new_tokens: int, sampling: Sampling) -> float:

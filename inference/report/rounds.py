@@ -71,8 +71,7 @@ def run_rounds(
     longest = sorted(batches, key=lambda each: max(len(prompt.tokens) for prompt in each), reverse=True)
     for method, each in product(methods, longest[:warmup]):  # they allocate everything that depends on size
         run(method, each)
-    if target.compiler is not None:
-        target.compiler.finish()
+    target.fast_form.finish()
     for number, prompts in enumerate(batches):
         first = number % len(methods)
         order = [*range(first, len(methods)), *range(first)]

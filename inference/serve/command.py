@@ -88,7 +88,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         target=target,
         template=template,
         make_loop=loop_with(model.drafter),
-        defaults=TargetDefaults.of(target, model.rule),
+        defaults=TargetDefaults.of(target),
         max_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,
@@ -106,7 +106,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
 
 def ready_loop(target: TargetModel, *options: Any, **more: Any) -> DecodeLoop:
     """A decode loop with its CUDA graphs captured, so that the first requests do not wait for it."""
-    target.kept(SpareSteps).clear()  # they belong to the previous head
+    target.singleton(SpareSteps).clear()  # they belong to the previous head
     loop = DecodeLoop(target, *options, **more)
     loop.capture_ahead()
     return loop

@@ -1,4 +1,4 @@
-"""The facts about a model's architecture that decoding needs, read from its configuration and from one forward pass."""
+"""The facts about a model's architecture that decoding needs, read from its configuration."""
 
 from typing import Any
 
@@ -40,18 +40,18 @@ def window_of(kind: str, config: Any) -> Window | None:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions up to which a text is read the same in one pass and in several; None for any.
+    """The number of positions up to which one pass and several compute the same; None for no limit.
 
-    After it, some RoPEs would rotate cached keys differently, and Llama 4 scales queries by their place in the pass.
+    After it, some RoPEs would rotate cached keys differently, and Llama 4 scales queries by their index in the pass.
     """
     config = text_config(model)
     if config.get("attn_temperature_tuning"):
         return int(config["floor_scale"])
-    found = config.get("rope_parameters") or {}
-    kinds = {found.get("rope_type")} | {part.get("rope_type") for part in found.values() if isinstance(part, dict)}
+    rope = config.get("rope_parameters") or {}
+    kinds = {rope.get("rope_type")} | {part.get("rope_type") for part in rope.values() if isinstance(part, dict)}
     if not kinds & GROWING_ROPES:
         return None
-    return found.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    return rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
 
 
 def attention_code(config: Any) -> str | None:

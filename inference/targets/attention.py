@@ -21,18 +21,18 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.cache import RowGroup, Slots
 from headstart.inference.core.side_by_side import PackedMask
-from headstart.inference.kernels.outside_graph import HERE, Operation, apart
+from headstart.inference.kernels import attention_outside_graph, is_tracing
 
 
 class RaggedMask(Tensor):
-    """An additive mask of many rows that says how many keys each group of them has; the rest is hidden."""
+    """An additive mask of many rows that tells how many keys each group of them has; the rest is hidden."""
 
     groups: tuple[RowGroup, ...] = ()
 
 
-LEAST_KEYS = 512  # in each part: merging then costs little compared with the time that sharing saves
-GPU_PARTS = 8  # at most, a power of two
-MOST_QUERIES = 48  # per key head; with more, the kernel shares the queries among the threads, too
+PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
+GPU_PARTS_MAX = 8  # a power of two
+CPU_QUERIES_MAX = 48  # per key head; with more, the kernel shares the queries among the threads too
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 
@@ -48,21 +48,21 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [batch, seq, num_heads, value_dim].
 
-    Passes without a mask, or with a mask per head, go to transformers' own sdpa. In a large batch of unlike rows, on a
-    CPU, each group of rows reads only the keys that its longest row holds. Parts that lie side by side attend each to
+    Passes without a mask, or with a mask per head, go to transformers' own sdpa. On a CPU, in a large batch of rows of
+    different lengths, each group of rows reads only the keys of its longest row. Parts that lie side by side attend to
     their own keys.
     """
-    if HERE.trace is not None:
-        number: Any = module.layer_idx
-        HERE.trace.take_updated(key, value, number)
-        size = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
-        return apart(module, partial(attention_to_cache, scaling, options), [query, key, value], size), None
+    if is_tracing():
+        attend = partial(grouped_attention, scaling=scaling, **options)
+        return attention_outside_graph(attend, module, query, key, value), None
     if isinstance(attention_mask, PackedMask) and attention_mask.cache is not None:
         cache, masks = attention_mask.cache, attention_mask.masks
         parts = zip(cache.split(query), cache.take_held(), masks, strict=True)
         attended = [
-            grouped_attention(module, own, keys, values, mask.to(own.device), scaling, **options)[0].flatten(0, 1)
-            for own, (keys, values), mask in parts
+            grouped_attention(module, queries, keys, values, mask.to(queries.device), scaling, **options)[0].flatten(
+                0, 1
+            )
+            for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
     if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
@@ -74,20 +74,8 @@ def grouped_attention(
             for rows, keys in attention_mask.groups
         ]
         return torch.cat(groups).transpose(1, 2).contiguous(), None
-    # Contiguous, as transformers' own: some models take a view of it.
+    # Contiguous, as in transformers: some models take a view of it.
     return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
-
-
-def attention_to_cache(scaling: float | None, options: dict[str, Any], module: Any) -> Operation:
-    """What a compiled layer's attention does with its new keys and values in a pass."""
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        run = HERE.run
-        assert run is not None
-        keys, values = run.cache.update(key, value, module.layer_idx)
-        return grouped_attention(module, query, keys, values, run.mask, scaling, **options)[0].contiguous()
-
-    return attend
 
 
 def folded_attention(
@@ -97,11 +85,11 @@ def folded_attention(
     mask: Tensor,
     scaling: float | None,
 ) -> Float[Tensor, "batch num_heads seq value_dim"]:
-    """Attention whose query heads of one key head are further queries; mask [batch or 1, 1, seq, keys]."""
+    """Attention in which the query heads of one key head become further queries; mask [batch or 1, 1, seq, keys]."""
     batch, num_heads, seq, _ = query.shape
     if num_heads == key.shape[1]:
-        own_mask = mask.as_subclass(Tensor)[..., : key.shape[2]]
-        return scaled_dot_product_attention(query, key, value, own_mask, scale=scaling)
+        mask = mask.as_subclass(Tensor)[..., : key.shape[2]]
+        return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     mask = fold_once(mask, num_heads // key.shape[1], key.shape[2])
     folded = fold_heads(query, key.shape[1])
     parts = parts_of_keys(folded, key, value)
@@ -109,16 +97,11 @@ def folded_attention(
         mixed = attention_by_parts(folded, key, value, mask, scaling, parts)
     else:
         mixed = scaled_dot_product_attention(folded, key, value, mask, scale=scaling)
-    return mixed.reshape(batch, num_heads, seq, -1)  # a view, but for kernels that return another order of memory
+    return mixed.reshape(batch, num_heads, seq, -1)  # a view, except after kernels with another order of memory
 
 
 def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
-    """The mask of folded queries over the first keys; the first layer of a pass makes it for all.
-
-    In compiled code each layer makes its own, as the compiler cannot trace what is kept on a tensor.
-    """
-    if torch.compiler.is_compiling():
-        return fold_mask(mask[..., :keys], group)
+    """The mask of folded queries over the first keys; the first layer of a pass makes it for all layers."""
     made: dict[tuple[int, int], Tensor] = vars(mask).setdefault("folded", {})
     if (group, keys) not in made:
         made[group, keys] = fold_mask(mask.as_subclass(Tensor)[..., :keys], group)
@@ -126,21 +109,20 @@ def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
 
 
 def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Into how many parts the threads of a CPU, or the processors of a GPU, share the keys of one row: their kernels
-    give each only whole heads.
+    """The number of parts of one row's keys that a CPU's threads or a GPU's processors share.
 
-    1 where there are few keys, or where a CPU's threads get equally many heads anyway.
+    Their kernels would give each whole heads only. 1 for few keys, and if a CPU's threads get equal numbers of heads.
     """
     batch, heads, queries, size = query.shape
     if batch != 1 or value.shape[-1] != size:
         return 1
     if query.device.type == "cuda":
-        parts = min(key.shape[2] // LEAST_KEYS, GPU_PARTS)
-        return 1 << (parts.bit_length() - 1) if parts > 1 and key.shape[2] % (8 * GPU_PARTS) == 0 else 1
-    if query.device.type != "cpu" or queries > MOST_QUERIES:
+        parts = min(key.shape[2] // PART_KEYS_MIN, GPU_PARTS_MAX)
+        return 1 << (parts.bit_length() - 1) if parts > 1 and key.shape[2] % (8 * GPU_PARTS_MAX) == 0 else 1
+    if query.device.type != "cpu" or queries > CPU_QUERIES_MAX:
         return 1
     threads = torch.get_num_threads()
-    return min(threads // gcd(heads, threads), key.shape[2] // LEAST_KEYS) or 1
+    return min(threads // gcd(heads, threads), key.shape[2] // PART_KEYS_MIN) or 1
 
 
 def attention_by_parts(
@@ -153,28 +135,28 @@ def attention_by_parts(
 ) -> Float[Tensor, "1 heads queries size"]:
     """Attention to equally large parts of the keys as a batch, merged by the sums of their exponentials.
 
-    This is Flash-Decoding (Dao et al. 2023). Where the keys cannot be divided evenly, parts overlap, and the keys that
-    the next part has too are hidden.
+    This is Flash-Decoding (Dao et al. 2023). If the keys cannot be divided evenly, parts overlap, and the keys that are
+    also in the next part are hidden.
     """
     keys = key.shape[2]
     step = keys // parts
     size = keys - (parts - 1) * step
-    key, value, own_mask = (
+    key, value, part_mask = (
         each.unfold(axis, size, step)[0].movedim(from_axis, 0)
         for each, axis, from_axis in ((key, 2, 1), (value, 2, 1), (mask, 3, 2))
     )  # [parts, heads, size, keys of a part], twice, and [parts, 1, queries, keys of a part]
     if size > step:
-        own_mask = own_mask.clone()
-        own_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
-    given = query.expand(parts, -1, -1, -1), key.mT, value.mT
+        part_mask = part_mask.clone()
+        part_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
+    inputs = query.expand(parts, -1, -1, -1), key.mT, value.mT
     if query.device.type == "cuda":
-        own_mask = own_mask.contiguous().expand(-1, query.shape[1], -1, -1)
+        part_mask = part_mask.contiguous().expand(-1, query.shape[1], -1, -1)
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        mixed, logsumexp, *_ = efficient(*given, own_mask, True, scale=scaling)
-        logsumexp = logsumexp[..., : query.shape[2]]  # that kernel fills it up
+        mixed, logsumexp, *_ = efficient(*inputs, part_mask, True, scale=scaling)
+        logsumexp = logsumexp[..., : query.shape[2]]  # which that kernel pads
     else:
         for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        mixed, logsumexp = for_cpu(*given, attn_mask=own_mask, scale=scaling)
+        mixed, logsumexp = for_cpu(*inputs, attn_mask=part_mask, scale=scaling)
     weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
@@ -183,8 +165,8 @@ def attention_by_parts(
 def cudnn_attention(allowed: bool) -> Iterator[None]:
     """Let torch choose cuDNN's attention on a GPU, or not.
 
-    Of those that take a mask it is the fastest, but it makes a plan for every new shape: on an H100 that takes 71 ms,
-    where the others start at once. So only captured steps use it.
+    It is the fastest one that takes a mask, but it makes a plan for every new shape, which takes 71 ms on an H100. So
+    only captured steps use it.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(allowed)
@@ -199,7 +181,7 @@ AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
 
 
 def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
-    """A mask that lets `grouped_attention` skip keys, where that pays: unlike rows on a CPU."""
+    """A mask that lets `grouped_attention` skip keys where that pays: on a CPU, for rows of different lengths."""
     if slots.even or not slots.reads_in_groups or len(groups := slots.row_groups(mask.shape[2])) == 1:
         return mask
     ragged = mask.as_subclass(RaggedMask)
@@ -208,7 +190,7 @@ def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model that runs on sdpa use `grouped_attention`; others keep what they have."""
+    """Let a model that runs on sdpa use `grouped_attention`; others keep their attention."""
     if model.config._attn_implementation == SDPA:
         model.set_attn_implementation(GROUPED)
 

@@ -17,10 +17,10 @@ from headstart.recipes.schema import TargetSection
 
 Json = dict[str, Any]
 
-DATE = "date"  # the setting that fixes the day which a template writes
+DATE = "date"  # the setting that fixes a template's current day
 STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 PROBE = {"probe_key": "probe value"}
-# How a template may want a turn with tool calls: its content where it has no words, and the type of the arguments.
+# How a template may expect a turn with tool calls: its content if it has no text, and the type of the arguments.
 CALL_FORMS: tuple[tuple[str | None, type], ...] = (("", dict), (None, dict), (None, str), ("", str))
 
 
@@ -28,7 +28,7 @@ class ChatTemplate:
     """A tokenizer's chat template with the settings of a run (target.chat_template_kwargs)."""
 
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any] | None = None) -> None:
-        """Raise ValueError for settings that are no variables of a template, and for a date that is none."""
+        """Raise ValueError for settings that cannot be variables of a template."""
         self.tokenizer, self.settings = tokenizer, dict(settings or {})
         if taken := self.reserved(self.settings):
             raise ValueError(
@@ -43,7 +43,7 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, section: TargetSection) -> "ChatTemplate":
-        """That of a recipe's target, from its folder."""
+        """The chat template of a recipe's target."""
         return cls(load_tokenizer(folder_of(section), section.trust_remote_code), section.chat_template_kwargs)
 
     @property
@@ -52,12 +52,12 @@ class ChatTemplate:
         return self.tokenizer.chat_template is not None
 
     def reserved(self, names: Iterable[str]) -> str | None:
-        """The first of these names that is no variable of a template but an argument of the call that renders it."""
-        own = {"messages", "strftime_now", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        return next((name for name in sorted(names) if name in own), None)
+        """The first of these names that is an argument of the call that renders a template, and not a variable."""
+        reserved = {"messages", "strftime_now", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        return next((name for name in sorted(names) if name in reserved), None)
 
     def tokens(self, messages: Sequence[Json], tools: list[Json] | None = None, **more: Any) -> list[int]:
-        """The tokens after which the target answers these messages; `more` is that of `render`."""
+        """The prompt tokens of these messages; `more` are arguments of `render`."""
         return self.encode(self.render(messages, tools, **more))
 
     def encode(self, text: str) -> list[int]:
@@ -65,20 +65,20 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of text of any length that is no chat; rendered text brings its special tokens."""
+        """Tokens of plain text, not a chat; adds special tokens unless the text is rendered."""
         return list(self.tokenizer(text, add_special_tokens=not self.is_rendered(text), verbose=False)["input_ids"])
 
     def prompt_tokens(self, text: str) -> list[int]:
-        """The tokens of a prompt in plain text: what a user says, or without a chat template text to continue."""
-        said = [{"role": "user", "content": text}]
-        return self.tokens(said) if self.is_turn(text) else self.encode_text(text)
+        """The tokens of a prompt in plain text: a user's turn, or without a chat template text to continue."""
+        turn = [{"role": "user", "content": text}]
+        return self.tokens(turn) if self.is_turn(text) else self.encode_text(text)
 
     def is_turn(self, text: str) -> bool:
-        """Whether a prompt in plain text is what a user says: there is a template, and the text is not rendered yet."""
+        """Whether plain text is a user's turn: there is a template, and the text is not rendered yet."""
         return self.exists and not self.is_rendered(text)
 
     def is_rendered(self, text: str) -> bool:
-        """Whether a text begins with a special token, as the texts of chat templates do."""
+        """Whether a text begins with a special token, as chat templates write it."""
         return self.special.match(text) is not None
 
     def render(
@@ -89,67 +89,67 @@ class ChatTemplate:
         continued: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The messages as text; with `ask`, up to where the target's answer begins.
+        """The messages as text; with `ask`, up to the start of the target's answer.
 
-        `continued` leaves the last message open; `variables` of the template replace the run's. Raises whatever the
-        template raises, which is a program of its own.
+        `continued` leaves the last message open; `variables` of the template replace the run's. Raises any error of the
+        template, which is a program of its own.
         """
-        how = {"add_generation_prompt": ask, "continue_final_message": continued}
-        turns = [self._as_taken(message) for message in messages]
-        return str(self._apply(turns, tools, variables, tokenize=False, **how))
+        options = {"add_generation_prompt": ask, "continue_final_message": continued}
+        turns = [self._as_read(message) for message in messages]
+        return str(self._apply(turns, tools, variables, tokenize=False, **options))
 
     def own_tokens(
         self, messages: Sequence[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None
     ) -> list[int]:
         """The prompt's tokens as the tokenizer's own `apply_chat_template` gives them."""
-        turns = [self._as_taken(message) for message in messages]
+        turns = [self._as_read(message) for message in messages]
         if any(turn["content"] is None for turn in turns):  # the tokenizer's own drops these
             return self.encode(self.render(messages, tools, variables=variables))
         quietly = {"verbose": False}  # the caller cuts or refuses long prompts
-        how = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
-        return list(self._apply(turns, tools, variables, **how))
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
+        return list(self._apply(turns, tools, variables, **options))
 
     def end_tokens(self, known: Collection[int] = ()) -> list[int]:
-        """The tokenizer's end token; and the last mark of those that the template writes after an answer, unless one of
-        them is an end token already or is among the `known` ones."""
-        own = self.tokenizer.eos_token_id
-        ends, marks = [] if own is None else [int(own)], self._marks_after_answer
+        """The tokenizer's end token; and the last special token that the template writes after an answer, unless one of
+        these tokens is already an end token or `known`."""
+        end = self.tokenizer.eos_token_id
+        ends, marks = [] if end is None else [int(end)], self._marks_after_answer
         return ends if {*marks} & {*ends, *known} else [*ends, *marks[-1:]]
 
     @cached_property
     def _marks_after_answer(self) -> list[int]:
-        """The special tokens that the template writes right after an assistant's words."""
+        """The special tokens that the template writes directly after an assistant's words."""
         words = "The sky is blue."
         turns = [{"role": "user", "content": "Which colour has the sky?"}, {"role": "assistant", "content": words}]
         try:
             after = self.render(turns, ask=False).partition(words)[2].lstrip() if self.exists else ""
-        except Exception:  # a template raises whatever it likes; this one writes no such turn
+        except Exception:  # a template may raise anything; this one cannot write such a turn
             return []
         special = {self.tokenizer.convert_tokens_to_ids(mark) for mark in self.marks}
         return list(takewhile(special.__contains__, self.encode(after)))
 
     def _apply(
-        self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **how: Any
+        self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **options: Any
     ) -> Any:
-        given, own_tools = {**self.settings, **(variables or {})}, cast(Any, tools)
-        source = self.tokenizer.get_chat_template(tools=own_tools)
-        if given.get(DATE) is not None:
-            source = with_date(source, day_of(given[DATE]))
+        values, functions = {**self.settings, **(variables or {})}, cast(Any, tools)
+        source = self.tokenizer.get_chat_template(tools=functions)
+        if values.get(DATE) is not None:
+            source = with_date(source, day_of(values[DATE]))
         if all(turn["content"] is not None for turn in turns):
-            return self.tokenizer.apply_chat_template(turns, tools=own_tools, chat_template=source, **how, **given)
-        how.pop("tokenize")
-        given = {**self.tokenizer.special_tokens_map, **given}
-        rendered: Any = render_jinja_template([turns], tools=own_tools, chat_template=source, **how, **given)
+            return self.tokenizer.apply_chat_template(turns, tools=functions, chat_template=source, **options, **values)
+        options.pop("tokenize")
+        values = {**self.tokenizer.special_tokens_map, **values}
+        rendered: Any = render_jinja_template([turns], tools=functions, chat_template=source, **options, **values)
         return rendered[0][0]  # of the texts and the generation indices
 
-    def _as_taken(self, message: Json) -> Json:
+    def _as_read(self, message: Json) -> Json:
         """A message in the form that this template reads."""
-        found = dict(message)
-        if found["role"] == "developer" and "developer" not in self.source:
-            found["role"] = "system"
-        if found.get("reasoning_content"):
-            found = {"thinking": found["reasoning_content"], **found}  # what gpt-oss reads; transformers 5.17 adds none
-        return self._with_calls(found, *self.call_form) if found.get("tool_calls") else found
+        turn = dict(message)
+        if turn["role"] == "developer" and "developer" not in self.source:
+            turn["role"] = "system"
+        if turn.get("reasoning_content"):
+            turn = {"thinking": turn["reasoning_content"], **turn}  # for gpt-oss; transformers 5.17 does not add it
+        return self._with_calls(turn, *self.call_form) if turn.get("tool_calls") else turn
 
     @staticmethod
     def _with_calls(message: Json, empty: str | None, kind: type) -> Json:
@@ -167,7 +167,7 @@ class ChatTemplate:
             turn = self._with_calls({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
             try:
                 text = str(self._apply([{"role": "user", "content": "probe"}, turn], None, None, tokenize=False))
-            except Exception:  # a template raises whatever it likes for a form that it does not take
+            except Exception:  # a template may raise anything for a form that it does not read
                 continue
             is_python_or_escaped = "'probe_key'" in text or '\\"probe_key' in text
             if all(part in text for part in ("probe_name", "probe_key", "probe value")) and not is_python_or_escaped:
@@ -176,19 +176,19 @@ class ChatTemplate:
 
 
 def with_date(source: str, day: date) -> str:
-    """A template that takes this day for today; raises ValueError if it forms the date in a way of its own."""
-    dated = STRFTIME.sub(lambda found: json.dumps(day.strftime(found[2])), source)
+    """A template whose current day is this one; raises ValueError if it formats the date by other means."""
+    dated = STRFTIME.sub(lambda match: json.dumps(day.strftime(match[2])), source)
     if "strftime_now(" in dated:
         raise ValueError(f"chat_template_kwargs.{DATE}: given, but the template does not name its format; leave it out")
     return dated
 
 
-def day_of(given: Any) -> date:
+def day_of(text: Any) -> date:
     try:
-        return date.fromisoformat(str(given))
+        return date.fromisoformat(str(text))
     except ValueError:
         allowed = "a day such as 2026-11-26 is allowed; correct it"
-        raise ValueError(f"chat_template_kwargs.{DATE}: {given!r} given, {allowed}") from None
+        raise ValueError(f"chat_template_kwargs.{DATE}: {text!r} given, {allowed}") from None
 
 
 def as_kind(arguments: Any, kind: type) -> Any:

@@ -1,6 +1,6 @@
-"""How a target decodes, found by trial: the passes of decoding must compute what its module's own forward computes.
+"""How a target decodes, found by trial: the passes of decoding must compute the same as its module's own forward.
 
-A forward that depends on more than tokens, positions and mask would otherwise write another text in silence.
+Otherwise a forward that depends on more than tokens, positions and mask would silently change the text.
 """
 
 import hashlib
@@ -16,178 +16,179 @@ from headstart.common.process import user_cache
 from headstart.inference.core.tree import Tree
 from headstart.inference.targets.attention import keep_own_attention, own_attention_of
 from headstart.inference.targets.cache_layout import cache_layout
-from headstart.inference.targets.forward import Passes, Way
+from headstart.inference.targets.passes import DecodingMethod, Passes
 
-COUNT, FIRST, SECOND = 12, 5, 8  # tokens of the trial; those of the prompt's first part, and of both parts
-# Difference of logits, relative to them, that is still rounding. In half precision, experts are chosen differently.
+TRIAL_TOKENS, FIRST_PART, BOTH_PARTS = 12, 5, 8  # of the trial, of the prompt's first part, and of both parts
+# Relative difference of logits up to which it is rounding. In half precision, other experts may be chosen.
 ROUNDING = {torch.float32: 0.01, torch.float64: 0.01}
 ROUNDING_IN_HALF = 0.25
-Pass = tuple[str, Tensor, range]  # what it reads, the logits of one row [nodes, vocab], and their places in the text
+Trial = tuple[str, Tensor, range]  # the input in words, the logits of one row [nodes, vocab], their indices in the text
 ROWS = ("of one row", "of a shorter row beside it")
-FOUND: dict[str, Way] = {}  # by what decides it, so that a process tries each kind of model once
-SLOW = 5 * 10**8  # weights; what was found for a larger model is kept for later processes
+KNOWN_METHODS: dict[str, DecodingMethod] = {}  # by identity, so that a process tries each kind of model once
+SLOW_TRIAL_WEIGHTS = 5 * 10**8  # the method of a larger model is remembered on disk
 
 
 @torch.inference_mode()
-def choose_way(target: Passes) -> list[str]:
-    """Set how the target decodes: the first way whose passes agree with its own forward; returns why not the others.
+def choose_method(passes: Passes) -> list[str]:
+    """Set the first method whose passes agree with the model's own forward; returns why the earlier ones do not.
 
-    Raises ValueError, naming the family and the differences, if none does.
+    Raises ValueError, naming the family and the differences, if no method does.
     """
-    if target.selects_logits:  # some models take the argument and ignore a list
-        three = torch.zeros(1, 3, dtype=torch.long, device=target.device)
-        target.selects_logits = target.forward(three, logits_at=[0, 2]).logits.shape[1] == 2
-    layout = cache_layout(target.model, target.config.num_layers)
-    known: list[Way] = [] if layout.empty is None else ["chains", "plain"] if layout.has_states else ["trees", "chains"]
-    identity, failures = identity_of(target), list[str]()
-    found = known_way(identity)
-    ways: list[Way] = [*known, "own cache", "own cache, plain"] if found is None else [found]
-    for way in ways:
-        is_own = way.startswith("own cache")
-        target.way, target.layout = way, layout.without_slots() if is_own else layout
+    if passes.selects_logits:  # some models take the argument and ignore a list
+        three = torch.zeros(1, 3, dtype=torch.long, device=passes.device)
+        passes.selects_logits = passes.forward(three, logits_at=[0, 2]).logits.shape[1] == 2
+    layout = cache_layout(passes.model, passes.config.num_layers)
+    methods: list[DecodingMethod] = ["chains", "plain"] if layout.is_recurrent else ["trees", "chains"]
+    methods = [*(() if layout.empty is None else methods), "own cache", "own cache, plain"]
+    identity, failures = identity_of(passes), list[str]()
+    known = known_method(identity)
+    for method in methods if known is None else [known]:
+        is_own = method.startswith("own cache")
+        passes.method, passes.layout = method, layout.without_slots() if is_own else layout
         if is_own or layout.has_indexers:  # models of these kinds ask for their attention by name
-            keep_own_attention(target.model)
-        failure = None if way == found else difference(target, PASSES[way])
+            keep_own_attention(passes.model)
+        failure = None if method == known else difference(passes)
         if failure is None:
-            keep_way(identity, way, target)
+            remember_method(identity, passes)
             return failures
-        failures.append(f"{way}: {failure}")
+        failures.append(f"{method}: {failure}")
     raise ValueError(
-        f"target.path: a {target.config.model_type!r} model given, whose passes do not continue its own text: "
+        f"target.path: a {passes.config.model_type!r} model given, whose passes do not continue its own text: "
         f"{'; '.join(failures)}; a causal language model that computes the same in several passes as in one is "
         f"allowed: choose another target"
     )
 
 
-def identity_of(target: Passes) -> str:
-    """A digest of what decides how a target decodes; its weights do not."""
-    model = target.model
-    facts = type(model), model.config.to_json_string(), model.config._attn_implementation, target.dtype, target.device
+def identity_of(passes: Passes) -> str:
+    """A digest of everything that decides the method; the weights do not."""
+    model = passes.model
+    facts = type(model), model.config.to_json_string(), model.config._attn_implementation, passes.dtype, passes.device
     return hashlib.sha256(f"{facts} {transformers.__version__}".encode()).hexdigest()
 
 
-def known_way(identity: str) -> Way | None:
-    """The way that this process, or an earlier one, has found for a kind of model."""
-    if identity not in FOUND and not torch.distributed.is_initialized():  # ranks must agree on whether they try
+def known_method(identity: str) -> DecodingMethod | None:
+    """The method that this process, or an earlier one, has chosen for a kind of model."""
+    if identity not in KNOWN_METHODS and not torch.distributed.is_initialized():  # ranks must agree on whether they try
         with suppress(OSError, RuntimeError):  # there may be no file, or no home folder
-            way = (user_cache("checked_targets") / identity).read_text()
-            if way in PASSES:
-                FOUND[identity] = way
-    return FOUND.get(identity)
+            method = (user_cache("checked_targets") / identity).read_text()
+            if method in TRIALS:
+                KNOWN_METHODS[identity] = method
+    return KNOWN_METHODS.get(identity)
 
 
-def keep_way(identity: str, way: Way, target: Passes) -> None:
-    """Keep a way for this process; for later ones too, if the model is large and its code is that of transformers."""
-    if identity in FOUND:
+def remember_method(identity: str, passes: Passes) -> None:
+    """Remember the chosen method for this process; on disk too for large models with transformers' code."""
+    if identity in KNOWN_METHODS:
         return
-    FOUND[identity] = way
-    is_slow = sum(parameter.numel() for parameter in target.model.parameters()) > SLOW
-    if is_slow and type(target.model).__module__.startswith("transformers."):
+    KNOWN_METHODS[identity] = passes.method
+    is_slow = sum(parameter.numel() for parameter in passes.model.parameters()) > SLOW_TRIAL_WEIGHTS
+    if is_slow and type(passes.model).__module__.startswith("transformers."):
         with suppress(OSError, RuntimeError):
-            write_text(user_cache("checked_targets") / identity, way)
+            write_text(user_cache("checked_targets") / identity, passes.method)
 
 
-def difference(target: Passes, passes: Callable[[Passes, Tensor], Iterator[Pass]]) -> str | None:
-    """The first of these passes whose logits differ from the module's own forward, and by how much; None if none."""
-    size = target.config.vocab_size
-    tokens = (torch.arange(COUNT, device=target.device).unsqueeze(0) * 7 + 5) % size
+def difference(passes: Passes) -> str | None:
+    """The first pass of the method whose logits differ from the model's own forward, and by how much; None if none."""
+    tokens = (torch.arange(TRIAL_TOKENS, device=passes.device).unsqueeze(0) * 7 + 5) % passes.config.vocab_size
     try:
-        with own_attention_of(target.model):
-            wanted = target.forward(tokens).logits[0].float()
-        for name, logits, places in passes(target, tokens):
-            found, own = logits.float(), wanted[places.start : places.stop]
-            if found.shape != own.shape:
-                return f"{name} gives logits of shape {tuple(found.shape)} where {tuple(own.shape)} are due"
-            apart = float((found - own).norm() / own.norm().clamp(min=1e-6))
-            if not apart <= ROUNDING.get(target.dtype, ROUNDING_IN_HALF):
-                most = float((found - own).abs().max())
-                return f"{name} differs from its own forward by up to {most:.2g} in the logits ({apart:.1%} of them)"
-    except Exception as error:  # whatever a model raises when it is run so
+        with own_attention_of(passes.model):
+            all_logits = passes.forward(tokens).logits[0].float()
+        for name, logits, index in TRIALS[passes.method](passes, tokens):
+            computed, wanted = logits.float(), all_logits[index.start : index.stop]
+            if computed.shape != wanted.shape:
+                return f"{name} gives logits of shape {tuple(computed.shape)} where {tuple(wanted.shape)} are due"
+            relative = float((computed - wanted).norm() / wanted.norm().clamp(min=1e-6))
+            if not relative <= ROUNDING.get(passes.dtype, ROUNDING_IN_HALF):
+                largest = float((computed - wanted).abs().max())
+                return (
+                    f"{name} differs from its own forward by up to {largest:.2g} in the logits ({relative:.1%} of them)"
+                )
+    except Exception as error:  # a model may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
-        target._seen.clear()
+        passes.hidden.clear()
     return None
 
 
-def slot_passes(target: Passes, tokens: Tensor, tree: bool) -> Iterator[Pass]:
-    """A prompt in two parts, then a token and trees or chains of two rows, one of which holds the first part alone."""
-    cache = target.new_cache(COUNT + 4, batch=2)
+def try_slots(passes: Passes, tokens: Tensor, tree: bool) -> Iterator[Trial]:
+    """A prompt in two parts, then a token and trees or chains of two rows, one of which holds only the first part."""
+    cache = passes.new_cache(TRIAL_TOKENS + 4, batch=2)
     row = cache.row(0)
     row.set_lengths([0])
-    yield "the first part of a prompt", target.forward(tokens[:, :FIRST], cache=row).logits[0], range(FIRST)
-    cache.target.move(0, 1, FIRST)
-    row.set_lengths([FIRST])
-    logits = target.forward_tree(chain_of(tokens[:, FIRST:SECOND]), row).logits[0]
-    yield "the second part of a prompt", logits, range(FIRST, SECOND)
-    cache.set_lengths([SECOND, FIRST])
-    whole = both_rows(tokens)
-    logits = target.forward_tree(chain_of(whole[:, :1]), cache).logits
+    yield "the first part of a prompt", passes.forward(tokens[:, :FIRST_PART], cache=row).logits[0], range(FIRST_PART)
+    cache.target.move(0, 1, FIRST_PART)
+    row.set_lengths([FIRST_PART])
+    logits = passes.tree(chain_of(tokens[:, FIRST_PART:BOTH_PARTS]), row).logits[0]
+    yield "the second part of a prompt", logits, range(FIRST_PART, BOTH_PARTS)
+    cache.set_lengths([BOTH_PARTS, FIRST_PART])
+    rest = rest_by_row(tokens)
+    logits = passes.tree(chain_of(rest[:, :1]), cache).logits
     yield from by_row("one token", logits, 0)
     right = slice(None)
     if tree:  # a wrong token before each right one but the root
-        wrong = (whole[:, 1:] + 1) % target.config.vocab_size
-        together = torch.stack([wrong, whole[:, 1:]], dim=2).flatten(1)
-        above = torch.arange(whole.shape[1] - 1, device=tokens.device).repeat_interleave(2) * 2
+        wrong = (rest[:, 1:] + 1) % passes.config.vocab_size
+        together = torch.stack([wrong, rest[:, 1:]], dim=2).flatten(1)
+        above = torch.arange(rest.shape[1] - 1, device=tokens.device).repeat_interleave(2) * 2
         parents = torch.cat([above[:1] - 1, above]).expand(2, -1)
-        drafts = Tree(torch.cat([whole[:, :1], together], dim=1), parents)
+        drafts = Tree(torch.cat([rest[:, :1], together], dim=1), parents)
         right = slice(None, None, 2)
     else:
-        drafts = chain_of(whole)
-    yield from by_row("a tree" if tree else "a chain", target.forward_tree(drafts, cache).logits[:, right], 0)
+        drafts = chain_of(rest)
+    yield from by_row("a tree" if tree else "a chain", passes.tree(drafts, cache).logits[:, right], 0)
 
 
-def state_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
+def try_states(passes: Passes, tokens: Tensor) -> Iterator[Trial]:
     """A prompt in two parts, a token of two rows, chains whose drafts are wrong, and chains after their roots, which
-    are read again. One row holds the first part alone."""
-    cache = target.new_cache(COUNT + 4, batch=2)
+    are read again. One row holds only the first part."""
+    cache = passes.new_cache(TRIAL_TOKENS + 4, batch=2)
     for row in range(2):
-        logits = target.read_on(tokens[:, :FIRST], cache.row(row), 0, None).logits[0]
-        yield "the first part of a prompt", logits, range(FIRST)
-    logits = target.read_on(tokens[:, FIRST:SECOND], cache.row(0), FIRST, None).logits[0]
-    yield "the second part of a prompt", logits, range(FIRST, SECOND)
-    cache.set_lengths([SECOND, FIRST])
-    one, root, rest = both_rows(tokens).split((1, 1, COUNT - SECOND - 2), dim=1)
-    yield from by_row("one token", target.forward_tree(chain_of(one), cache).logits, 0)
+        logits = passes.prefill(tokens[:, :FIRST_PART], cache.row(row), 0, None).logits[0]
+        yield "the first part of a prompt", logits, range(FIRST_PART)
+    logits = passes.prefill(tokens[:, FIRST_PART:BOTH_PARTS], cache.row(0), FIRST_PART, None).logits[0]
+    yield "the second part of a prompt", logits, range(FIRST_PART, BOTH_PARTS)
+    cache.set_lengths([BOTH_PARTS, FIRST_PART])
+    one, root, rest = rest_by_row(tokens).split((1, 1, TRIAL_TOKENS - BOTH_PARTS - 2), dim=1)
+    yield from by_row("one token", passes.tree(chain_of(one), cache).logits, 0)
     cache.keep([[0], [0]], one.tolist())
-    target.forward_tree(chain_of(root.expand(2, 3)), cache)
+    passes.tree(chain_of(root.expand(2, 3)), cache)
     cache.keep([[0], [0]], root.tolist())
-    yield from by_row("a chain after a rejected one", target.forward_tree(chain_of(rest), cache).logits, 2)
+    yield from by_row("a chain after a rejected one", passes.tree(chain_of(rest), cache).logits, 2)
 
 
-def plain_passes(target: Passes, tokens: Tensor) -> Iterator[Pass]:
+def try_plain(passes: Passes, tokens: Tensor) -> Iterator[Trial]:
     """Two prompts of unequal length, each in one pass, and then token by token."""
-    cache = target.new_cache(COUNT + 4, batch=2)
-    for row, end in enumerate((SECOND, FIRST)):
-        yield "a prompt", target.read_on(tokens[:, :end], cache.row(row), 0, None).logits[0], range(end)
-    cache.set_lengths([SECOND, FIRST])
-    for step, token in enumerate(both_rows(tokens).T[:2]):
-        logits = target.forward_tree(Tree.root_only(token[:, None]), cache).logits
+    cache = passes.new_cache(TRIAL_TOKENS + 4, batch=2)
+    for row, end in enumerate((BOTH_PARTS, FIRST_PART)):
+        yield "a prompt", passes.prefill(tokens[:, :end], cache.row(row), 0, None).logits[0], range(end)
+    cache.set_lengths([BOTH_PARTS, FIRST_PART])
+    for step, token in enumerate(rest_by_row(tokens).T[:2]):
+        logits = passes.tree(Tree.root_only(token[:, None]), cache).logits
         cache.keep([[0], [0]], token[:, None].tolist())
         yield from by_row("one token", logits, step)
 
 
-def by_row(what: str, logits: Tensor, after: int) -> Iterator[Pass]:
-    """A pass of both rows, `after` so many tokens after the parts that they hold."""
-    for name, found, start in zip(ROWS, logits, (SECOND, FIRST), strict=True):
-        yield f"{what} {name}", found, range(start + after, start + after + len(found))
+def by_row(name: str, logits: Tensor, after: int) -> Iterator[Trial]:
+    """A pass of both rows, starting `after` tokens past their cached part."""
+    for row, of_row, start in zip(ROWS, logits, (BOTH_PARTS, FIRST_PART), strict=True):
+        yield f"{name} {row}", of_row, range(start + after, start + after + len(of_row))
 
 
-def both_rows(tokens: Tensor) -> Tensor:
-    """Equally many tokens after both parts of the prompt, and after the first part."""
-    count = COUNT - SECOND
-    return torch.cat([tokens[:, SECOND:], tokens[:, FIRST : FIRST + count]])
+def rest_by_row(tokens: Tensor) -> Tensor:
+    """The next tokens after both parts of the prompt, and the same number of tokens after its first part."""
+    count = TRIAL_TOKENS - BOTH_PARTS
+    return torch.cat([tokens[:, BOTH_PARTS:], tokens[:, FIRST_PART : FIRST_PART + count]])
 
 
 def chain_of(tokens: Tensor) -> Tree:
     return Tree(tokens, torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens) - 1)
 
 
-PASSES: dict[Way, Callable[[Passes, Tensor], Iterator[Pass]]] = {
-    "trees": lambda target, tokens: slot_passes(target, tokens, tree=True),
-    "chains": lambda target, tokens: (
-        state_passes(target, tokens) if target.layout.has_states else slot_passes(target, tokens, tree=False)
+TRIALS: dict[DecodingMethod, Callable[[Passes, Tensor], Iterator[Trial]]] = {
+    "trees": lambda passes, tokens: try_slots(passes, tokens, tree=True),
+    "chains": lambda passes, tokens: (
+        try_states(passes, tokens) if passes.layout.is_recurrent else try_slots(passes, tokens, tree=False)
     ),
-    "plain": plain_passes,
-    "own cache": state_passes,
-    "own cache, plain": plain_passes,
+    "plain": try_plain,
+    "own cache": try_states,
+    "own cache, plain": try_plain,
 }

@@ -1,8 +1,8 @@
-"""A whole decode step as one function of tensors with fixed shapes, and that function as a CUDA graph.
+"""A decode step as one function of tensors with fixed shapes, and that function as a CUDA graph.
 
 On a GPU, a small step's kernels finish before the next ones are launched. A captured graph launches all of them at
-once, and the host waits only once, for what was accepted. On other devices the same function runs as it is, and tests
-hold it equal to the step with changing shapes.
+once, and the host waits only once, for the accepted tokens. On other devices the same function runs as it is, and tests
+compare it with the step with changing shapes.
 """
 
 import gc
@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
-from headstart.inference.core.cache import PAGE, KVCache
+from headstart.inference.core.cache import PAGE_TOKENS, KVCache
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
@@ -27,27 +27,25 @@ from headstart.inference.core.verify import VerifiedOnDevice, VerifiedOnHost
 from headstart.inference.targets.attention import cudnn_attention
 from headstart.inference.targets.model import TargetModel
 
-SPARE_STEPS = 6  # kept for later runs, each with its cache and graphs
-CAPTURES = 128  # graphs of one step, by shapes and form of sampling; the least recently used make room
-LEAST_REACH = 512  # slots that a captured step attends to at least
-SHAPES = 16  # trees, batches and capacities that a layer may be compiled for; beyond these it runs uncompiled
-Result = TypeVar("Result")
+SPARE_STEPS_MAX = 6  # for later runs, each with its cache and graphs
+GRAPHS_MAX = 128  # of one step, by shapes and form of sampling; the least recently used are dropped
+REACH_MIN = 512  # slots that a captured step attends to
 
 
 class SpareSteps(list["StaticStep"]):
-    """A target's captured steps that no run uses at the moment."""
+    """A target's captured steps that are not in use."""
 
 
 class GraphMemory:
-    """The memory that all graphs of a target share: they run one after another, and the host has read what one found
-    before the next begins."""
+    """The memory that all graphs of a target share: they run one after another, and the host has read the outputs of
+    one before the next begins."""
 
     def __init__(self) -> None:
         self.users: WeakSet[Graphed] = WeakSet()
 
     @property
     def pool(self) -> Any:
-        """The pool of a graph that is alive; None if there is none, as its memory went with the last one."""
+        """The memory pool of a live graph; None once the last graph is gone."""
         return next((user.graph.pool() for user in self.users if user.graph is not None), None)
 
 
@@ -58,11 +56,11 @@ class StepOutput:
     tree: Tree
     choices: Int[Tensor, "batch nodes"]
     taps: Float[Tensor, "batch nodes tapped"]
-    logits: Float[Tensor, "batch nodes vocab"]  # empty unless they were asked for: they are most of a graph's memory
+    logits: Float[Tensor, "batch nodes vocab"]  # empty unless requested: they are most of a graph's memory
 
     @classmethod
     def from_tensors(cls, outputs: tuple[Tensor, ...], rows: int) -> "StepOutput":
-        """The first rows of what a step returns; the others fill its batch up."""
+        """The real rows of a padded batch."""
         tokens, parents, choices, taps, logits = (output[:rows] for output in outputs)
         return cls(Tree(tokens, parents), choices, taps, logits)
 
@@ -83,60 +81,53 @@ class Capture:
 
 
 class StaticStep:
-    """Drafts, runs the target and chooses tokens. A graph serves every number of rows up to a power of two: others fill
-    the batch up, and what they find is dropped."""
+    """Drafts, runs the target and chooses tokens. Batches are padded to powers of two, so that graphs are few."""
 
     def __init__(self, target: TargetModel, drafter: Drafter, cache: KVCache) -> None:
         assert cache.target.static
         self.target, self.drafter, self.cache = target, drafter, cache
         self.batch = cache.target.batch
         self.captured: dict[tuple[Any, ...], Capture] = {}
-        layers = [*target.layers, *drafter.compilable_layers]
-        self.compiled = CompiledLayers(layers if target.compiles else [])
 
     @classmethod
     def borrow(cls, target: TargetModel, drafter: Drafter, batch: int, capacity: int) -> "StaticStep":
         """A step that fits, with the graphs of earlier runs if there is one. `give_back` it after the run."""
-        wanted = -(-capacity // PAGE) * PAGE
-        spares = target.kept(SpareSteps)
-        own = [spare for spare in spares if (spare.drafter, spare.batch) == (drafter, batch)]
-        fits = [spare for spare in own if capacity <= spare.cache.target.capacity]
-        if fits:
-            found = min(fits, key=lambda spare: spare.cache.target.capacity)
-            spares.remove(found)
-            return found
-        return cls(target, drafter, target.new_cache(wanted, drafter.cache_shape, batch, static=True))
+        wanted = -(-capacity // PAGE_TOKENS) * PAGE_TOKENS
+        spares = target.singleton(SpareSteps)
+        alike = [spare for spare in spares if (spare.drafter, spare.batch) == (drafter, batch)]
+        if fits := [spare for spare in alike if capacity <= spare.cache.target.capacity]:
+            smallest = min(fits, key=lambda spare: spare.cache.target.capacity)
+            spares.remove(smallest)
+            return smallest
+        return cls(target, drafter, target.passes.new_cache(wanted, drafter.cache_shape, batch, static=True))
 
     def give_back(self) -> None:
-        """Keep this step for the next run. It replaces others for the same drafter and batch size."""
-        own, spares = (self.drafter, self.batch), self.target.kept(SpareSteps)
-        others = [spare for spare in spares if (spare.drafter, spare.batch) != own]
-        spares[:] = [self, *others][:SPARE_STEPS]
+        """Keep this step for the next run, instead of others for the same drafter and batch size."""
+        spares = self.target.singleton(SpareSteps)
+        others = [spare for spare in spares if (spare.drafter, spare.batch) != (self.drafter, self.batch)]
+        spares[:] = [self, *others][:SPARE_STEPS_MAX]
 
     def attend_to(self, slots: int) -> None:
-        """Let the next steps attend to this many slots of each row, or somewhat more, so that graphs are few.
-
-        Compiled layers attend to all: they would be compiled for every number of slots.
-        """
-        for held in self.cache.slots:
-            held.reach = held.capacity if self.compiled.layers else min(reach_bucket(slots), held.capacity)
+        """Let the next steps attend to at least this many slots of each row; few different numbers, so few graphs."""
+        for each in self.cache.slots:
+            each.reach = min(reach_bucket(slots), each.capacity)
 
     @torch.inference_mode()
     def capture_ahead(self, slots: int) -> Iterator[int]:
         """Capture the steps of texts that need up to this many slots, however they sample; yields how many are left."""
         self.attend_to(max(slots, size_bucket(self.drafter.max_nodes) + self.drafter.depth + 1))
-        rows = sorted({min(1 << place, self.batch) for place in range(self.batch.bit_length() + 1)})
+        rows = sorted({min(1 << power, self.batch) for power in range(self.batch.bit_length() + 1)})
         shapes_vary = self.drafter.depth and not self.drafter.static_shapes
         nodes = size_bucket(self.drafter.max_nodes).bit_length() if shapes_vary else 1
         works: list[tuple[int, Callable[[], object]]] = []
         for count in rows:
             for sampling in (Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)):
-                own = BatchSampling([sampling] * count, self.target.device)
+                batch = BatchSampling([sampling] * count, self.target.device)
                 if self.drafter.depth and self.drafter.static_shapes:
-                    works.append((count, partial(self.draft, count, own, *self.nothing_verified(count))))
-                for place in range(nodes):
-                    tokens = torch.zeros(count, 1 << place, dtype=torch.long, device=self.target.device)
-                    works.append((count, partial(self.verify, Tree(tokens, tokens - 1), own)))
+                    works.append((count, partial(self.draft, count, batch, *self.nothing_verified(count))))
+                for power in range(nodes):
+                    tokens = torch.zeros(count, 1 << power, dtype=torch.long, device=self.target.device)
+                    works.append((count, partial(self.verify, Tree(tokens, tokens - 1), batch)))
         for number, (count, work) in enumerate(works):
             self.cache.set_lengths([0] * count)
             work()
@@ -155,34 +146,28 @@ class StaticStep:
             torch.zeros(rows, dtype=torch.long, device=device),
         )
 
-    @staticmethod
-    def serves(sampling: BatchSampling) -> bool:
-        """Whether shapes stay fixed: not with penalties or rejection sampling."""
-        return sampling.rule == "seeded" and not sampling.needs_history
-
     @torch.inference_mode()
     def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
-        """Draft, and let the target choose. `held` is that of `verify`."""
+        """Draft, and let the target choose. `held` is as in `verify`."""
         if not self.drafter.static_shapes:
             return self.verify(self.drafter.draft(verified, self.cache), verified.sampling, with_logits, held)
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
         device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-        rows, more = len(verified.counts), self.more_rows(len(verified.counts))
-        with self.filled_up(more, held):
+        rows, more = len(verified.rows), self.more_rows(len(verified.rows))
+        with self.padded_rows(more, held):
             output = self.draft(
                 rows,
                 verified.sampling,
                 padded(verified.taps, 0, 0, 0, short, 0, more),
                 padded(verified.next_tokens, 0, short, 0, more),
                 padded(verified.roots, 0, 0, 0, more),
-                torch.tensor([*verified.counts, *[1] * more]).to(device, non_blocking=True),
-                torch.tensor([*verified.remaining, *[0] * more]).to(device, non_blocking=True),
+                torch.tensor([*(row.count for row in verified.rows), *[1] * more]).to(device, non_blocking=True),
+                torch.tensor([*(row.remaining for row in verified.rows), *[0] * more]).to(device, non_blocking=True),
                 with_logits=with_logits,
             )
         if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
-            ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
-            self.cache.head.set_lengths(ends)
+            self.cache.head.set_lengths([row.end for row in verified.rows])
         return output
 
     def draft(self, rows: int, sampling: BatchSampling, *inputs: Tensor, with_logits: bool = False) -> StepOutput:
@@ -193,25 +178,25 @@ class StaticStep:
     def verify(
         self, tree: Tree, sampling: BatchSampling, with_logits: bool = False, held: Sequence[int] = ()
     ) -> StepOutput:
-        """Run the target on a tree and let it choose; the drafter has no part in it.
+        """Run the target on a tree, without the drafter, and let it choose.
 
-        `held` are the tokens in the places after the rows', which are not to be overwritten.
+        `held` are the numbers of tokens in the cache's next rows, which padding rows must not overwrite.
         """
         rows, nodes = tree.shape
         more, missing = self.more_rows(rows), size_bucket(nodes) - nodes
         tokens = padded(tree.tokens, 0, missing, 0, more)
         parents = padded(tree.parents, 0, missing, 0, more, value=-1)
-        with self.filled_up(more, held):
+        with self.padded_rows(more, held):
             outputs = self.replay(partial(self.choose, with_logits), ("choose", with_logits), sampling, tokens, parents)
         return StepOutput.from_tensors(outputs, rows)
 
     def more_rows(self, rows: int) -> int:
-        """Rows that are missing to a power of two, as far as the cache has places for them."""
+        """Padding rows up to a power of two, limited by the cache's rows."""
         return min(size_bucket(rows), self.batch) - rows
 
     @contextmanager
-    def filled_up(self, more: int, held: Sequence[int]) -> Iterator[None]:
-        """Count further places of the cache as rows within this context; they write after what they hold."""
+    def padded_rows(self, more: int, held: Sequence[int]) -> Iterator[None]:
+        """Within this context further rows of the cache are in use; they write after their held tokens."""
         if not more:
             yield
             return
@@ -235,18 +220,18 @@ class StaticStep:
         key = name, tuple(tensor.shape for tensor in inputs), sampling.captured_form, self.cache.target.reach
         capture = self.captured.pop(key, None)
         if capture is None:
-            while len(self.captured) >= CAPTURES:
+            while len(self.captured) >= GRAPHS_MAX:
                 del self.captured[next(iter(self.captured))]
-            own = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
-            capture = Capture(own, Graphed(self.compiled.within(partial(function, own)), self.memory))
+            captured = BatchSampling([Sampling()] * len(inputs[0]), self.target.device, sampling.captured_form)
+            capture = Capture(captured, Graphed(partial(function, captured), self.memory))
         self.captured[key] = capture  # the last one used is last
         return capture(sampling, *inputs)
 
     @property
     def memory(self) -> GraphMemory | None:
-        return self.target.kept(GraphMemory) if self.target.device.type == "cuda" else None
+        return self.target.singleton(GraphMemory) if self.target.device.type == "cuda" else None
 
-    # The next two methods are captured: no lists, no host syncs, and no shape depends on what was accepted before.
+    # The next two methods are captured: no lists, no host syncs, and no shape depends on accepted tokens.
 
     def draft_and_choose(
         self,
@@ -272,7 +257,7 @@ class StaticStep:
         if sampling.gumbel_table is None:  # nodes of one depth share their noise
             sampling = self.with_gumbel(sampling, min(depth + 1, nodes) if depth else nodes)
         tree = Tree(tokens, parents, deepest=depth or None)
-        output = self.target.forward_tree(tree, self.cache)
+        output = self.target.passes.tree(tree, self.cache)
         positions = self.cache.target.starts.unsqueeze(1) + tree.depths + 1
         choices = sampling.choose(output.logits, positions)
         return tokens, parents, choices, output.taps, output.logits if with_logits else output.logits[..., :0].clone()
@@ -282,13 +267,13 @@ class StaticStep:
 
 
 def reach_bucket(slots: int) -> int:
-    """The next power of two, or one and a half times one: few numbers of slots, so few graphs."""
-    power = max(size_bucket(slots), LEAST_REACH)
-    return power * 3 // 4 if slots <= power * 3 // 4 and power > LEAST_REACH else power
+    """The next power of two, or 1.5 times a power of two: few numbers of slots, so few graphs."""
+    power = max(size_bucket(slots), REACH_MIN)
+    return power * 3 // 4 if slots <= power * 3 // 4 and power > REACH_MIN else power
 
 
 def padded(tensor: Tensor, *counts: int, value: int = 0) -> Tensor:
-    """`torch.nn.functional.pad`, without a copy where there is nothing to add."""
+    """`torch.nn.functional.pad`, without a copy if there is nothing to add."""
     return pad(tensor, counts, value=value) if any(counts) else tensor
 
 
@@ -302,41 +287,6 @@ def no_garbage_collected() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-class CompiledLayers:
-    """Decoder layers, possibly none, that run compiled inside functions from `within` and uncompiled elsewhere.
-
-    Only steps with fixed shapes gain: elsewhere every new shape would recompile. Layers are compiled one at a time, and
-    the layers of a model share the compiler's result, so that it takes seconds and not minutes. The cache is left out,
-    as every layer writes to a different place in it.
-    """
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        self.layers = layers
-        self.forwards = [torch.compile(layer.forward, dynamic=False) for layer in self.layers]
-        # The default is 8, and a layer's number, its only difference from the others, counts as a shape.
-        config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, SHAPES * len(self.layers))
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, SHAPES * len(self.layers))
-
-    def within(self, function: Callable[..., Result]) -> Callable[..., Result]:
-        if not self.layers:
-            return function
-
-        def with_compiled_layers(*inputs: Any) -> Result:
-            own = [vars(layer).get("forward") for layer in self.layers]  # accelerate may have replaced it
-            for layer, forward in zip(self.layers, self.forwards, strict=True):
-                layer.forward = forward
-            try:
-                return function(*inputs)
-            finally:
-                for layer, before in zip(self.layers, own, strict=True):
-                    del layer.forward
-                    if before is not None:
-                        layer.forward = before
-
-        return with_compiled_layers
 
 
 class Graphed:
@@ -357,8 +307,8 @@ class Graphed:
             if self.graph is None and not self.capture(inputs):
                 return self.function(*inputs)
             assert self.graph is not None
-            for mine, given in zip(self.inputs, inputs, strict=True):
-                mine.copy_(given)
+            for captured, value in zip(self.inputs, inputs, strict=True):
+                captured.copy_(value)
             self.graph.replay()
         return self.outputs
 
@@ -370,7 +320,7 @@ class Graphed:
         try:
             with cudnn_attention(True), torch.cuda.stream(side):
                 self.function(*self.inputs)  # libraries allocate memory and choose their kernels
-                # A capture that fails leaves its stream and allocator behind, so what would fail is found before it.
+                # A capture that fails leaves its stream and allocator behind, so this run finds failures before it.
                 torch.cuda.set_sync_debug_mode("error")
                 try:
                     self.function(*self.inputs)

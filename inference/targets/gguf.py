@@ -1,7 +1,7 @@
 """A GGUF file as a target: its weights are unpacked once into safetensors, which every command then reads.
 
-They are bfloat16 numbers, to which those of the file are rounded. Weights that the file holds in 8 to 4 bits are kept
-beside them as they are (`EIGHT_BITS`), for targets in float32, whose layers read them in that form on a CPU.
+They are rounded to bfloat16. Weights in 8 to 4 bits are also stored exactly (`EIGHT_BITS`), for targets in float32,
+whose layers read them in that form on a CPU.
 
 `locate_target` runs this module in a process of its own, so that the memory for unpacking is free again afterwards.
 """
@@ -24,7 +24,7 @@ from headstart.common.files import removed_on_failure
 from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
 from headstart.inference.core.cache_memory import free_memory
-from headstart.inference.kernels.products import FEWEST, EightBits, remember_eight_bits
+from headstart.inference.kernels import SCALE_INPUTS, EightBits, remember_eight_bits
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
@@ -32,20 +32,20 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 MAGIC = b"GGUF"
-OLDEST = (5, 18)  # the transformers that reads GGUF files as they are meant
+TRANSFORMERS_MIN = (5, 18)  # earlier versions take the start token for the end token
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
-MOSTLY = 0.45  # share of the bytes in bfloat16, which is 0.53 to 0.63 if all weights are kept
+EIGHT_BITS_SHARE = 0.45  # of the bytes in bfloat16; 0.53 to 0.63 if all weights have 8 bits
 FACTORS, OFFSETS = ".factors", ".offsets"  # after a weight's name
 
 
 class BlockFormat(NamedTuple):
-    """Where a block of a GGUF file keeps its numbers: spans of bytes, and what these are for a 0 and for a 1."""
+    """The layout of a block of a GGUF file: the spans of bytes with numbers, and their bytes for a 0 and for a 1."""
 
     numbers: tuple[tuple[int, int, int, int], ...]  # first, end, byte of zeros, byte of ones
-    offset: tuple[int, int] = (0, 0)  # bytes of what an offset is a multiple of, if the format has offsets
+    offset: tuple[int, int] = (0, 0)  # bytes of the unit of offsets, if the format has offsets
 
 
-# Those of llama.cpp (ggml-common.h) in which a weight is number * factor + offset.
+# The formats of llama.cpp (ggml-common.h) in which a weight is number * factor + offset.
 FORMATS = {
     "Q8_0": BlockFormat(((2, 34, 0x00, 0x01),)),
     "Q4_0": BlockFormat(((2, 18, 0x88, 0x99),)),
@@ -68,9 +68,9 @@ def main() -> None:
 
 
 def unpack(file: Path, folder: Path) -> None:
-    """Write the model of a GGUF file as config.json, tokenizer and safetensors in bfloat16; the folder appears whole.
+    """Write the model of a GGUF file as config.json, tokenizer and bfloat16 safetensors; the folder appears complete.
 
-    Raises ValueError for a file that is no GGUF, is damaged, or holds an architecture that transformers does not read.
+    Raises ValueError for a file that is not GGUF, is damaged, or has an architecture that transformers does not read.
     """
     from gguf import GGUFReader
 
@@ -88,13 +88,13 @@ def unpack(file: Path, folder: Path) -> None:
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
             raise ValueError(
-                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a whole file "
-                "of an architecture that it reads is needed, such as Llama, Qwen2 or Mistral: download it again, or "
-                "give the model as a folder of safetensors"
+                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a complete "
+                "file is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, "
+                "or give the model as a folder of safetensors"
             ) from error
-        if found := eight_bits_of_all(model, scales):
+        if exact := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
-            save_file(found, partial / EIGHT_BITS)
+            save_file(exact, partial / EIGHT_BITS)
         model.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         for weights in partial.rglob("*.safetensors"):
@@ -110,34 +110,34 @@ def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
 
 
 def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
-    """Whether a GGUF file holds weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
+    """Whether a GGUF file has weights in blocks of 8 to 4 bits, and this machine has memory for them in float32.
 
-    Prints a line if the memory is missing, and else nothing.
+    Prints a line if memory is missing.
     """
     if not any(tensor.tensor_type.name in FORMATS for tensor in tensors):
         return False
     needed = sum(int(tensor.n_elements) for tensor in tensors) * (4 + 2 + 2)  # with scales, and in bfloat16
     if needed > (free := free_memory(torch.device("cpu"))):
         print(
-            f"{file}: its weights are rounded to bfloat16; to keep them as they are takes {decimal(needed)} of memory "
-            f"once, and {decimal(free)} is free"
+            f"{file}: its weights are rounded to bfloat16; to keep them exact takes {decimal(needed)} of memory once, "
+            f"and {decimal(free)} is free"
         )
     return needed <= free
 
 
 def scales_of(reader: "GGUFReader", config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
-    """The factors and offsets of each weight, by its name in the model, for `FEWEST` inputs each. [out, in / FEWEST]
+    """The factors and offsets of each weight by its name in the model, one for `SCALE_INPUTS` inputs. [out, in / 16]
 
-    With 0 for all numbers a file holds its offsets; with 1, and no offsets, its factors. Copies of the file that hold
-    these are read as the file is, so that they get where transformers puts the weight's numbers, row by row.
+    With 0 for all numbers a file yields its offsets; with 1, and no offsets, its factors. transformers reads such
+    copies of the file, so that each scale gets into the row of its weight.
     """
-    found = []
+    scales = []
     for ones in (True, False):
         write_scales(reader, copy, ones)
         weights = load(copy, config, torch.float32).named_parameters()
-        found.append({name: each.detach()[:, ::FEWEST].clone() for name, each in weights if has_blocks(each)})
+        scales.append({name: each.detach()[:, ::SCALE_INPUTS].clone() for name, each in weights if has_blocks(each)})
         copy.unlink()
-    factors, offsets = found
+    factors, offsets = scales
     return {name: (factors[name], offsets[name]) for name in factors}
 
 
@@ -167,22 +167,22 @@ def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
 
 
 def has_blocks(weight: Tensor) -> bool:
-    return weight.dtype == torch.float32 and weight.ndim == 2 and weight.shape[1] % FEWEST == 0
+    return weight.dtype == torch.float32 and weight.ndim == 2 and weight.shape[1] % SCALE_INPUTS == 0
 
 
 def eight_bits_of_all(model: nn.Module, scales: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
     """The weights in float32 that have an exact form in 8 bits, by name, with their factors and offsets."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         if name in scales and (exact := EightBits.of(weight.detach(), *scales[name])) is not None:
-            found |= {name: exact.numbers, name + FACTORS: exact.factors}
-            found |= {} if exact.offsets is None else {name + OFFSETS: exact.offsets}
-    return found
+            tensors |= {name: exact.numbers, name + FACTORS: exact.factors}
+            tensors |= {} if exact.offsets is None else {name + OFFSETS: exact.offsets}
+    return tensors
 
 
 @torch.no_grad()
 def with_eight_bits(model: PreTrainedModel, folder: Path, remember: bool) -> PreTrainedModel:
-    """The model of a folder; if that is an unpacked GGUF file, its float32 weights get the numbers of the file.
+    """The model of a folder; if the folder is an unpacked GGUF file, its float32 weights get the exact numbers.
 
     With `remember`, `pack_weights` finds the form that they came from.
     """
@@ -200,20 +200,20 @@ def with_eight_bits(model: PreTrainedModel, folder: Path, remember: bool) -> Pre
 
 
 def is_mostly_in_eight_bits(folder: Path) -> bool:
-    """Whether a model's folder has most of its weights as a GGUF file holds them; experts, say, it has in bfloat16."""
-    kept, whole = folder / EIGHT_BITS, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-    return kept.is_file() and kept.stat().st_size > MOSTLY * whole
+    """Whether a model's folder has most of its weights in 8 bits; experts, for example, are in bfloat16."""
+    exact, rounded = folder / EIGHT_BITS, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return exact.is_file() and exact.stat().st_size > EIGHT_BITS_SHARE * rounded
 
 
 def refuse_other_file(file: Path) -> None:
     with file.open("rb") as opened:
         start = opened.read(len(MAGIC))
     if start != MAGIC:
-        raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: this is no GGUF file; give another one")
+        raise ValueError(f"{file}: begins with {start!r}, {MAGIC!r} is needed: it is not a GGUF file; give another one")
 
 
 def refuse_old_transformers(file: Path) -> None:
-    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_MIN:
         raise ValueError(
             f"{file}: transformers {transformers.__version__} takes the start token of a GGUF file for its end token, "
             "5.18 or newer is needed: run pip install -e '.[gguf]', or give the model as a folder of safetensors"

@@ -5,7 +5,6 @@ import platform
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,15 +17,13 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
-from headstart.inference.kernels.fast_layers import can_pack, seconds_of_products
-from headstart.inference.kernels.products import library
+from headstart.inference.kernels import float32_is_as_fast
 from headstart.inference.targets.architecture import attention_code
 from headstart.recipes.schema import TargetSection
 
-AGAIN = "copy or download the model again"
+COPY_AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
-AS_FAST = 1.02  # seconds of one format over those of the other
-SHOWN = 4  # wrong tensors that a message names
+NAMED_TENSORS_MAX = 4  # in a message
 
 
 def pick_device(name: str, field: str = "target.device") -> torch.device:
@@ -68,8 +65,8 @@ def processor_name(device: torch.device) -> str:
 def fast_dtype(device: torch.device, eight_bits: bool = False) -> Literal["bfloat16", "float32"]:
     """The number format in which the device decodes fastest; float32 where both are as fast.
 
-    On a CPU a few products are measured: with packed weights float32 may be the faster one, and its texts do not depend
-    on drafts. With `eight_bits` the target has weights in 8 bits, which are read as such in float32.
+    On a CPU a few products are measured: with packed weights float32 may be faster, and its texts do not depend on
+    drafts. With `eight_bits` the target has weights in 8 bits, which float32 layers read in that form.
     """
     if not has_bfloat16(device):
         return "float32"
@@ -83,23 +80,15 @@ def has_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and any(torch.cpu.get_capabilities().get(name) for name in BFLOAT16_INSTRUCTIONS)
 
 
-@cache
-def float32_is_as_fast(eight_bits: bool) -> bool:
-    """Whether this CPU's packed products with a few tokens take no longer in float32 than in bfloat16."""
-    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)) or (eight_bits and library() is None):
-        return False
-    return seconds_of_products(torch.float32, eight_bits) <= AS_FAST * seconds_of_products(torch.bfloat16)
-
-
-def slow_format(field: str, given: str, device: torch.device) -> str | None:
-    """A hint for the user if a CPU computes slowly in the number format of this field of the recipe, else None."""
-    if device.type != "cpu" or given == "float32" or (given == "bfloat16" and has_bfloat16(device)):
+def slow_format(field: str, dtype: str, device: torch.device) -> str | None:
+    """A hint if a CPU computes slowly in the number format of this field of the recipe, else None."""
+    if device.type != "cpu" or dtype == "float32" or (dtype == "bfloat16" and has_bfloat16(device)):
         return None
-    return f"{field}: this CPU has no instructions for {given}; {field}=float32 is several times as fast here"
+    return f"{field}: this CPU has no instructions for {dtype}; {field}=float32 is several times as fast here"
 
 
 def num_devices(kind: str) -> int:
-    """How many devices of a kind, such as cuda, torch can use here."""
+    """The number of devices of a kind, such as cuda, that torch can use here."""
     try:
         module = torch.get_device_module(kind)
     except RuntimeError:  # this build of torch does not know the kind
@@ -119,7 +108,7 @@ def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
             ) from error
         raise ValueError(
             f"{folder}/config.json: {in_one_line(error)}; the configuration of a causal language model that "
-            f"transformers knows is required: {AGAIN}"
+            f"transformers knows is required: {COPY_AGAIN}"
         ) from error
 
 
@@ -137,7 +126,7 @@ def model_without_weights(section: TargetSection) -> PreTrainedModel:
 
 
 def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
-    """The model with all of its weights, as a language model, or with its other towers where it is known so only.
+    """The model with all of its weights, as a language model, or with its other towers if there is no such class.
 
     Raises ValueError for files that cannot be read, and for tensors that are missing or have another shape, which
     transformers would replace by random numbers.
@@ -148,8 +137,8 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
         )
     except (OSError, SafetensorError) as error:
         raise ValueError(
-            f"{folder}: its weights cannot be read ({in_one_line(error)}); whole safetensors files are required: "
-            f"{AGAIN}"
+            f"{folder}: its weights cannot be read ({in_one_line(error)}); complete safetensors files are required: "
+            f"{COPY_AGAIN}"
         ) from error
     except RuntimeError as error:
         if "conversion of the weights" not in str(error):
@@ -163,10 +152,10 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
         f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]
     ]
     if wrong:
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+        more = f" and {len(wrong) - NAMED_TENSORS_MAX} more" if len(wrong) > NAMED_TENSORS_MAX else ""
         raise ValueError(
-            f"{folder}: {'; '.join(wrong[:SHOWN])}{more}; all tensors of a whole model are required: give a model's "
-            f"folder, or {AGAIN}"
+            f"{folder}: {'; '.join(wrong[:NAMED_TENSORS_MAX])}{more}; all tensors of a model are required: give a "
+            f"model's folder, or {COPY_AGAIN}"
         )
     return model
 
@@ -176,20 +165,17 @@ def in_one_line(error: Exception) -> str:
 
 
 class MissingKernels(logging.Filter):
-    """Keeps transformers' advice on kernels that are not installed, a line for each, from appearing in every command.
-
-    `packages` are those that have them.
-    """
+    """Hides transformers' lines about kernels that are not installed; `packages` have them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.packages = set[str]()
 
     def filter(self, record: logging.LogRecord) -> bool:
-        found = re.search(r"falling back to its reference .* because `(.+?)` is not installed", record.getMessage())
-        if found is not None:
-            self.packages.add(found[1])
-        return found is None
+        match = re.search(r"falling back to its reference .* because `(.+?)` is not installed", record.getMessage())
+        if match is not None:
+            self.packages.add(match[1])
+        return match is None
 
 
 MISSING_KERNELS = MissingKernels()
@@ -198,9 +184,9 @@ logging.getLogger("transformers.integrations.hub_kernels").addFilter(MISSING_KER
 
 @contextmanager
 def no_bars_of_transformers() -> Iterator[None]:
-    """Load or save models without the progress bars of transformers, which would appear in every command.
+    """Load or save models without transformers' progress bars, which would appear in every command.
 
-    They are switched on again if they were on. The hub's bars of downloads, which it also switches, stay.
+    The hub's bars of downloads, which transformers switches too, stay.
     """
     were_on, hub_bars = transformers_logging.is_progress_bar_enabled(), not are_progress_bars_disabled()
     if were_on:

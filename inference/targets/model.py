@@ -1,43 +1,32 @@
-"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps use public interfaces only."""
+"""Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps only use public interfaces."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.heads.target_ends import TargetEnds, final_norm
+from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels.compiled import Compiler, use_compiled
-from headstart.inference.kernels.fast_layers import (
-    fuse_norms,
-    gains_by_packing,
-    join_linears,
-    own_layers_of,
-    pack_weights,
-)
-from headstart.inference.kernels.products import cpp_compiler
+from headstart.inference.kernels import FastForm, fast_form, gains_by_packing, own_layers_of
 from headstart.inference.targets.architecture import (
     attention_code,
-    attention_windows,
     decoder_layers,
     position_limit,
 )
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_way
-from headstart.inference.targets.forward import Passes, keep_input, keep_output
+from headstart.inference.targets.check import choose_method
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
@@ -46,13 +35,14 @@ from headstart.inference.targets.loading import (
     no_bars_of_transformers,
     pick_device,
 )
+from headstart.inference.targets.passes import Passes
 from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_split
 from headstart.recipes.schema import TargetSection
 
-Kept = TypeVar("Kept")
+Singleton = TypeVar("Singleton")
 
 
-class TargetModel(Passes):
+class TargetModel:
     """The target model. `taps` are indices into Hugging Face's hidden_states: tap i is the input of layer i."""
 
     def __init__(
@@ -63,47 +53,37 @@ class TargetModel(Passes):
         attention: str = "auto",
         folder: Path | None = None,
     ) -> None:
-        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. `folder` is
-        where the model was read from, if known."""
+        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. The model was
+        read from `folder`, if known."""
         if attention == "auto":
             use_grouped_attention(model)
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # except in captured steps: see `cudnn_attention`
         self.ranks = ranks or Ranks()
         self.model = model.eval().requires_grad_(False)
-        self.device, self.dtype = model.device, model.dtype  # asking the model every time would cost 1 % of a step
+        self.device, self.dtype = model.device, model.dtype
         self.config = replace(TargetConfig.from_dict(model.config.to_dict()), folder=folder)
         self.taps = taps
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
         self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
-        self.windows, self.unmasked = attention_windows(model)
         self.position_limit = position_limit(model)
         self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
         self.layers = [*decoder_layers(model)]
         self._refuse_unknown_taps()
-        self._kept: dict[type, object] = {}
-        self._seen: dict[int, Tensor] = {}
-        self.load_unpacked: Callable[[], TargetModel] | None = None  # where `is_packed`
-        self.compiler: Compiler | None = None  # of layers on a CPU, where they are compiled
-        self.compiles = False  # whether steps with fixed shapes compile its layers and the head's
-        for tap in {*taps} - {self.config.num_layers}:
-            self.layers[tap].register_forward_pre_hook(keep_input(self._seen, tap), with_kwargs=True)
-        self.layers[-1].register_forward_hook(keep_output(self._seen, self.config.num_layers))
-        if (norm := final_norm(model, self.config)) is not None:  # models with several residual streams join them first
-            norm.register_forward_pre_hook(keep_input(self._seen, self.config.num_layers), with_kwargs=True)
-        accepted = signature(model.forward).parameters
-        self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
-        self.selects_logits = "logits_to_keep" in accepted
+        self._singletons: dict[type, object] = {}
+        self.load_unpacked: Callable[[], TargetModel] | None = None  # if the weights are packed
+        self.fast_form = FastForm()
+        self.passes = Passes(self.model, self.config, taps, self.layers)
         if self.device.type != "meta":
-            choose_way(self)
+            choose_method(self.passes)
 
     @classmethod
     @no_bars_of_transformers()
     def load(cls, section: TargetSection, taps: tuple[int, ...], packed: bool = True) -> "TargetModel":
         """Load from a local folder or the hub: safetensors only, and no remote code unless the section trusts it.
 
-        With target.split tensor, every rank of a launch must call this. Unless `packed`, the weights are those of the
-        files, which can be trained and saved.
+        With target.split tensor, every rank of a launch must call this. Unless `packed`, the model can be trained and
+        saved.
         """
         folder: Path = folder_of(section)
         config = load_config(folder, section.trust_remote_code)
@@ -125,14 +105,10 @@ class TargetModel(Passes):
             target = cls(model, taps, None, section.attention, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
-            packed = packed and not section.compile
             model = with_eight_bits(load(), folder, remember=packed and device.type == "cpu").to(device)
             target = cls(model, taps, None, section.attention, folder)
             if packed:
-                target.pack_weights(partial(cls.load, section, (), packed=False))
-                if section.compile is None and target.is_packed and cpp_compiler():
-                    target.compile_layers()
-        target.compiles = bool(section.compile)
+                target.speed_up(partial(cls.load, section, (), packed=False), compiles=section.compile)
         if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:
             packages = " ".join(sorted(MISSING_KERNELS.packages))
             print(
@@ -151,38 +127,23 @@ class TargetModel(Passes):
 
     def also_end_as(self, template: ChatTemplate) -> str | None:
         """Add the end tokens of the tokenizer and its chat template; returns a line about new ones."""
-        found = template.end_tokens(self.end_tokens)
-        new = [token for token in found if token < self.config.vocab_size and token not in self.end_tokens]
+        ends = template.end_tokens(self.end_tokens)
+        new = [token for token in ends if token < self.config.vocab_size and token not in self.end_tokens]
         if not new:
             return None
         self.end_tokens = [*self.end_tokens, *new]
         names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
-    def pack_weights(self, load_unpacked: "Callable[[], TargetModel]") -> None:
-        """Decode from packed weights on a CPU, if it gains by them and that changes none; on a GPU, with fused layers.
+    def speed_up(self, load_unpacked: "Callable[[], TargetModel]", compiles: bool = False) -> None:
+        """Decode with the fastest form of the layers; `load_unpacked` loads the same target as transformers does.
 
-        `load_unpacked` loads the same target as transformers does.
+        If it `compiles`, packed layers are compiled in the background.
         """
-        if self.device.type == "cuda":
-            fuse_norms(self.model)
-            join_linears(self.model)
-            torch.cuda.empty_cache()  # of the weights before they were joined
-        elif gains_by_packing(self.model):
-            assert self.frozen is not None  # made before the lm_head's own weights are gone
-            self.load_unpacked = load_unpacked if pack_weights(self.model, exact=True) else None
-
-    def compile_layers(self) -> Compiler:
-        """Compile the decoder layers in the background, for decoding on a CPU."""
-        self.compiler = self.compiler or Compiler()
-        for layer in self.layers:
-            use_compiled(layer, self.compiler)
-        return self.compiler
-
-    @property
-    def is_packed(self) -> bool:
-        """Whether linear layers keep their weights packed for this processor."""
-        return self.load_unpacked is not None
+        if gains_by_packing(self.model):
+            assert self.frozen is not None  # made while the lm_head still has its own weights
+        self.fast_form = fast_form(self.model, self.layers, compiles)
+        self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
 
     @cached_property
     def unpacked(self) -> "TargetModel":
@@ -192,34 +153,26 @@ class TargetModel(Passes):
     @property
     def may_capture(self) -> bool:
         """Whether decoding captures its steps as CUDA graphs, by default."""
-        able = self.device.type == "cuda" and self.grows_trees
+        able = self.device.type == "cuda" and self.passes.verifies_trees
         return able and self.ranks.may_capture and not self.is_spread
 
     @property
     def max_positions(self) -> int:
-        """The longest text, in tokens, that the model knows and that it reads the same in one pass and in several."""
+        """The longest text, in tokens, that the model supports and computes the same in one pass and in several."""
         known = self.config.max_positions
         return known if self.position_limit is None else min(known, self.position_limit)
 
-    def kept(self, kind: type[Kept]) -> Kept:
+    def singleton(self, kind: type[Singleton]) -> Singleton:
         """The target's only instance of this class, made on first use. Other modules keep per-target state in it."""
-        return cast(Kept, self._kept.setdefault(kind, kind()))
+        return cast(Singleton, self._singletons.setdefault(kind, kind()))
 
     @cached_property
     def frozen(self) -> FrozenTarget:
         """The embedding, final norm and lm_head, shared with the heads; copies of those that are on other devices."""
         return FrozenTarget.from_model(self.model, TargetEnds.from_class(self.model), self.config, self.device)
 
-    def states(
-        self, tokens: Int[Tensor, "batch seq"]
-    ) -> tuple[list[Float[Tensor, "batch seq hidden"]], Float[Tensor, "batch seq hidden"]]:
-        """Each tap, and the last hidden state before the final norm, from a causal pass that records gradients if they
-        are enabled."""
-        self.model(input_ids=tokens, use_cache=False, **({"logits_to_keep": 1} if self.selects_logits else {}))
-        return self._take_seen(tokens)
-
     def tap_columns(self, taps: tuple[int, ...]) -> Int[Tensor, " tapped"] | None:
-        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them, or none.
+        """The columns of `TargetOutput.taps` that a drafter reads; None if it reads all of them or none.
 
         Raises ValueError for a tap that the target does not give.
         """
@@ -247,8 +200,8 @@ class TargetModel(Passes):
         """Continue each prompt with transformers' own `generate`: the baseline. Returns the new tokens without padding.
 
         Prompts are padded on the left. One random stream, started from the seed, serves the whole batch.
-        `prompt_lookup` is the number of tokens to draft from the prompt; `assistant` is a draft model and its number of
-        tokens. Both, and a streamer, work on one prompt at a time.
+        `prompt_lookup` is the number of tokens to draft from the prompt, `assistant` a draft model and its number of
+        tokens. Both, and a streamer, need a single prompt.
         """
         if self.unpacked is not self:
             return self.unpacked.generate(prompts, max_new_tokens, sampling, prompt_lookup, assistant, streamer)
@@ -281,7 +234,7 @@ class TargetModel(Passes):
         ):
             torch.manual_seed(sampling.seed)
             written = self.model.generate(tokens, attention_mask=mask, generation_config=config, **extra)
-        self._seen.clear()
+        self.passes.hidden.clear()
         return [cut_at_end(row[longest:], self.end_tokens) for row in written.tolist()]
 
     def _refuse_unknown_taps(self) -> None:
@@ -300,28 +253,28 @@ class TargetModel(Passes):
 
 @contextmanager
 def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> Iterator[None]:
-    """Give models these generation configs in place of their own."""
-    own = [(model, model.generation_config) for model, _ in configs]
+    """Within this context models have these generation configs instead of their own."""
+    before = [(model, model.generation_config) for model, _ in configs]
     try:
         for model, config in configs:
             model.generation_config = config
         yield
     finally:
-        for model, config in own:
+        for model, config in before:
             model.generation_config = config
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
     """Every token that ends a text, by the model's generation config or config."""
-    found = model.generation_config.eos_token_id if model.generation_config is not None else None
-    found = model.config.get_text_config().eos_token_id if found is None else found
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ends = model.config.get_text_config().eos_token_id if ends is None else ends
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def pad_token(model: PreTrainedModel) -> int | None:
     """The token that pads shorter texts, by the model's generation config or config."""
-    found = model.generation_config.pad_token_id if model.generation_config is not None else None
-    return model.config.get_text_config().to_dict().get("pad_token_id") if found is None else found
+    token = model.generation_config.pad_token_id if model.generation_config is not None else None
+    return model.config.get_text_config().to_dict().get("pad_token_id") if token is None else token
 
 
 def generation_fields(sampling: Sampling) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How the ranks (processes) of a launch use the target: each has a whole one, or all share one that is split up.
+"""How the ranks (processes) of a launch use the target: each has its own, or all share one.
 
 target.split  what a rank holds        forward passes of the target
 null, layers  the whole model          each rank runs its own, independently
@@ -18,7 +18,7 @@ Item = TypeVar("Item")
 
 
 class Ranks:
-    """The ranks of a launch, each with a whole target; without a launch, this process is the only rank."""
+    """The ranks of a launch, each with its own target; without a launch, this process is the only rank."""
 
     may_capture = True  # can a forward pass be captured as a CUDA graph?
     in_step = False  # do all ranks compute every pass together?
@@ -39,13 +39,13 @@ class Ranks:
         """
         work(run_target)
 
-    def agreed(self, found: Item) -> Item:
-        """What all ranks use of what each of them found, such as times. All ranks must call this."""
-        return found
+    def agreed(self, value: Item) -> Item:
+        """One value for all ranks, from each rank's own, such as times. All ranks must call this."""
+        return value
 
-    def least(self, found: int) -> int:
-        """The same for what the rank with the least of it allows, such as rows that fit. All ranks must call this."""
-        return found
+    def least(self, value: int) -> int:
+        """The minimum over ranks, such as rows that fit. All ranks must call this."""
+        return value
 
 
 class TensorParallel(Ranks):
@@ -76,14 +76,13 @@ class TensorParallel(Ranks):
                 if isinstance(result, Iterator):  # it runs the target only while it is read
                     deque(result, maxlen=0)
 
-    def agreed(self, found: Item) -> Item:
-        """Rank 0's."""
-        return broadcast(found)
+    def agreed(self, value: Item) -> Item:
+        """Rank 0's value."""
+        return broadcast(value)
 
-    def least(self, found: int) -> int:
-        """The smallest of all ranks'."""
-        every = [found] * self.count
-        dist.all_gather_object(every, found)
+    def least(self, value: int) -> int:
+        every = [value] * self.count
+        dist.all_gather_object(every, value)
         return min(every)
 
 

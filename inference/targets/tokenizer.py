@@ -8,14 +8,14 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 FastTokenizer = PreTrainedTokenizerFast
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # where bytes are tokens of last resort
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # the fallback for characters that are not tokens
 BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}  # in names of byte-level tokens
 SPACE = "\u2581"  # in names of SentencePiece's tokens
-REPLACEMENT_CHARACTER = "\ufffd"  # a decoder writes it while the last bytes of a character are still missing
+REPLACEMENT_CHARACTER = "\ufffd"  # decoders write it for an incomplete character
 
 
 def load_tokenizer(folder: Path, trust_remote_code: bool = False) -> Tokenizer:
-    """The tokenizer saved in a folder; raises ValueError, naming the folder, if it has none that can be read."""
+    """The tokenizer saved in a folder; raises ValueError, naming the folder, if it cannot be read."""
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # a damaged tokenizer.json raises a bare Exception
@@ -31,7 +31,7 @@ def text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
 
 
 def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """The bytes of one token, also of one that is a part of a character."""
+    """The bytes of one token, which may be a part of a character."""
     text = text_of(tokenizer, [token])
     spelled = str(tokenizer.convert_ids_to_tokens(token))
     if REPLACEMENT_CHARACTER in text:
@@ -45,12 +45,12 @@ def bytes_of(tokenizer: Tokenizer, token: int) -> bytes:
 
 
 def visible_text_of(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """The text of some tokens without special tokens, as a reader of an answer wants it."""
+    """The text of some tokens without special tokens, as an answer shows it."""
     return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def spells_special_token(tokenizer: Tokenizer, text: str) -> bool:
-    """Does a text hold that of a special token, which `visible_text_of` leaves out?"""
+    """Does a text contain a special token's text, which `visible_text_of` leaves out?"""
     return any(added.special and added.content in text for added in tokenizer.added_tokens_decoder.values())
 
 

@@ -1,7 +1,7 @@
 """Table of bad heads: damaged files, heads of another target, and what export, convert, lint, doctor and report say."""
 
 import json
-import pickle
+import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ import jaxtyping
 import pytest
 import torch
 import yaml
-from bad_inputs import Outcome, Says, assert_raises, assert_refused, assert_told, table, type_command
+from bad_inputs import Outcome, assert_raises, assert_refused, assert_told, table, type_command
 from exported import LIMITED, edit_config, edit_tensors
 from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
@@ -30,7 +30,7 @@ Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
 Type = Callable[..., Outcome]
 
-UP, NAN = "midlayer.mlp.up_proj.weight", float("nan")
+UP = "midlayer.mlp.up_proj.weight"
 
 
 @pytest.fixture(autouse=True)
@@ -111,40 +111,25 @@ def put(name: str, change: Callable[[Tensor], Tensor]) -> Edit:
     return tensors(lambda found: found.update({name: change(found[name])}))
 
 
-def write(name: str, content: bytes | str) -> Edit:
-    data = content.encode() if isinstance(content, str) else content
-    return lambda folder: (folder / name).write_bytes(data)
+def lost(name: str) -> Edit:
+    return tensors(lambda found: found.pop(name))
 
 
-def with_value(value: float) -> Callable[[Tensor], Tensor]:
-    def change(tensor: Tensor) -> Tensor:
-        changed = tensor.clone()
-        changed.view(-1)[0] = value
-        return changed
-
-    return change
+def full_of(value: float) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: torch.full_like(tensor, value)
 
 
-def cut(size: int) -> Edit:
-    return lambda folder: (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:size])
+def write(name: str, content: bytes) -> Edit:
+    return lambda folder: (folder / name).write_bytes(content)
 
 
-def pickled(name: str, content: object) -> Edit:
-    def replace(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / name).write_bytes(pickle.dumps(content))
-
-    return replace
+def beside(name: str, content: str) -> Edit:
+    """Write a file next to the head's folder."""
+    return lambda folder: (folder.parent / name).write_text(content)
 
 
-def sharded(index: str) -> Edit:
-    """Replace the weights by an index of shards alone."""
-
-    def replace(folder: Path) -> None:
-        (folder / "model.safetensors").unlink()
-        (folder / "model.safetensors.index.json").write_text(index)
-
-    return replace
+def removed(name: str) -> Edit:
+    return lambda folder: (folder / name).unlink()
 
 
 def linked(name: str) -> Edit:
@@ -155,9 +140,8 @@ def linked(name: str) -> Edit:
     return replace
 
 
-def emptied(folder: Path) -> None:
-    for path in folder.iterdir():
-        path.unlink()
+def renamed(name: str) -> Edit:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name)
 
 
 def replaced_by(source: str) -> Edit:
@@ -170,134 +154,186 @@ def replaced_by(source: str) -> Edit:
     return replace
 
 
-# Damage to a head's folder, and what loading it says.
-DAMAGED: dict[str, tuple[Edit, str]] = {
-    "a tensor is missing": (
-        tensors(lambda found: found.pop(UP)),
-        Says("model.safetensors", f"{UP} is missing", "exactly the tensors", "copy or export the head again"),
-    ),
-    "a tensor too many": (
-        tensors(lambda found: found.update(extra=torch.ones(2))),
-        Says("model.safetensors", "extra is unknown", "exactly the tensors", "copy or export the head again"),
-    ),
-    "a tensor of another shape": (
-        put(UP, lambda tensor: tensor[:5]),
-        Says(UP, "is [5, 32]", "should be [40, 32]", "copy or export the head again"),
-    ),
-    "a transposed projection": (
-        put("fc.weight", lambda tensor: tensor.T),
-        Says("fc.weight", "is [96, 32]", "should be [32, 96]", "copy or export the head again"),
-    ),
-    "a weight of whole numbers": (
-        put(UP, lambda tensor: tensor.int()),
-        Says(UP, "is int32", "floating point of 16 bits or more", "copy or export the head again"),
-    ),
-    "a weight of bools": (
-        put(UP, lambda tensor: tensor.bool()),
-        Says(UP, "is bool", "floating point", "export the head"),
-    ),
-    "a weight of 8 bits": (
-        put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
-        Says(UP, "is float8_e4m3fn", "16 bits or more", "copy or export the head again"),
-    ),
-    "a weight is NaN": (
-        put(UP, with_value(NAN)),
-        Says(UP, "NaN or infinity", "only finite numbers", "copy the head again, or train it again"),
-    ),
-    "an infinite lm_head": (
-        put("lm_head.weight", with_value(float("inf"))),
-        Says("lm_head.weight", "NaN or infinity", "only finite numbers", "train it again"),
-    ),
-    "a norm of NaN": (
-        put("norm.weight", with_value(NAN)),
-        Says("norm.weight", "NaN", "only finite numbers", "train it"),
-    ),
-    "weights cut short": (
-        cut(5000),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
-    ),
-    "weights of no bytes": (
-        cut(0),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head"),
-    ),
-    "a pointer of git lfs": (
-        write("model.safetensors", "version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 1\n"),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
-    ),
-    "no tensors in the file": (
-        tensors(lambda found: found.clear()),
-        Says("model.safetensors", "fc.weight is missing", "exactly the tensors", "copy or export the head again"),
-    ),
-    "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        Says("model.safetensors", "No such file", "a whole safetensors file", "copy or download the head again"),
-    ),
-    "weights are a link to nowhere": (
-        linked("model.safetensors"),
-        Says("model.safetensors", "cannot be read", "a whole safetensors file", "copy or download the head again"),
-    ),
-    "a pickle in place of safetensors": (
-        pickled("pytorch_model.bin", {}),
-        Says("pytorch_model.bin", "holds its weights in", "only model.safetensors is allowed", "headstart convert "),
-    ),
-    "no config.json": (
-        lambda folder: (folder / "config.json").unlink(),
-        Says("damaged", "no config.json", "holds no head", "headstart train RECIPE"),
-    ),
-    "an empty folder": (emptied, Says("damaged", "no config.json", "holds no head", "headstart train RECIPE")),
-    "config.json is a link to nowhere": (
-        linked("config.json"),
-        Says("config.json", "a link to /nowhere/at/all", "a file is allowed", "headstart train RECIPE"),
-    ),
-    "config.json is no JSON": (write("config.json", "{,"), Says("config.json", "is not JSON", "", "copy or download")),
-    "config.json is empty": (
-        write("config.json", ""),
-        Says("config.json", "is not JSON", "", "copy or download the head"),
-    ),
-    "config.json is binary": (write("config.json", b"\xff\xfe\0"), Says("config.json", "is not JSON", "", "copy or")),
-    "config.json is a list": (
-        write("config.json", "[]"),
-        Says("config.json", "holds a list", "a JSON object is allowed", "copy or download the head again"),
-    ),
-    "config.json is null": (
-        write("config.json", "null"),
-        Says("config.json", "a NoneType", "a JSON object", "copy or"),
-    ),
-    "config.json has no keys": (
-        write("config.json", "{}"),
-        Says("hidden_size: head None", "vocab_size: head None", "of these sizes", "headstart convert"),
-    ),
-    "a searched tree with a chance too few": (
-        own(calibration={"greedy": [1.0], "sampled": [1.0], "tree": {"paths": [[0], [1]], "chances": [0.5]}}),
-        Says("calibration.tree", "2 paths have 1 chances", "one for each", "correct the file"),
-    ),
-    "a map of ids": (
-        put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
-        Says("d2t", "gives ids 0 to 101", "offsets: target id minus draft id", ""),
-    ),
-    "a map below zero": (put("d2t", lambda d2t: d2t - 5), Says("d2t", "gives ids -5 to 91", "below 97", "offsets")),
-    "a map of floats": (
-        put("d2t", lambda d2t: d2t.float()),
-        Says("d2t", "float32 of shape [6]", "int64", "write the head's files again"),
-    ),
-    "a map of two axes": (
-        put("d2t", lambda d2t: d2t[None]),
-        Says("d2t", "shape [1, 6]", "int64 of shape", "write the head's files again"),
-    ),
-    "an empty map": (
-        put("d2t", lambda d2t: d2t[:0]),
-        Says("d2t", "shape [0]", "int64 of shape", "write the head's files"),
-    ),
-    "a map that was cut short": (put("d2t", lambda d2t: d2t[:3]), Says("d2t and t2d", "name different", "offsets", "")),
-    "two maps that disagree": (
-        put("t2d", lambda t2d: ~t2d),
-        Says("d2t and t2d", "name different target tokens", "offsets", ""),
-    ),
-    "a lost map": (
-        tensors(lambda found: found.pop("d2t")),
-        Says("lm_head.weight", "is [6, 32]", "should be [97, 32]", "copy or export the head again"),
-    ),
+def from_another_target(folder: Path) -> None:
+    """Add a copy of an embedding that has nothing to do with the target's, as published heads carry one."""
+    embedding = torch.randn(97, 32, generator=torch.Generator().manual_seed(9))
+    edit_tensors(folder, lambda found: found.update({"embed_tokens.weight": embedding}))
+
+
+def another_head(folder: Path) -> None:
+    """Replace every weight, as in an export of another head."""
+    generator = torch.Generator().manual_seed(9)
+
+    def draw(found: Tensors) -> None:
+        for name, tensor in found.items():
+            if tensor.is_floating_point() and tensor.ndim == 2:
+                found[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
+
+    edit_tensors(folder, draw)
+
+
+def without(*keys: str) -> Edit:
+    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
+    return config(lambda found: [part.pop(key, None) for key in keys for part in (found, found["dflash_config"])])
+
+
+def everywhere(key: str, value: Any) -> Edit:
+    """Set a key of a block head's config.json wherever it is."""
+    return config(lambda found: [part.update({key: value}) for part in (found, found["dflash_config"]) if key in part])
+
+
+ONE_CHANCE = {"greedy": [1.0], "sampled": [1.0], "tree": {"paths": [[0], [1]], "chances": [0.5]}}
+EDITS: dict[str, Edit] = {
+    "nothing": lambda folder: None,
+    "UP lost": lost(UP),
+    "extra": tensors(lambda found: found.update(extra=torch.ones(2))),
+    "UP cut": put(UP, lambda tensor: tensor[:5]),
+    "fc transposed": put("fc.weight", lambda tensor: tensor.T),
+    "UP of int32": put(UP, lambda tensor: tensor.int()),
+    "UP of 8 bits": put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
+    "NaN": put(UP, full_of(float("nan"))),
+    "infinity": put("lm_head.weight", full_of(float("inf"))),
+    "zeros": put("lm_head.weight", torch.zeros_like),
+    "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 5000),
+    "no tensors": tensors(lambda found: found.clear()),
+    "no weights": removed("model.safetensors"),
+    "weights linked": linked("model.safetensors"),
+    "pickle": renamed("pytorch_model.bin"),
+    "shards": renamed("model.safetensors.index.json"),
+    "no config": removed("config.json"),
+    "config linked": linked("config.json"),
+    "config binary": write("config.json", b"\xff\xfe\0"),
+    "config []": write("config.json", b"[]"),
+    "config {}": write("config.json", b"{}"),
+    "one chance": own(calibration=ONE_CHANCE),
+    "map of ids": put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
+    "map of floats": put("d2t", lambda d2t: d2t.float()),
+    "map of two axes": put("d2t", lambda d2t: d2t[None]),
+    "empty map": put("d2t", lambda d2t: d2t[:0]),
+    "map cut": put("d2t", lambda d2t: d2t[:3]),
+    "map lost": lost("d2t"),
+    "ids backwards": put("token_map", lambda ids: ids.flip(0)),
+    "ids beyond": put("token_map", lambda ids: ids + 90),
+    "first block lost": lost("blocks.0.layers.0.weight"),
+    "no convention": without("sample_from_anchor"),
+    "no block size": without("block_size", "mask_token_id"),
+    "block_size 5": everywhere("block_size", 5),
+    "block_size '7'": everywhere("block_size", "7"),
+    "mask 97": everywhere("mask_token_id", 97),
+    "mask 50": everywhere("mask_token_id", 50),
+    "rnn": everywhere("markov_head_type", "rnn"),
+    "one layer type": everywhere("layer_types", ["full_attention"]),
+    "sliding": everywhere("layer_types", ["sliding_attention"] * 2),
+    "rank 5": everywhere("markov_rank", 5),
+    "taps 2 9": own(taps=[2, 9]),
+    "deeper target": own(target_num_layers=32),
+    "eagle1": own(kind="eagle1"),
+    "ollama": own(engines=["ollama"]),
+    "no engines": own(engines=[]),
+    "vocab 32000": config(lambda found: found.update(vocab_size=32000)),
+    "draft vocab 99": config(lambda found: found.update(draft_vocab_size=99)),
+    "huge": config(lambda found: found.update(intermediate_size=10**12)),
+    "float3": config(lambda found: found.update(torch_dtype="float3")),
+    "other embedding": from_another_target,
+    "another head": another_head,
+    "foreign": replaced_by("foreign"),
+    "target": replaced_by("target"),
+    "medusa": replaced_by("medusa"),
+    "out exists": lambda folder: (folder.parent / "out").mkdir(),
+    "export exists": lambda folder: shutil.copytree(folder, folder.parent / "run/export/vllm"),
+    "run a file": beside("run", "mine"),
+    "samples of text": beside("samples.jsonl", "hello\n"),
+    "samples empty": beside("samples.jsonl", "\n"),
+    "samples with 97": beside("samples.jsonl", '{"tokens": [5, 97]}\n'),
+    "samples of words": beside("samples.jsonl", '{"tokens": ["a"]}\n'),
+    "samples of none": beside("samples.jsonl", '{"tokens": []}\n'),
+    "samples of prompts": beside("samples.jsonl", '{"prompt": "the target writes"}\n'),
+    "manifest of text": beside("manifest.json", "hello"),
 }
+
+# A head, an edit of its folder, and what loading it says.
+DAMAGED = table("""
+a tensor is missing | head | UP lost
+    model.safetensors | UP is missing | exactly the tensors | copy or export the head again
+a tensor too many | head | extra
+    model.safetensors | extra is unknown | exactly the tensors | copy or export the head again
+a tensor of another shape | head | UP cut
+    UP | is [5, 32] | should be [40, 32] | copy or export the head again
+a transposed projection | head | fc transposed
+    fc.weight | is [96, 32] | should be [32, 96] | copy or export the head again
+a weight of whole numbers | head | UP of int32
+    UP | is int32 | floating point of 16 bits or more | copy or export the head again
+a weight of 8 bits | head | UP of 8 bits
+    UP | is float8_e4m3fn | 16 bits or more | copy or export the head again
+a weight is NaN | head | NaN
+    UP | NaN or infinity | only finite numbers | copy the head again, or train it again
+an infinite lm_head | head | infinity
+    lm_head.weight | NaN or infinity | only finite numbers | train it again
+weights cut short | head | weights cut
+    model.safetensors | cannot be read | a whole safetensors file | copy or download the head again
+no tensors in the file | head | no tensors
+    model.safetensors | fc.weight is missing | exactly the tensors | copy or export the head again
+no weights | head | no weights
+    model.safetensors | No such file | a whole safetensors file | copy or download the head again
+weights are a link to nowhere | head | weights linked
+    model.safetensors | cannot be read | a whole safetensors file | copy or download the head again
+a pickle in place of safetensors | head | pickle
+    pytorch_model.bin | holds its weights in | only model.safetensors is allowed | headstart convert
+shards in place of one file | head | shards
+    model.safetensors.index.json | holds its weights in | only model.safetensors is allowed | headstart convert
+no config.json | head | no config
+    damaged | no config.json | holds no head | headstart train RECIPE
+config.json is a link to nowhere | head | config linked
+    config.json | a link to /nowhere/at/all | a file is allowed | headstart train RECIPE
+config.json is binary | head | config binary
+    config.json | is not JSON | copy or download the head again
+config.json is a list | head | config []
+    config.json | holds a list | a JSON object is allowed | copy or download the head again
+config.json has no keys | head | config {}
+    hidden_size: head None | vocab_size: head None | of these sizes | headstart convert
+a searched tree with a chance too few | head | one chance
+    calibration.tree | 2 paths have 1 chances | one for each | correct the file
+a map of ids | head | map of ids
+    d2t | gives ids 0 to 101 | offsets: target id minus draft id
+a map of floats | head | map of floats
+    d2t | float32 of shape [6] | int64 | write the head's files again
+a map of two axes | head | map of two axes
+    d2t | shape [1, 6] | int64 of shape | write the head's files again
+an empty map | head | empty map
+    d2t | shape [0] | int64 of shape | write the head's files again
+a map that was cut short | head | map cut
+    d2t and t2d | name different | offsets
+a lost map | head | map lost
+    lm_head.weight | is [6, 32] | should be [97, 32] | copy or export the head again
+a token map out of order | medusa | ids backwards
+    token_map | ids 0 to 96 | ascending target ids below 97 | headstart convert
+a token map beyond the vocabulary | medusa | ids beyond
+    token_map | ids 90 to 186 | ascending target ids below 97 | correct token_map
+the first block is missing | medusa | first block lost
+    blocks.0.layers.0.weight | is missing | exactly the tensors | copy or export the head again
+no slot convention | block | no convention
+    config.json | lacks sample_from_anchor (vLLM takes false | a wrong one silently | add what
+no block size and no mask token | block | no block size
+    lacks block_size (SGLang takes 16 | mask_token_id (SGLang takes | costs | add what the head was
+a block size above the trained one | block | block_size 5
+    block_size | 5 given | 2 to the 4 slots that the head was trained with | correct config.json
+a mask token beyond the vocabulary | block | mask 97
+    mask_token_id | 97 given | 0 to the target's 96 | correct config.json
+a mask token that is drafted | block | mask 50
+    mask_token_id | 50 given | a token that the head does not draft | correct mask_token_id or d2t
+a Markov head with a state | block | rnn
+    markov_head_type | 'rnn' given | only vanilla and gated | choose another head
+a layer type too few | block | one layer type
+    layer_types | 1 given | 2 is allowed | correct config.json
+sliding layers without a window | block | sliding
+    config.json | lacks sliding_window | the positions that | add it
+a block size that is text | block | block_size '7'
+    block_size | '7' given | valid integer | correct the file
+a smaller Markov rank than the tensors | block | rank 5
+    markov_head.markov_w1.weight | [97, 6] | [97, 5] | copy or export the head again
+taps that the target lacks | block | taps 2 9
+    taps | [2, 9] | hidden_states 0 to 7 | train one for this target
+""")
 
 
 # A wrong config.json of a head: a key and its new value, or a key alone, which is then missing.
@@ -312,8 +348,6 @@ a size as a float | num_attention_heads = 4.0
     num_attention_heads | 4.0 | a valid integer | correct the file
 a negative size | num_key_value_heads = -2
     num_key_value_heads | -2 | greater than 0 | correct the file
-no attention heads | num_attention_heads = 0
-    num_attention_heads | 0 | greater than 0 | correct the file
 a size that fills the memory | intermediate_size = 1000000000000
     intermediate_size | 1000000000000 | no tensor is longer than | correct the file
 key heads that do not divide | num_key_value_heads = 3
@@ -350,8 +384,14 @@ a calibration of NaN | headstart.calibration = {"greedy": [NaN], "sampled": [1.0
     calibration.greedy.0 | nan | greater than 0 | correct the file
 a searched tree without paths | headstart.calibration = {"greedy": [1.0], "sampled": [1.0], "tree": {"nodes": 1}}
     calibration.tree.paths | {'nodes': 1} | Field required | correct the file
-a searched tree as a list | headstart.calibration = {"greedy": [1.0], "sampled": [1.0], "tree": [1]}
-    calibration.tree | [1] | a valid dictionary | correct the file
+a norm's place as text | norm_before_residual = "false"
+    norm_before_residual | 'false' given | a valid boolean | correct the file
+a rotary embedding as a number | rope_parameters = 3
+    rope_parameters | 3 given | a valid dictionary | correct the file
+a layer id as text | eagle_aux_hidden_state_layer_ids = [2, "3", 4]
+    eagle_aux_hidden_state_layer_ids.1 | '3' given | a valid integer | correct the file
+proposal methods as a number | speculators_config = {"proposal_methods": 3}
+    speculators_config.proposal_methods | 3 given | a valid list | correct the file
 a head of another width | target_hidden_size = 64
     hidden_size | head 64, target 32 | of these sizes | train one for this target
 a head of another vocabulary | vocab_size = 32000
@@ -382,602 +422,197 @@ def edited(edit: str) -> Edit:
 @pytest.mark.parametrize("symptom", [*DAMAGED, *CONFIGS])
 def test_a_damaged_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
     if symptom in DAMAGED:
-        edit, says = DAMAGED[symptom]
-        folder = copied(edit)
+        [source, edit], facts = DAMAGED[symptom]
+        folder = copied(EDITS[edit], source)
     else:
-        [change], says = CONFIGS[symptom]
+        [change], facts = CONFIGS[symptom]
         folder = copied(edited(change))
-    assert_raises(lambda: load_head_for(folder, frozen), says)
+    assert_raises(lambda: load_head_for(folder, frozen), facts.replace("UP ", f"{UP} "))
 
 
-MEDUSA: dict[str, tuple[Edit, Says]] = {
-    "a token map out of order": (
-        put("token_map", lambda ids: ids.flip(0)),
-        Says("token_map", "ids 0 to 96", "ascending target ids below 97", "headstart convert"),
-    ),
-    "a token map beyond the vocabulary": (
-        put("token_map", lambda ids: ids + 90),
-        Says("token_map", "ids 90 to 186", "ascending target ids below 97", "correct token_map"),
-    ),
-    "an empty token map": (
-        put("token_map", lambda ids: ids[:0]),
-        Says("token_map", "shape [0]", "int64 of shape", "write the head's files again"),
-    ),
-    "a token map of floats": (
-        put("token_map", lambda ids: ids.float()),
-        Says("token_map", "float32", "int64", "write the head's files again"),
-    ),
-    "a block is missing": (
-        tensors(lambda found: found.pop("blocks.1.layers.0.weight")),
-        Says("blocks.1.layers.0.weight", "is missing", "exactly the tensors", "copy or export the head again"),
-    ),
-    "the first block is missing": (
-        tensors(lambda found: found.pop("blocks.0.layers.0.weight")),
-        Says("blocks.0.layers.0.weight", "is missing", "exactly the tensors", "copy or export the head again"),
-    ),
+FEW = "--samples {place}/samples.jsonl --new-tokens 12 --depth 1"
+LINES = {
+    "CONVERT": "convert {tmp}/damaged {tmp}/out --target {place}/target",
+    "LINT": "lint {tmp}/damaged --target {place}/target",
+    "DOCTOR": f"doctor {{tmp}}/damaged {{place}}/target {FEW}",
+    "SERVED": f"doctor {{place}}/head {{place}}/target {{tmp}}/damaged {FEW}",
+    "SAMPLES": "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
+    "EXPORT": "export {place}/recipe.yaml run_dir={tmp}/run decode.head={tmp}/damaged export.format=vllm",
+    "PLAIN": "report {place}/recipe.yaml target.path={place}/whole report.prompts={tmp}/questions.jsonl",
+    "REPORT": "report {place}/recipe.yaml",
+    "CHAT": "chat --target {place}/whole",
 }
 
+# An edit of the head, the command that is then typed, and what it says; each ends with an exit code above 0.
+COMMANDS = table("""
+convert: a weight is NaN | NaN | CONVERT
+    UP | infinity or NaN | only finite numbers are allowed | correct the files
+convert: an lm_head of zeros | zeros | CONVERT
+    lm_head.weight | zeros only | trained weights are required | train or copy it again
+convert: the embedding of another target | other embedding | CONVERT
+    embed_tokens.weight | differs from the target's by | near the target's | name the target
+convert: a head of a deeper target | deeper target | CONVERT
+    headstart.target_num_layers | 32 | the target's 7 | trained for another target
+convert: a head for another target | foreign | CONVERT
+    vocab_size | 300 | the target's 97 is allowed | for another target, name that one
+convert: the kind of another head | eagle1 | CONVERT
+    headstart.kind | 'eagle1' | 'eagle3' is allowed | correct the files
+convert: a whole model | target | CONVERT
+    damaged | the layout of this draft head is unknown | EAGLE-3 | give the folder of such a head
+convert: no weights | no weights | CONVERT
+    damaged | holds no weights | model.safetensors | copy or download the head again
+convert: weights cut short | weights cut | CONVERT
+    model.safetensors | cannot be read | copy or download
+convert: the output exists | out exists | CONVERT
+    OUT | out exists already | a new folder is allowed | choose another, or remove this one
+convert: the head does not exist | nothing | convert {tmp}/none {tmp}/out --target {place}/target
+    none | no config.json | holds no head | give the folder of a saved head
+convert: the target does not exist | nothing | convert {tmp}/damaged {tmp}/out --target no/where
+    --target | 'no/where' | a folder with config.json | or a hub name
+convert: the head as the target | nothing | convert {tmp}/damaged {tmp}/out --target {place}/head
+    head | no embedding among its tensors | looked for | give the whole target
+lint: a head for another target | foreign | LINT
+    vocab_size | 300 found | the target's 97 is allowed
+lint: an engine that does not exist | ollama | LINT
+    layout | ollama cannot read | only vllm, sglang
+lint: an engine that reads other layouts | nothing | LINT --engine speculators
+    layout | speculators cannot read eagle3 | only vllm, sglang, tensorrt_llm, llama_cpp can
+lint: config.json is a list | config [] | LINT
+    config.json | holds a list | a JSON object is allowed | copy or download the head again
+lint: the target does not exist | nothing | lint {tmp}/damaged --target no/where
+    --target | 'no/where' | a folder with config.json | or a hub name
+doctor: a weight is NaN | NaN | DOCTOR
+    dtype: damaged: tensor UP | infinity or NaN | only finite numbers | fix: correct the files
+doctor: no guess is right | zeros | DOCTOR
+    accuracy: damaged | 0.000 of | 0.02 or more | fix: name the target that it was trained for
+doctor: a head for another target | foreign | DOCTOR
+    vocab_size | 300 | the target's 97 is allowed | correct the files
+doctor: a size that fills the memory | huge | DOCTOR
+    UP | [40, 32] | shape [1000000000000, 32] is required | correct the files
+doctor: an empty map | empty map | DOCTOR
+    d2t | [0] | shape [6] is required | correct the files
+doctor: an export with NaN | NaN | SERVED
+    dtype: damaged: tensor UP | infinity or NaN | only finite numbers | fix: correct the files
+doctor: an export of another head | another head | SERVED
+    files: EXPORT's | differs from HEAD's by | HEAD's own weights | fix: export HEAD again
+doctor: an export of another kind | medusa | SERVED
+    EXPORT | do not fit | HEAD's own weights | fix: export again
+doctor: an engine that reads other layouts | nothing | SERVED --engine speculators
+    layout | eagle3 | speculators cannot read eagle3, only vllm | fix:
+doctor: samples that do not exist | nothing | SAMPLES
+    --samples | samples.jsonl not found | a JSONL file | name a JSONL file
+doctor: samples that are not JSON | samples of text | SAMPLES
+    samples.jsonl line 1 | is not JSON | fix or remove the line
+doctor: samples without rows | samples empty | SAMPLES
+    --samples | is empty | a row with tokens or prompt | add at least one
+doctor: samples in another vocabulary | samples with 97 | SAMPLES
+    samples.jsonl: row 1 | 97 | 0 to 96 | encode the text with TARGET's tokenizer
+doctor: samples of words | samples of words | SAMPLES
+    samples.jsonl: row 1 | 'a' | token ids 0 to 96 | give it as prompt
+doctor: an empty sample | samples of none | SAMPLES
+    samples.jsonl: row 1 | tokens are empty | at least one token id | leave the row out
+doctor: the tokenizer of another model | samples of prompts | SAMPLES
+    samples.jsonl: row 1 | tokens hold | 0 to 96 | the tokenizer in TARGET is another model's
+doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000
+    --new-tokens | 1000 | up to 253 new tokens | lower --new-tokens
+doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged
+    damaged | no embedding among its tensors | looked for | give the whole target
+doctor: a depth beyond any head | nothing | DOCTOR --depth 100000
+    --depth | 100000 | 1 to 64 is allowed | lower it
+doctor: no depth | nothing | DOCTOR --depth 0
+    --depth | 0 given | 1 or more is allowed
+doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json
+    --manifest | is not JSON | manifest.json in a folder of features | harvest again
+doctor: a manifest that does not exist | nothing | DOCTOR --manifest {tmp}/manifest.json
+    --manifest | not found | name the manifest.json
+doctor: the target does not exist | nothing | doctor {tmp}/damaged no/where
+    TARGET | 'no/where' | a folder with config.json | or a hub name
+export: no head | nothing | export {place}/recipe.yaml
+    run/head | no config.json | holds no head | headstart train RECIPE
+export: a weight is NaN | NaN | EXPORT
+    UP | NaN or infinity | only finite numbers are allowed | train it again
+export: a head for another target | foreign | EXPORT
+    vocab_size | head 300, target 97 | of these sizes is allowed | train one for this target
+export: a number format that torch lacks | float3 | EXPORT
+    torch_dtype | 'float3' | float32, bfloat16 or float16 | correct the file, or set export.dtype
+export: the folder exists | export exists | EXPORT
+    export/vllm | exists already | a new folder only | rm -r
+export: the folder is a file | run a file | EXPORT
+    run_dir | run is a file | a folder that exists or can be made is allowed | choose another
+report: no head, before it asks for prompts | nothing | REPORT
+    decode.head | run/head holds no head | a trained head's folder is required | headstart train RECIPE
+report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}'
+    report.other_heads.other | nowhere holds no head | a trained head's folder | decode.head=FOLDER
+report: a whole model as the head | nothing | REPORT decode.head={place}/target
+    num_hidden_layers | 7 in config.json | a head has 1 layer | train one for this target
+report: the tokenizer of another model | nothing | PLAIN target.path={place}/target 'report.baselines=[plain]'
+    a prompt holds token id | 0 to 96 of the target | the target's own tokenizer
+report: more new tokens than positions | nothing | PLAIN 'report.baselines=[plain]' decode.max_new_tokens=127
+    decode.max_new_tokens | 127 | new tokens are allowed after this prompt | lower decode.max_new_
+report: a draft model that does not exist | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model=no/where
+    decode.draft_model | 'no/where' | a folder with config.json | or a hub name
+report: a head as the draft model | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model={place}/head
+    head | embed_tokens.weight is missing | all tensors of a model | give a model's folder
+report: no prompts | nothing | REPORT 'report.baselines=[plain]'
+    heldout.jsonl | is missing | held-out prompts are required | headstart prompts RECIPE
+chat: no head | nothing | CHAT --head {place}/none
+    --head | none holds no head | a trained head's folder is allowed | headstart train RECIPE
+chat: no head in the recipe's run | nothing | chat {place}/recipe.yaml
+    decode.head | run/head holds no head | a trained head's folder | decode.drafter=prompt_lookup
+chat: the head of another target | nothing | CHAT --head {place}/head
+    vocab_size | head 97 | target 300 | train one for this target
+chat: no such target | nothing | chat --target {place}/none --head {place}/foreign
+    target | none | neither a local folder nor a model | give a folder with config.json
+chat: a recipe and a target | nothing | chat {place}/recipe.yaml --target {place}/whole
+    --target | whole given | one of the two is allowed | write target.path=
+chat: a wrong override | nothing | chat {place}/recipe.yaml decode.growth=bush
+    decode.growth | bush | dynamic
+chat: a negative temperature | nothing | CHAT --head {place}/foreign --temperature=-1
+    temperature | -1 | 0 to 100 | leave it out
+chat: a question longer than the target's positions | nothing | CHAT --dtype float32 --prompt hello --max-new-tokens 128
+    the question is | tokens long | are allowed | lower --max-new-tokens
+chat: no new tokens | nothing | CHAT --dtype float32 --prompt hello --max-new-tokens 0
+    --max-new-tokens | 0 given | 1 or more is allowed | raise it
+calibrate: no head | nothing | calibrate {place}/recipe.yaml
+    decode.head | run/head holds no head | a trained head's folder is required | headstart train RECIPE
+""")
 
-@pytest.mark.parametrize("symptom", MEDUSA)
-def test_a_damaged_medusa_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
-    edit, says = MEDUSA[symptom]
-    folder = copied(edit, "medusa")
-    assert_raises(lambda: load_head_for(folder, frozen), says)
 
-
-def without(*keys: str) -> Edit:
-    """Remove keys of a block head's config.json, at the top level and in DFlash's section."""
-
-    def forget(found: Config) -> None:
-        for key in keys:
-            found.pop(key, None)
-            found["dflash_config"].pop(key, None)
-
-    return config(forget)
-
-
-def everywhere(key: str, value: Any) -> Edit:
-    """Set a key of a block head's config.json wherever it is."""
-
-    def change(found: Config) -> None:
-        found[key] = value
-        if key in found["dflash_config"]:
-            found["dflash_config"][key] = value
-
-    return config(change)
-
-
-BLOCK: dict[str, tuple[Edit, Says]] = {
-    "no slot convention": (
-        without("sample_from_anchor"),
-        Says("config.json", "lacks sample_from_anchor (vLLM takes false", "a wrong one silently", "add what"),
-    ),
-    "no block size and no mask token": (
-        without("block_size", "mask_token_id"),
-        Says("lacks block_size (SGLang takes 16", "mask_token_id (SGLang takes", "costs", "add what the head was"),
-    ),
-    "a block size above what was trained": (
-        everywhere("block_size", 5),
-        Says("block_size", "5 given", "2 to the 4 slots that the head was trained with", "correct config.json"),
-    ),
-    "a mask token beyond the vocabulary": (
-        everywhere("mask_token_id", 97),
-        Says("mask_token_id", "97 given", "0 to the target's 96", "correct config.json"),
-    ),
-    "a mask token that is drafted": (
-        everywhere("mask_token_id", 50),
-        Says("mask_token_id", "50 given", "a token that the head does not draft", "correct mask_token_id or d2t"),
-    ),
-    "a Markov head with a state": (
-        everywhere("markov_head_type", "rnn"),
-        Says("markov_head_type", "'rnn' given", "only vanilla and gated", "choose another head"),
-    ),
-    "a layer type too few": (
-        everywhere("layer_types", ["full_attention"]),
-        Says("layer_types", "1 given", "2 is allowed", "correct config.json"),
-    ),
-    "sliding layers without a window": (
-        everywhere("layer_types", ["sliding_attention"] * 2),
-        Says("config.json", "lacks sliding_window", "the positions that", "add it"),
-    ),
-    "a block size that is text": (
-        everywhere("block_size", "7"),
-        Says("block_size", "'7' given", "valid integer", "correct the file"),
-    ),
-    "a smaller Markov rank than the tensors": (
-        everywhere("markov_rank", 5),
-        Says("markov_head.markov_w1.weight", "[97, 6]", "[97, 5]", "copy or export the head again"),
-    ),
-    "taps that the target lacks": (
-        own(taps=[2, 9]),
-        Says("taps", "[2, 9]", "hidden_states 0 to 7", "train one for this target"),
-    ),
-}
-
-
-@pytest.mark.parametrize("symptom", BLOCK)
-def test_a_damaged_block_head_is_not_loaded(symptom: str, copied: Callable[..., Path], frozen: FrozenTarget) -> None:
-    edit, says = BLOCK[symptom]
-    folder = copied(edit, "block")
-    assert_raises(lambda: load_head_for(folder, frozen), says)
-
-
-def nothing(folder: Path) -> None:
-    """Damage nothing."""
-
-
-def from_another_target(folder: Path) -> None:
-    """Add a copy of an embedding that has nothing to do with the target's, as published heads carry one."""
-    embedding = torch.randn(97, 32, generator=torch.Generator().manual_seed(9))
-    edit_tensors(folder, lambda found: found.update({"embed_tokens.weight": embedding}))
-
-
-def another_head(folder: Path) -> None:
-    """Replace every weight, as in an export of another head."""
-    generator = torch.Generator().manual_seed(9)
-
-    def draw(found: Tensors) -> None:
-        for name, tensor in found.items():
-            if tensor.is_floating_point() and tensor.ndim == 2:
-                found[name] = 0.3 * torch.randn(tensor.shape, generator=generator)
-
-    edit_tensors(folder, draw)
-
-
-CONVERT = "convert {tmp}/damaged {tmp}/out --target {place}/target"
-LINT = "lint {tmp}/damaged --target {place}/target"
-DOCTOR = "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
-SERVED = "doctor {place}/head {place}/target {tmp}/damaged --samples {place}/samples.jsonl --new-tokens 12 --depth 1"
-EXPORT = "export {place}/recipe.yaml run_dir={tmp}/run decode.head={tmp}/damaged export.format=vllm"
-PLAIN = "report {place}/recipe.yaml target.path={place}/whole report.prompts={tmp}/questions.jsonl"
-REPORT = "report {place}/recipe.yaml"
-
-# Damage to a head, the command that is then typed, and what it says; every one of them ends with an exit code above 0.
-COMMANDS: dict[str, tuple[Edit, str, Says]] = {
-    "convert: a weight is NaN": (
-        put(UP, with_value(NAN)),
-        CONVERT,
-        Says(UP, "infinity or NaN", "only finite numbers are allowed", "correct the files"),
-    ),
-    "convert: a weight of 8 bits": (
-        put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
-        CONVERT,
-        Says(UP, "float8_e4m3fn", "16 bits or more", "correct the files"),
-    ),
-    "convert: an lm_head of zeros": (
-        put("lm_head.weight", torch.zeros_like),
-        CONVERT,
-        Says("lm_head.weight", "zeros only", "trained weights are required", "train or copy it again"),
-    ),
-    "convert: the embedding of another target": (
-        from_another_target,
-        CONVERT,
-        Says("embed_tokens.weight", "differs from the target's by", "near the target's", "name the target"),
-    ),
-    "convert: a head of a deeper target": (
-        own(target_num_layers=32),
-        CONVERT,
-        Says("headstart.target_num_layers", "32", "the target's 7", "trained for another target"),
-    ),
-    "convert: a head of another vocabulary": (
-        config(lambda found: found.update(vocab_size=32000)),
-        CONVERT,
-        Says("vocab_size", "32000", "the target's 97 is allowed", "name that one"),
-    ),
-    "convert: a head for another target": (
-        replaced_by("foreign"),
-        CONVERT,
-        Says("vocab_size", "300", "the target's 97 is allowed", "for another target, name that one"),
-    ),
-    "lint: a head for another target": (
-        replaced_by("foreign"),
-        LINT,
-        Says("vocab_size", "300 found", "the target's 97 is allowed", ""),
-    ),
-    "doctor: a head for another target": (
-        replaced_by("foreign"),
-        DOCTOR,
-        Says("vocab_size", "300", "the target's 97 is allowed", "correct the files"),
-    ),
-    "doctor: an export for another target": (
-        replaced_by("foreign"),
-        SERVED,
-        Says(
-            "files: EXPORT's weights do not fit", "vocab_size is 300", "the target's 97 is allowed", "fix: export again"
-        ),
-    ),
-    "export: a head for another target": (
-        replaced_by("foreign"),
-        EXPORT,
-        Says("vocab_size", "head 300, target 97", "of these sizes is allowed", "train one for this target"),
-    ),
-    "convert: the kind of another head": (
-        own(kind="eagle1"),
-        CONVERT,
-        Says("headstart.kind", "'eagle1'", "'eagle3' is allowed", "correct the files"),
-    ),
-    "convert: a whole model": (
-        replaced_by("target"),
-        CONVERT,
-        Says("damaged", "the layout of this draft head is unknown", "EAGLE-3", "give the folder of such a head"),
-    ),
-    "convert: no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        CONVERT,
-        Says("damaged", "holds no weights", "model.safetensors", "copy or download the head again"),
-    ),
-    "convert: weights cut short": (
-        cut(5000),
-        CONVERT,
-        Says("model.safetensors", "cannot be read", "", "copy or download"),
-    ),
-    "convert: a pickle that calls something": (
-        pickled("pytorch_model.bin", Path.cwd),
-        CONVERT,
-        Says("pytorch_model.bin", "is refused", "more than tensors", "get the head as safetensors"),
-    ),
-    "convert: a pickle of a list": (
-        pickled("pytorch_model.bin", [1, 2]),
-        CONVERT,
-        Says("pytorch_model.bin", "is refused", "", "get the head as safetensors"),
-    ),
-    "convert: an index without shards": (
-        sharded("{}"),
-        CONVERT,
-        Says("model.safetensors.index.json", "names no shards", "", "copy or download the head again"),
-    ),
-    "convert: a shard is missing": (
-        sharded(json.dumps({"weight_map": {"a": "b.safetensors"}})),
-        CONVERT,
-        Says("b.safetensors", "cannot be read", "", "copy or download the head again"),
-    ),
-    "convert: the output exists": (
-        lambda folder: (folder.parent / "out").mkdir(),
-        CONVERT,
-        Says("OUT", "out exists already", "a new folder is allowed", "choose another, or remove this one"),
-    ),
-    "convert: the head does not exist": (
-        nothing,
-        "convert {tmp}/none {tmp}/out --target {place}/target",
-        Says("none", "no config.json", "holds no head", "give the folder of a saved head"),
-    ),
-    "convert: the target does not exist": (
-        nothing,
-        "convert {tmp}/damaged {tmp}/out --target no/where",
-        Says("--target", "'no/where'", "a folder with config.json", "or a hub name"),
-    ),
-    "convert: the head as the target": (
-        nothing,
-        "convert {tmp}/damaged {tmp}/out --target {place}/head",
-        Says("head", "no embedding among its tensors", "looked for", "give the whole target"),
-    ),
-    "lint: a weight is NaN": (
-        put(UP, with_value(NAN)),
-        LINT,
-        Says(UP, "'infinity or NaN' found", "only finite numbers are allowed", ""),
-    ),
-    "lint: a weight of whole numbers": (
-        put(UP, lambda tensor: tensor.int()),
-        LINT,
-        Says(UP, "'int32' found", "16 bits or more is required", ""),
-    ),
-    "lint: an lm_head of zeros": (
-        put("lm_head.weight", torch.zeros_like),
-        LINT,
-        Says("lm_head.weight", "'zeros only' found", "trained weights are required", "train or copy it again"),
-    ),
-    "lint: a head of a deeper target": (
-        own(target_num_layers=32),
-        LINT,
-        Says("headstart.target_num_layers", "32 found", "the target's 7", "name that one"),
-    ),
-    "lint: a head of a target with another rope": (
-        own(target_rope={"theta": 5e5}),
-        LINT,
-        Says("headstart.target_rope", "500000.0", "'theta': 10000.0", "trained for another target"),
-    ),
-    "lint: an empty map": (
-        put("d2t", lambda d2t: d2t[:0]),
-        LINT,
-        Says("d2t", "[0] found", "shape [6] is required", ""),
-    ),
-    "lint: an engine that does not exist": (
-        own(engines=["ollama"]),
-        LINT,
-        Says("layout", "ollama cannot read", "only vllm, sglang", ""),
-    ),
-    "lint: an engine that reads other layouts": (
-        nothing,
-        f"{LINT} --engine speculators",
-        Says("layout", "speculators cannot read eagle3", "only vllm, sglang, tensorrt_llm, llama_cpp can", ""),
-    ),
-    "lint: config.json is a list": (
-        write("config.json", "[]"),
-        LINT,
-        Says("config.json", "holds a list", "a JSON object is allowed", "copy or download the head again"),
-    ),
-    "lint: the target does not exist": (
-        nothing,
-        "lint {tmp}/damaged --target no/where",
-        Says("--target", "'no/where'", "a folder with config.json", "or a hub name"),
-    ),
-    "doctor: a weight is NaN": (
-        put(UP, with_value(NAN)),
-        DOCTOR,
-        Says(f"dtype: damaged: tensor {UP}", "infinity or NaN", "only finite numbers", "fix: correct the files"),
-    ),
-    "doctor: a weight of bools": (
-        put(UP, lambda tensor: tensor.bool()),
-        DOCTOR,
-        Says(f"dtype: damaged: tensor {UP}", "bool", "16 bits or more", "fix: correct the files"),
-    ),
-    "doctor: no guess is right": (
-        put("lm_head.weight", torch.zeros_like),
-        DOCTOR,
-        Says("accuracy: damaged", "0.000 of", "0.02 or more", "fix: name the target that it was trained for"),
-    ),
-    "doctor: a head of a deeper target": (
-        own(target_num_layers=32),
-        DOCTOR,
-        Says("headstart.target_num_layers", "32", "the target's 7", "name that one"),
-    ),
-    "doctor: a size that fills the memory": (
-        config(lambda found: found.update(intermediate_size=10**12)),
-        DOCTOR,
-        Says(UP, "[40, 32]", f"shape [{10**12}, 32] is required", "correct the files"),
-    ),
-    "doctor: an empty map": (
-        put("d2t", lambda d2t: d2t[:0]),
-        DOCTOR,
-        Says("d2t", "[0]", "shape [6] is required", "correct the files"),
-    ),
-    "doctor: an export with NaN": (
-        put(UP, with_value(NAN)),
-        SERVED,
-        Says(f"dtype: damaged: tensor {UP}", "infinity or NaN", "only finite numbers", "fix: correct the files"),
-    ),
-    "doctor: an export of another head": (
-        another_head,
-        SERVED,
-        Says("files: EXPORT's ", "differs from HEAD's by", "HEAD's own weights", "fix: export HEAD again"),
-    ),
-    "doctor: an export of another kind": (
-        replaced_by("medusa"),
-        SERVED,
-        Says("EXPORT", "do not fit", "HEAD's own weights", "fix: export again"),
-    ),
-    "doctor: an engine that reads other layouts": (
-        nothing,
-        f"{SERVED} --engine speculators",
-        Says("layout", "eagle3", "speculators cannot read eagle3, only vllm", "fix:"),
-    ),
-    "doctor: samples that do not exist": (
-        nothing,
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/none.jsonl",
-        Says("--samples", "none.jsonl not found", "a JSONL file", "name a JSONL file"),
-    ),
-    "doctor: samples that are no JSON": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text("hello\n"),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("samples.jsonl line 1", "is not JSON", "", "fix or remove the line"),
-    ),
-    "doctor: samples without rows": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text("\n"),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("--samples", "is empty", "a row with tokens or prompt", "add at least one"),
-    ),
-    "doctor: samples in another vocabulary": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text('{"tokens": [5, 97]}\n'),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("samples.jsonl: row 1", "97", "0 to 96", "encode the text with TARGET's tokenizer"),
-    ),
-    "doctor: samples of words": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text('{"tokens": ["a"]}\n'),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("samples.jsonl: row 1", "'a'", "token ids 0 to 96", "give it as prompt"),
-    ),
-    "doctor: an empty sample": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text('{"tokens": []}\n'),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("samples.jsonl: row 1", "tokens are empty", "at least one token id", "leave the row out"),
-    ),
-    "doctor: more new tokens than positions": (
-        nothing,
-        "doctor {tmp}/damaged {place}/target --samples {place}/samples.jsonl --new-tokens 1000",
-        Says("--new-tokens", "1000", "up to 253 new tokens", "lower --new-tokens"),
-    ),
-    "doctor: head and target the wrong way round": (
-        nothing,
-        "doctor {place}/target {tmp}/damaged",
-        Says("damaged", "no embedding among its tensors", "looked for", "give the whole target"),
-    ),
-    "doctor: a depth beyond any head": (
-        nothing,
-        "doctor {tmp}/damaged {place}/target --depth 100000",
-        Says("--depth", "100000", "1 to 64 is allowed", "lower it"),
-    ),
-    "doctor: the tokenizer of another model": (
-        lambda folder: (folder.parent / "samples.jsonl").write_text('{"prompt": "the target writes"}\n'),
-        "doctor {tmp}/damaged {place}/target --samples {tmp}/samples.jsonl",
-        Says("samples.jsonl: row 1", "tokens hold", "0 to 96", "the tokenizer in TARGET is another model's"),
-    ),
-    "doctor: no depth": (
-        nothing,
-        "doctor {tmp}/damaged {place}/target --depth 0",
-        Says("--depth", "0 given", "1 or more is allowed", ""),
-    ),
-    "doctor: a manifest that is no JSON": (
-        lambda folder: (folder.parent / "manifest.json").write_text("hello"),
-        f"{DOCTOR} --manifest {{tmp}}/manifest.json",
-        Says("--manifest", "is not JSON", "manifest.json in a folder of features", "or harvest again"),
-    ),
-    "doctor: a manifest that does not exist": (
-        nothing,
-        f"{DOCTOR} --manifest {{tmp}}/manifest.json",
-        Says("--manifest", "not found", "", "name the manifest.json"),
-    ),
-    "doctor: the target does not exist": (
-        nothing,
-        "doctor {tmp}/damaged no/where",
-        Says("TARGET", "'no/where'", "a folder with config.json", "or a hub name"),
-    ),
-    "export: no head": (
-        nothing,
-        "export {place}/recipe.yaml",
-        Says("run/head", "no config.json", "holds no head", "headstart train RECIPE"),
-    ),
-    "export: a weight is NaN": (
-        put(UP, with_value(NAN)),
-        EXPORT,
-        Says(UP, "NaN or infinity", "only finite numbers are allowed", "train it again"),
-    ),
-    "export: config.json is no JSON": (
-        write("config.json", "{"),
-        EXPORT,
-        Says("config.json", "is not JSON", "", "copy or download the head again"),
-    ),
-    "export: a number format that torch lacks": (
-        config(lambda found: found.update(torch_dtype="float3")),
-        EXPORT,
-        Says("torch_dtype", "'float3'", "float32, bfloat16 or float16", "correct the file, or set export.dtype"),
-    ),
-    "export: the folder exists": (
-        lambda folder: shutil.copytree(folder, folder.parent / "run/export/vllm"),
-        EXPORT,
-        Says("export/vllm", "exists already", "a new folder only", "rm -r"),
-    ),
-    "export: the folder is a file": (
-        lambda folder: (folder.parent / "run").write_text("mine"),
-        EXPORT,
-        Says("run_dir", "run is a file", "a folder that exists or can be made is allowed", "choose another"),
-    ),
-    "report: no head, before it asks for prompts": (
-        nothing,
-        REPORT,
-        Says("decode.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
-    ),
-    "report: two heads are missing": (
-        nothing,
-        f"{REPORT} 'report.other_heads={{{{other: nowhere}}}}'",
-        Says("report.other_heads.other", "nowhere holds no head", "a trained head's folder", "decode.head=FOLDER"),
-    ),
-    "report: a whole model as the head": (
-        nothing,
-        f"{REPORT} decode.head={{place}}/target",
-        Says("num_hidden_layers", "7 in config.json", "a head has 1 layer", "train one for this target"),
-    ),
-    "report: the tokenizer of another model": (
-        nothing,
-        f"{PLAIN} target.path={{place}}/target 'report.baselines=[plain]'",
-        Says("a prompt holds token id", "", "0 to 96 of the target", "the target's own tokenizer"),
-    ),
-    "report: more new tokens than positions": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[plain]' decode.max_new_tokens=127",
-        Says("decode.max_new_tokens", "127", "new tokens are allowed after this prompt", "lower decode.max_new_"),
-    ),
-    "report: a draft model that does not exist": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model=no/where",
-        Says("decode.draft_model", "'no/where'", "a folder with config.json", "or a hub name"),
-    ),
-    "report: a head as the draft model": (
-        nothing,
-        f"{PLAIN} 'report.baselines=[draft_model]' decode.draft_model={{place}}/head",
-        Says("head", "embed_tokens.weight is missing", "all tensors of a whole model", "give a model's folder"),
-    ),
-    "report: no prompts": (
-        nothing,
-        f"{REPORT} 'report.baselines=[plain]'",
-        Says("heldout.jsonl", "is missing", "held-out prompts are required", "headstart prompts RECIPE"),
-    ),
-    "chat: no head": (
-        nothing,
-        "chat --target {place}/whole --head {place}/none",
-        Says("--head", "none holds no head", "a trained head's folder is allowed", "headstart train RECIPE"),
-    ),
-    "chat: no head in the recipe's run": (
-        nothing,
-        "chat {place}/recipe.yaml",
-        Says("decode.head", "run/head holds no head", "a trained head's folder", "decode.drafter=prompt_lookup"),
-    ),
-    "chat: the head of another target": (
-        nothing,
-        "chat --target {place}/whole --head {place}/head",
-        Says("vocab_size", "head 97", "target 300", "train one for this target"),
-    ),
-    "chat: no such target": (
-        nothing,
-        "chat --target {place}/none --head {place}/foreign",
-        Says("target", "none", "neither a local folder nor a model", "give a folder with config.json"),
-    ),
-    "chat: a recipe and a target": (
-        nothing,
-        "chat {place}/recipe.yaml --target {place}/whole",
-        Says("--target", "whole given", "one of the two is allowed", "write target.path="),
-    ),
-    "chat: a wrong override": (
-        nothing,
-        "chat {place}/recipe.yaml decode.growth=bush",
-        Says("decode.growth", "bush", "dynamic", ""),
-    ),
-    "chat: a negative temperature": (
-        nothing,
-        "chat --target {place}/whole --head {place}/foreign --temperature=-1",
-        Says("temperature", "-1", "0 to 100", "leave it out"),
-    ),
-    "chat: a question longer than the target's positions": (
-        nothing,
-        "chat --target {place}/whole --head {place}/foreign --dtype float32 --prompt hello --max-new-tokens 128",
-        Says("the question is", "tokens long", "are allowed", "lower --max-new-tokens"),
-    ),
-    "chat: no new tokens": (
-        nothing,
-        "chat --target {place}/whole --head {place}/foreign --dtype float32 --prompt hello --max-new-tokens 0",
-        Says("--max-new-tokens", "0 given", "1 or more is allowed", "raise it"),
-    ),
-    "calibrate: no head": (
-        nothing,
-        "calibrate {place}/recipe.yaml",
-        Says("decode.head", "run/head holds no head", "a trained head's folder is required", "headstart train RECIPE"),
-    ),
-}
+def typed(line: str) -> str:
+    """The command line that a table names by its first word."""
+    first, _, more = line.partition(" ")
+    return f"{LINES.get(first, first)} {more}"
 
 
 @pytest.mark.parametrize("symptom", COMMANDS)
 def test_a_command_tells_what_is_wrong(
     symptom: str, copied: Callable[..., Path], type_in: Callable[[str], Outcome], place: Path, tmp_path: Path
 ) -> None:
-    edit, line, says = COMMANDS[symptom]
+    [edit, line], facts = COMMANDS[symptom]
     (tmp_path / "questions.jsonl").write_text('{"text": "the target writes"}\n')
     for name in ("target", "medusa", "foreign"):
         (tmp_path / name).symlink_to(place / name)
-    copied(edit)
-    assert_refused(type_in(line), says)
+    copied(EDITS[edit])
+    assert_refused(type_in(typed(line)), facts.replace("UP ", f"{UP} "))
 
 
-TOLD: dict[str, tuple[Edit, str, Says]] = {
-    "lint: nothing is found": (nothing, LINT, Says("damaged", "all is well", "vllm, sglang, tensorrt_llm", "")),
-    "lint: no engine serves the head": (
-        own(engines=[]),
-        LINT,
-        Says("damaged", "not checked", "no engine serves it", "--engine vllm"),
-    ),
-    "convert: a draft vocabulary of another size": (
-        config(lambda found: found.update(draft_vocab_size=99)),
-        CONVERT,
-        Says("draft_vocab_size: 6", "config.json says 99", "the number of rows in lm_head", "next: headstart report"),
-    ),
-}
+TOLD = table("""
+lint: nothing is wrong | nothing | LINT
+    damaged | all is well | vllm, sglang, tensorrt_llm
+lint: no engine serves the head | no engines | LINT
+    damaged | not checked | no engine serves it | --engine vllm
+convert: a draft vocabulary of another size | draft vocab 99 | CONVERT
+    draft_vocab_size: 6 | config.json says 99 | the number of rows in lm_head | next: headstart report
+""")
 
 
 @pytest.mark.parametrize("symptom", TOLD)
 def test_a_command_succeeds_and_says_what_it_did(
     symptom: str, copied: Callable[..., Path], type_in: Callable[[str], Outcome]
 ) -> None:
-    edit, line, says = TOLD[symptom]
-    copied(edit)
-    assert_told(type_in(line), says)
+    [edit, line], facts = TOLD[symptom]
+    copied(EDITS[edit])
+    assert_told(type_in(typed(line)), facts)
 
 
 @pytest.mark.parametrize("name", ["with a space", "it's", 'a "quote"', "$HOME", "semi;colon"])
@@ -1010,4 +645,4 @@ def arguments_of(python: str) -> Sequence[str]:
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:99", "cuda:", ""])
 def test_a_device_that_is_not_there_is_refused(name: str) -> None:
-    assert_raises(lambda: pick_device(name), Says("target.device", repr(name), "is allowed", "cpu"))
+    assert_raises(lambda: pick_device(name), f"target.device | {name!r} | is allowed | cpu")

@@ -12,26 +12,31 @@ import torch
 from exported import (
     EVERY_HEAD,
     LIMITED,
-    edit_config,
-    edit_tensors,
     exported,
+    files_in_memory,
     read_config,
     read_tensors,
     same_bits,
 )
 from safetensors.torch import save_file
 
+from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.layouts import FORMATS
+from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import load_head_for
+from headstart.heads.kinds.checkpoint import head_config, load_head_for
+from headstart.heads.kinds.eagle3 import TAPS
 
 MakeHead = Callable[..., Any]
+Edit = Callable[[dict[str, Any]], object]
 
 
-def forget(folder: Path) -> None:
-    """Remove our own section, so that the head looks like a published one."""
-    edit_config(folder, lambda config: config.pop("headstart"))
+def published(head: Any, name: str) -> HeadFiles:
+    """Its files in this format without our own section."""
+    files = files_in_memory(head, name)
+    del files.config["headstart"]
+    return files
 
 
 def medusa_authors_names(tensors: dict[str, Any]) -> dict[str, Any]:
@@ -73,33 +78,26 @@ ROUND_TRIPS = [
 @pytest.mark.parametrize("ours", [True, False], ids=["our head", "published head"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in ROUND_TRIPS for name in names])
 def test_a_head_comes_back_from_every_format_bit_for_bit(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, kind: str, name: str, ours: bool
+    make_head: MakeHead, frozen: FrozenTarget, kind: str, name: str, ours: bool
 ) -> None:
     head = make_head(**EVERY_HEAD[kind])
-    folder = exported(head, tmp_path, target_folder, name)
-    if not ours:
-        forget(folder)
-    convert(folder, tmp_path / "back", str(target_folder))
-    assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
-    assert read_config(tmp_path / "back") == read_config(tmp_path / "head")
-    again = exported(load_head_for(tmp_path / "back", frozen), tmp_path / "again", target_folder, name)
-    assert same_bits(read_tensors(again), read_tensors(folder))
+    files = files_in_memory(head, name) if ours else published(head, name)
+    back, _ = import_head(files, frozen)
+    assert head_config(back) == head_config(head)
+    assert same_bits(back.engine_tensors(), head.engine_tensors())
+    assert same_bits(files_in_memory(back, name).tensors, files_in_memory(head, name).tensors)
 
 
 def test_every_format_has_a_round_trip() -> None:
     assert {name for _, names in ROUND_TRIPS for name in names} | {"sglang", "tensorrt_llm", "gguf"} == set(FORMATS)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_half_precision_head_keeps_its_dtype(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    name = str(dtype).removeprefix("torch.")
-    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "speculators", dtype=name)
+def test_a_half_precision_head_keeps_its_dtype(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "speculators", dtype="bfloat16")
     convert(folder, tmp_path / "back", str(target_folder))
     back, sent = read_tensors(tmp_path / "back"), read_tensors(folder)
     assert torch.equal(back["midlayer.mlp.up_proj.weight"], sent["layers.0.mlp.up_proj.weight"])
-    assert {tensor.dtype for tensor in back.values() if tensor.is_floating_point()} == {dtype}
+    assert {tensor.dtype for tensor in back.values() if tensor.is_floating_point()} == {torch.bfloat16}
 
 
 def test_a_head_trained_with_another_rotary_base_keeps_it(
@@ -128,39 +126,35 @@ def test_a_head_trained_with_another_rotary_base_keeps_it(
         load_head_for(tmp_path / "back", frozen)  # converted for the other target
 
 
-def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head(taps=(1, 3, 6), vocab=LIMITED)
-    folder = exported(head, tmp_path, target_folder, "vllm")
-    forget(folder)
-    edit_config(folder, lambda config: config.pop("eagle_aux_hidden_state_layer_ids"))
-    edit_tensors(folder, lambda tensors: tensors.pop("t2d"))
-    inferred = convert(folder, tmp_path / "back", str(target_folder))
+    files = published(head, "vllm")
+    del files.config["eagle_aux_hidden_state_layer_ids"], files.tensors["t2d"]
+    back, inferred = import_head(files, frozen)
     assert "taps: hidden_states [1, 3, 6], as eagle_config counts layer outputs [0, 2, 5]" in inferred
     assert "t2d: from d2t" in inferred
-    assert torch.equal(logits(load_head_for(tmp_path / "back", frozen)), logits(head))
+    assert torch.equal(logits(back), logits(head))
 
 
-def test_a_missing_d2t_is_derived_from_t2d(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
+def test_a_missing_d2t_is_derived_from_t2d(make_head: MakeHead, frozen: FrozenTarget) -> None:
     """speculators' own converter drops both if one is missing."""
-    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "vllm")
-    edit_tensors(folder, lambda tensors: tensors.pop("d2t"))
-    assert "d2t: from t2d" in convert(folder, tmp_path / "back", str(target_folder))
-    assert read_tensors(tmp_path / "back")["d2t"].tolist() == LIMITED.offsets().tolist()
+    files = published(make_head(vocab=LIMITED), "vllm")
+    del files.tensors["d2t"]
+    back, inferred = import_head(files, frozen)
+    assert "d2t: from t2d" in inferred
+    assert back.vocab.ids.tolist() == LIMITED.ids.tolist()
 
 
 def test_a_speculators_head_with_its_norm_before_the_residual_is_converted(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
+    make_head: MakeHead, frozen: FrozenTarget
 ) -> None:
     head = make_head(norm_before_residual=True, vocab=LIMITED)
-    folder = exported(head, tmp_path, target_folder, "speculators")
-    forget(folder)
-    edit_tensors(folder, lambda tensors: tensors.update({"verifier_norm.weight": torch.ones(32)}))
-    inferred = convert(folder, tmp_path / "back", str(target_folder))
+    files = published(head, "speculators")
+    files.tensors["embed_tokens.weight"] = frozen.embedding
+    files.tensors["verifier_norm.weight"] = torch.ones(32)
+    back, inferred = import_head(files, frozen)
     assert "verifier_norm.weight: not used in drafting, left out" in inferred
     assert "embed_tokens.weight: a copy of the target's, left out" in inferred
-    back = load_head_for(tmp_path / "back", frozen)
     assert torch.equal(logits(back), logits(head))
     assert not torch.equal(logits(back), logits(make_head(vocab=LIMITED)))
 
@@ -178,7 +172,7 @@ def test_prefixed_names_and_shards_are_read(
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"fc.weight": "gone"}}'])
+@pytest.mark.parametrize("content", ["", '{"weight_map": 3}', '{"weight_map": {"fc.weight": "gone"}}'])
 def test_a_broken_index_of_shards_is_named(
     make_head: MakeHead, target_folder: Path, tmp_path: Path, content: str
 ) -> None:
@@ -196,87 +190,101 @@ def split(folder: Path, tensors: dict[str, Any]) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_missing_misshapen_and_unknown_tensors_are_named_at_once(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "speculators")
-
-    def damage(tensors: dict[str, Any]) -> None:
-        del tensors["layers.0.hidden_norm.weight"], tensors["norm.weight"]
-        tensors["layers.0.mlp.up_proj.weight"] = torch.ones(40, 31)
-        tensors["layers.0.self_attn.q_norm.weight"] = torch.ones(8)
-        tensors["layers.1.mlp.up_proj.weight"] = torch.ones(40, 32)
-
-    edit_tensors(folder, damage)
-    with pytest.raises(ValueError, match="hidden_norm") as error:
-        convert(folder, tmp_path / "back", str(target_folder))
-    for part in (
-        "midlayer.hidden_norm.weight is missing",
-        "norm.weight is missing",
-        "midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32]",
-        "midlayer.self_attn.q_norm.weight is unknown",
-        "layers.1.mlp.up_proj.weight is unknown",
-    ):
-        assert part in str(error.value)
-    assert not (tmp_path / "back").exists()
+def damaged(tensors: dict[str, Any]) -> None:
+    del tensors["layers.0.hidden_norm.weight"], tensors["norm.weight"]
+    tensors["layers.0.mlp.up_proj.weight"] = torch.ones(40, 31)
+    tensors["layers.1.mlp.up_proj.weight"] = torch.ones(40, 32)
 
 
-def test_the_refusal_of_a_head_also_names_its_missing_misshapen_and_unknown_tensors(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(vocab=LIMITED), tmp_path, target_folder, "vllm")
-    edit_config(folder, lambda config: config.update(hidden_act="gelu"))
-    edit_tensors(folder, lambda tensors: [tensors.pop("norm.weight"), tensors.update(extra=torch.ones(2))])
-    with pytest.raises(ValueError, match="cannot be converted") as error:
-        convert(folder, tmp_path / "back", str(target_folder))
-    for part in ("hidden_act 'gelu'", "tensor norm.weight: missing; shape [32] is required", "tensor extra: [2] found"):
-        assert part in str(error.value)
+REFUSED: dict[str, tuple[str, Edit, Edit, list[str]]] = {  # format, edits of config.json and tensors, what is named
+    "missing, misshapen and unknown tensors": (
+        "speculators",
+        lambda config: None,
+        damaged,
+        [
+            "midlayer.hidden_norm.weight is missing",
+            "norm.weight is missing",
+            "midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32]",
+            "layers.1.mlp.up_proj.weight is unknown",
+        ],
+    ),
+    "tensors of a head that is refused for its config.json": (
+        "vllm",
+        lambda config: config.update(hidden_act="gelu"),
+        lambda tensors: [tensors.pop("norm.weight"), tensors.update(extra=torch.ones(2))],
+        ["hidden_act 'gelu'", "tensor norm.weight: missing; shape [32] is required", "tensor extra: [2] found"],
+    ),
+    "everything that headstart cannot represent": (
+        "vllm",
+        lambda config: config.update(
+            {
+                "hidden_act": "gelu",
+                "num_hidden_layers": 2,
+                "layer_types": ["sliding_attention"],
+                "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
+                TAPS: [2, 3, 4],
+                "eagle_config": {TAPS: [2, 3, 4], "parallel_draft_step": 4},
+            }
+        ),
+        lambda tensors: None,
+        [
+            "hidden_act 'gelu': only 'silu' is allowed",
+            "num_hidden_layers 2: only 1 is allowed",
+            "layer_types with sliding_attention",
+            "rope_type 'longrope'",
+            "[2, 3, 4] and eagle_config's [2, 3, 4] name different hidden states",
+            "parallel_draft_step 4",
+        ],
+    ),
+    "ambiguous and other kinds": (
+        "speculators",
+        lambda config: [
+            config.pop("norm_before_residual"),
+            config.update(speculators_model_type="mtp", pard_token=5, eagle_aux_hidden_state_layer_ids=[2, 3]),
+            config["transformer_layer_config"].pop("hidden_size"),
+        ],
+        lambda tensors: None,
+        [
+            "norm_before_residual: missing",
+            "speculators_model_type 'mtp'",
+            "a P-EAGLE head, which is not supported",
+            "fc.weight reads 96 features",
+            "hidden_size: missing",
+        ],
+    ),
+    "an lm_head of Medusa is missing": (
+        "medusa",
+        lambda config: None,
+        lambda tensors: tensors.pop("lm_heads.1.weight"),
+        ["lm_heads.1.weight is missing"],
+    ),
+    "the first lm_head of Medusa is missing": (
+        "medusa",
+        lambda config: None,
+        lambda tensors: tensors.pop("lm_heads.0.weight"),
+        ["lm_heads.0.weight", "a matrix is required"],
+    ),
+    "a bias and a shape of Medusa": (
+        "medusa",
+        lambda config: None,
+        lambda tensors: [
+            tensors.pop("blocks.1.layers.0.bias"),
+            tensors.update({"lm_heads.0.weight": torch.ones(97, 31)}),
+        ],
+        ["blocks.1.layers.0.bias is missing", "lm_heads.0.weight is [97, 31] but should be [97, 32]"],
+    ),
+}
 
 
-def test_everything_that_headstart_cannot_represent_is_refused_at_once(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    folder = exported(make_head(taps=(1, 3, 6)), tmp_path, target_folder, "vllm")
-    forget(folder)
-    wrong: dict[str, Any] = {
-        "hidden_act": "gelu",
-        "num_hidden_layers": 2,
-        "layer_types": ["sliding_attention"],
-        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4},
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6], "parallel_draft_step": 4},
-    }
-    edit_config(folder, lambda config: config.update(wrong))
-    with pytest.raises(ValueError, match="cannot be converted") as error:
-        convert(folder, tmp_path / "back", str(target_folder))
-    for part in (
-        "hidden_act 'gelu': only 'silu' is allowed",
-        "num_hidden_layers 2: only 1 is allowed",
-        "layer_types with sliding_attention",
-        "rope_type 'longrope'",
-        "[1, 3, 6] and eagle_config's [1, 3, 6] name different hidden states",
-        "parallel_draft_step 4",
-    ):
-        assert part in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("edit", "part"),
-    [
-        (lambda config: config.pop("norm_before_residual"), "norm_before_residual: missing"),
-        (lambda config: config.update(speculators_model_type="mtp"), "speculators_model_type 'mtp'"),
-        (lambda config: config.update(pard_token=5), "a P-EAGLE head, which is not supported"),
-        (lambda config: config.update(eagle_aux_hidden_state_layer_ids=[2, 3]), "fc.weight reads 96 features"),
-        (lambda config: config["transformer_layer_config"].pop("hidden_size"), "hidden_size: missing"),
-    ],
-)
-def test_an_ambiguous_speculators_head_is_refused(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], object], part: str
-) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "speculators")
-    forget(folder)
-    edit_config(folder, edit)
-    with pytest.raises(ValueError, match=part):
-        convert(folder, tmp_path / "back", str(target_folder))
+@pytest.mark.parametrize("symptom", REFUSED)
+def test_everything_wrong_with_a_head_is_named_at_once(make_head: MakeHead, frozen: FrozenTarget, symptom: str) -> None:
+    name, edit_config, edit_tensors, parts = REFUSED[symptom]
+    files = published(make_head("medusa"), "vllm") if name == "medusa" else published(make_head(), name)
+    edit_config(files.config)
+    edit_tensors(files.tensors)
+    with pytest.raises(ValueError, match=str(files.folder)) as error:
+        import_head(files, frozen)
+    assert not [part for part in parts if part not in str(error.value)], str(error.value)
 
 
 def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
@@ -295,36 +303,16 @@ def test_published_medusa_heads_are_converted_even_if_their_config_is_wrong(
     assert same_bits(load_head_for(tmp_path / "back", frozen).state_dict(), head.state_dict())
 
 
-def test_a_token_map_in_any_order_is_sorted(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
-) -> None:
+def test_a_token_map_in_any_order_is_sorted(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head("medusa", vocab=LIMITED)
-    folder = exported(head, tmp_path, target_folder, "native")
-    backwards = ("token_map", "lm_heads.0.weight", "lm_heads.1.weight", "lm_heads.2.weight")
-    edit_tensors(folder, lambda tensors: tensors.update({name: tensors[name].flip(0) for name in backwards}))
-    convert(folder, tmp_path / "back", str(target_folder))
-    assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
-    edit_tensors(folder, lambda tensors: tensors.update(token_map=torch.tensor([0, 3, 3, 9, 50, 96])))
+    files = files_in_memory(head, "native")
+    for name in ("token_map", "lm_heads.0.weight", "lm_heads.1.weight", "lm_heads.2.weight"):
+        files.tensors[name] = files.tensors[name].flip(0)
+    back, _ = import_head(files, frozen)
+    assert same_bits(back.engine_tensors(), head.engine_tensors())
+    files.tensors["token_map"] = torch.tensor([0, 3, 3, 9, 50, 96])
     with pytest.raises(ValueError, match="distinct ids among the target's 97 tokens"):
-        convert(folder, tmp_path / "again", str(target_folder))
-
-
-@pytest.mark.parametrize(
-    ("edit", "reason"),
-    [
-        (lambda tensors: tensors.pop("lm_heads.1.weight"), "lm_heads.1.weight is missing"),
-        (lambda tensors: tensors.pop("lm_heads.0.weight"), "lm_heads.0.weight .* a matrix is required"),
-        (lambda tensors: tensors.pop("blocks.1.layers.0.bias"), "blocks.1.layers.0.bias is missing"),
-        (lambda tensors: tensors.update({"lm_heads.0.weight": torch.ones(97, 31)}), "should be"),
-    ],
-)
-def test_damaged_medusa_heads_are_refused(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, edit: Callable[[dict[str, Any]], object], reason: str
-) -> None:
-    folder = exported(make_head("medusa"), tmp_path, target_folder, "vllm")
-    edit_tensors(folder, edit)
-    with pytest.raises(ValueError, match=reason):
-        convert(folder, tmp_path / "back", str(target_folder))
+        import_head(files, frozen)
 
 
 class Danger:
@@ -332,15 +320,14 @@ class Danger:
         return os.system, ("touch executed",)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "medusa_lm_head.pt"])
 @pytest.mark.parametrize("content", [{"fc.weight": Danger()}, [1, 2], {"fc.weight": 3}], ids=["code", "list", "number"])
 def test_a_pickle_of_more_than_tensors_is_refused_and_never_executed(
-    target_folder: Path, tmp_path: Path, content: object, name: str, monkeypatch: pytest.MonkeyPatch
+    target_folder: Path, tmp_path: Path, content: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    torch.save(content, tmp_path / name, pickle_module=pickle)
-    with pytest.raises(ValueError, match=f"{name} is refused"):
+    torch.save(content, tmp_path / "medusa_lm_head.pt", pickle_module=pickle)
+    with pytest.raises(ValueError, match=r"medusa_lm_head\.pt is refused.*get .*safetensors"):
         convert(tmp_path, tmp_path / "back", str(target_folder))
     assert not (tmp_path / "executed").exists()
 

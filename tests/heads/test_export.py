@@ -12,6 +12,7 @@ from exported import (
     EVERY_HEAD,
     LIMITED,
     exported,
+    files_in_memory,
     pretended_converter,
     read_config,
     read_tensors,
@@ -21,7 +22,8 @@ from exported import (
 from transformers import LlamaForCausalLM
 
 from headstart.heads import files
-from headstart.heads.formats.export import export
+from headstart.heads.formats.card import acceptance_lengths
+from headstart.heads.formats.export import export, refuse_unservable, violations_by_engine
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
@@ -30,7 +32,6 @@ from headstart.recipes import Recipe
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-SERVING = ["native", "vllm", "sglang", "tensorrt_llm"]
 NO_MEDUSA = {
     "sglang": "only vllm can serve",
     "tensorrt_llm": "only vllm can serve",
@@ -38,12 +39,17 @@ NO_MEDUSA = {
     "speculators": "EAGLE-3 of the target's width",
 }
 NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
+NO_EAGLE1 = {
+    "tensorrt_llm": "only vllm, sglang can serve",
+    "speculators": "EAGLE-3 of the target's width",
+    "gguf": "of kind eagle1",
+}
+SKIPS_FC = "skips fc if its input is as wide as the head"
+HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
 REFUSED = {  # head -> format -> what the refusal names
-    "eagle1": {
-        "tensorrt_llm": "only vllm, sglang can serve",
-        "speculators": "EAGLE-3 of the target's width",
-        "gguf": "of kind eagle1",
-    },
+    "eagle1": NO_EAGLE1,
+    "eagle1 bias": NO_EAGLE1 | {"vllm": "vLLM silently drops this tensor"},
+    "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
     "narrow": {"speculators": "EAGLE-3 of the target's width"},
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
@@ -83,40 +89,58 @@ def test_a_gguf_export_tells_the_converter_its_number_format_and_target(
     assert "--spec-type draft-eagle3" in (folder / "README.md").read_text()
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("kind", EVERY_HEAD)
-def test_every_export_passes_lint_or_is_refused(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, name: str
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_format_serves_a_head_as_trained_or_is_refused(
+    make_head: MakeHead, frozen: FrozenTarget, kind: str
 ) -> None:
-    head = make_head(**EVERY_HEAD[kind])
-    reason = REFUSED.get(kind, {}).get(name)
-    if reason:
-        with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
-            exported(head, tmp_path, target_folder, name)
-        assert not (tmp_path / "export").exists()
-        return
-    folder = exported(head, tmp_path, target_folder, name)
+    head = make_head(**HEADS[kind])
+
+    def check(name: str) -> None:
+        refuse_unservable(name, violations_by_engine(name, files_in_memory(head, name), frozen))
+
+    for name in FORMATS:
+        if reason := REFUSED.get(kind, {}).get(name):
+            with pytest.raises(ValueError, match=f"(?s)export.format: '{name}' given.*{reason}"):
+                check(name)
+        else:
+            check(name)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_export_is_written_and_passes_lint(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, name: str
+) -> None:
+    folder = exported(make_head(), tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
     written = {"README.md", "config.json", "model.safetensors", *(["head.gguf"] if name == "gguf" else [])}
     assert {path.name for path in folder.iterdir()} == written
+    assert "--spec-type draft-eagle3" in (folder / "README.md").read_text() or name != "gguf"
 
 
-@pytest.mark.parametrize("name", SERVING)
+def test_a_head_that_a_format_cannot_hold_leaves_no_folder(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
+        exported(make_head("eagle1", fc_bias=True), tmp_path, target_folder, "vllm")
+    assert not (tmp_path / "export").exists()
+
+
 def test_one_export_serves_three_engines_and_loads_in_headstart(
-    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path, name: str
+    make_head: MakeHead, target_folder: Path, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     head = make_head(vocab=LIMITED, taps=(1, 3, 6))
-    folder = exported(head, tmp_path, target_folder, name)
+    folder = exported(head, tmp_path, target_folder, "vllm")
     assert lint(folder, str(target_folder), ["vllm", "sglang", "tensorrt_llm"]) == []
-    assert same_bits(read_tensors(folder), read_tensors(tmp_path / "head"))
+    for name in ("native", "vllm", "sglang", "tensorrt_llm"):
+        files = files_in_memory(head, name)
+        assert {**read_config(folder), "headstart": files.config["headstart"]} == files.config
+        assert same_bits(files.tensors, read_tensors(folder))
     assert same_bits(load_head_for(folder, frozen).state_dict(), head.state_dict())
 
 
 def test_one_export_of_eagle_1_serves_vllm_and_sglang(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
     folder = exported(make_head("eagle1"), tmp_path, target_folder, "vllm")
     assert read_config(folder)["headstart"]["engines"] == ["vllm", "sglang"]
-    assert lint(folder, str(target_folder), ["vllm", "sglang"]) == []
     assert not read_tensors(folder)["fc.bias"].any()
 
 
@@ -133,25 +157,6 @@ def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
     assert "norm_before_residual: only vLLM has it" in readme
     with pytest.raises(ValueError, match=r"(?s)norm_before_residual.*hidden_states 0 to 6 are allowed"):
         exported(head, tmp_path, target_folder, "sglang")
-
-
-def test_a_single_tap_of_the_heads_width_is_refused_for_engines_that_would_skip_fc(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    head = make_head(taps=(3,))
-    assert exported(head, tmp_path, target_folder, "vllm")
-    for engine in ("sglang", "tensorrt_llm"):
-        with pytest.raises(ValueError, match="skips fc if its input is as wide as the head"):
-            exported(head, tmp_path, target_folder, engine)
-
-
-def test_an_eagle_1_bias_is_refused_for_vllm_which_would_drop_it(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    head = make_head("eagle1", fc_bias=True)
-    with pytest.raises(ValueError, match="vLLM silently drops this tensor"):
-        exported(head, tmp_path, target_folder, "vllm")
-    assert read_config(exported(head, tmp_path, target_folder, "sglang"))["headstart"]["engines"] == ["sglang"]
 
 
 def test_the_card_told_of_the_recipe_at_export_and_not_of_the_training(make_recipe: Callable[..., Recipe]) -> None:
@@ -234,39 +239,34 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
 ) -> None:
     """The figures are those of the exported step."""
 
-    def text() -> str:
-        shutil.rmtree(tmp_path / "export", ignore_errors=True)
-        return (exported(make_head(), tmp_path, target_folder, "vllm") / "README.md").read_text()
-
-    assert "Not measured." in text()
-    assert "held-out figures: none found" in text()
+    text = (exported(make_head(), tmp_path, target_folder, "native") / "README.md").read_text()
+    assert "Not measured." in text
+    assert "held-out figures: none found" in text
     by_depth = {f"heldout/accuracy_{depth}": depth / 10 for depth in range(4)}
     rows = [{"step": step, "heldout/loss_0": 3.0 / step, "heldout/tau": 2.0 + step, **by_depth} for step in (5, 10)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "after step 10: loss 0.300, accuracy by depth 0.000 0.100 0.200 0.300" in text()
-    assert "acceptance length after that step, on 8 held-out prompts: 12.00 at temperature 0" in text()
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"step": 5}))
-    assert "after step 5: loss 0.600" in text()
-    assert "tokens read" not in text()  # a log of before
     rows = [{**row, "train/tokens": 1000 * row["step"], "train/tokens_per_second": 0.25} for row in rows]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    noted = {"step": 5, "machine": "2 x a fast CPU"}
-    (tmp_path / "checkpoints/exported.json").write_text(json.dumps(noted))
-    assert "- 10,000 tokens read, 11.1 hours of optimizer steps on 2 x a fast CPU" in text()
-    assert "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n" in text()
-    assert "context: 256 tokens" in text()
-    assert "trained on texts of at most 2,048 tokens" in text()
-    assert "warm start" not in text()
-    warm = recipe_of(tmp_path, target_folder, format="sglang")
-    train = warm.train.model_copy(update={"start_from": Path("earlier/head")})
-    card = (export(warm.model_copy(update={"train": train})) / "README.md").read_text()
-    assert "- warm start: from the head in `earlier/head`" in card
-    other = recipe_of(tmp_path / "other", target_folder, format="vllm")
+    recipe = recipe_of(tmp_path, target_folder)
+    assert acceptance_lengths(recipe) == {"0": 12.0}  # of step 10, the last one
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/exported.json").write_text(json.dumps({"step": 5, "machine": "2 x a fast CPU"}))
+    train = recipe.train.model_copy(update={"start_from": Path("earlier/head")})
+    text = (export(recipe.model_copy(update={"train": train})) / "README.md").read_text()
+    for line in (
+        "after step 5: loss 0.600, accuracy by depth 0.000 0.100 0.200 0.300\n",
+        "acceptance length after that step, on 8 held-out prompts: 7.00 at temperature 0\n",
+        "- 10,000 tokens read, 11.1 hours of optimizer steps on 2 x a fast CPU\n",
+        "| tokens read | acceptance length at temperature 0 |\n| ---: | ---: |\n| 5,000 | 7.00 |\n",
+        "- context: 256 tokens",
+        "trained on texts of at most 2,048 tokens",
+        "- warm start: from the head in `earlier/head`",
+    ):
+        assert line in text
+    other = recipe_of(tmp_path / "other", target_folder)
     decode = other.decode.model_copy(update={"head": tmp_path / "head"})
-    card = (export(other.model_copy(update={"decode": decode})) / "README.md").read_text()
-    assert "the head comes from" in card
-    assert "held-out" not in card
+    text = (export(other.model_copy(update={"decode": decode})) / "README.md").read_text()
+    assert "the head comes from" in text
+    assert "held-out" not in text
 
 
 @pytest.mark.parametrize(

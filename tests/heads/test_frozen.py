@@ -40,7 +40,7 @@ MakeModel = Callable[..., LlamaForCausalLM]
 
 def assert_own_logits(model: PreTrainedModel, folder: Path) -> None:
     """The last hidden state before the final norm, through the frozen norm and lm_head, gives the model's logits."""
-    output = TargetModel(model, ()).forward(TOKENS)
+    output = TargetModel(model, ()).passes.forward(TOKENS)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     torch.testing.assert_close(frozen.logits(output.last_hidden), output.logits, atol=1e-5, rtol=1e-5)
     assert torch.equal(frozen.choices(output.last_hidden), output.logits.argmax(-1))
@@ -133,7 +133,7 @@ def assert_logits_over_the_norm(model: PreTrainedModel, folder: Path) -> None:
     """The last hidden state through the frozen norm and lm_head, from files and from memory."""
     model.eval().save_pretrained(folder)
     target = TargetModel(model, ())
-    output = target.forward(TOKENS)
+    output = target.passes.forward(TOKENS)
     frozen = FrozenTarget.from_folder(folder, torch.float32)
     assert torch.equal(frozen.embedding, model.get_input_embeddings().state_dict()["weight"])
     for found in (frozen, target.frozen):

@@ -69,7 +69,7 @@ def test_new_heads_give_the_targets_own_logits(
     section = MedusaSection(kind="medusa", medusa_heads=3, lm_head_rank=rank)
     head, tokens = new_head(section, frozen, vocab, seed=0), torch.randint(97, (2, 9))
     assert isinstance(head, LevelHead)
-    output, features = reader.forward(tokens), head.project(reader.forward(tokens).taps)
+    output, features = reader.passes.forward(tokens), head.project(reader.passes.forward(tokens).taps)
     for level in range(3):
         hidden = head(features, tokens, torch.arange(9), level=level)
         torch.testing.assert_close(
@@ -128,7 +128,7 @@ class Recording(HeadDrafter):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tree = super().draft(verified, cache)
-        self.seen.append(([*verified.texts[0]], tree))
+        self.seen.append(([*verified.rows[0].text], tree))
         return tree
 
 
@@ -144,7 +144,7 @@ def test_a_drafted_tree_follows_the_papers_definition(reader: TargetModel, make_
     generate(reader, PROMPT, 12, drafter=drafter)
     assert len(drafter.seen) > 5
     for text, tree in drafter.seen[:-4]:  # near the end of the text the trees are cut short
-        feature = head.project(reader.forward(torch.tensor([text[:-1]])).taps)[0, -1]
+        feature = head.project(reader.passes.forward(torch.tensor([text[:-1]])).taps)[0, -1]
         tokens: dict[tuple[int, ...], list[int]] = {(): [text[-1]]}
         for path in sorted(paths, key=len):
             above = tokens[path[:-1]]
@@ -191,13 +191,12 @@ def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")
     load = partial(SpeculativeModel.from_folders, target_folder, tmp_path / "head", device="cpu")
-    for section in (None, DecodeSection(width=2), DecodeSection(growth="chain"), DecodeSection(depth=3)):
+    for section in (None, DecodeSection(growth="chain")):
         drafter = load(section).drafter
         assert drafter is not None
         assert drafter.depth == 3
-    assert (
-        Growth.from_section(DRAFTS.model_copy(update={"max_batch": 2}), head.max_levels).depth == 3
-    )  # of chat and serve
+    of_chat_and_serve = DRAFTS.model_copy(update={"max_batch": 2})
+    assert Growth.from_section(of_chat_and_serve, head.max_levels).depth == 3
     with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
         load(DecodeSection(depth=5))
 
@@ -258,7 +257,7 @@ def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
     tally_texts(tally, reader, head, write_texts(reader, head, [Request(PROMPT, 20)], 3))
     hits, tried = torch.zeros(3, MAX_RANKS), torch.zeros(3)
     text = PROMPT + generate(reader, PROMPT, 20).tokens
-    features = head.project(reader.forward(torch.tensor([text])).taps)[0]
+    features = head.project(reader.passes.forward(torch.tensor([text])).taps)[0]
     for t in range(len(PROMPT) - 2, len(text) - 2):
         for level in range(min(3, len(text) - 2 - t)):
             ranked = guesses(head, features[t], level)[:MAX_RANKS]

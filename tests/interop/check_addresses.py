@@ -19,7 +19,7 @@ from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("*.md", "docs/**/*.md", "assets/*/README.md")
+PAGES = ("*.md", "docs/**/*.md", "assets/**/*.md")
 CODE = ("recipes", "heads", "inference", "data_pipelines", "trainers", "headstart", "common", "benchmarks", "examples")
 REPOSITORIES = {
     "github.com": {

@@ -81,3 +81,12 @@ def test_the_site_shows_every_page() -> None:
     assert sorted(named) == sorted(
         [*top, *(path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md"))]
     )
+
+
+def test_the_documents_and_benchmarks_stay_small() -> None:
+    readme = (ROOT / "README.md").read_text()
+    pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
+    assert len(readme.splitlines()) <= 120
+    assert sum(len(text.split()) for text in [readme, *pages]) <= 32_000
+    scripts = [path.read_text().splitlines() for path in (ROOT / "benchmarks").rglob("*.py")]
+    assert sum(map(len, scripts)) <= 4_000

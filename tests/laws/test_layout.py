@@ -36,11 +36,14 @@ ROOMS = [
     "data_pipelines/prompts/",
     "data_pipelines/features/",
     "data_pipelines/",
+    "trainers/objectives/",
+    "trainers/parallel/",
     "trainers/",
     "trainers/refresh/",
     "headstart/",
 ]
 FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
+JOINED_TO_PARENT = {ROOT / "heads/formats/kinds"}  # folders that may import files of their parent and the reverse
 MOST_FILES = 12  # at the top level of a folder of source, beside its __init__.py
 
 # Library -> the only folders and files that may import it.
@@ -52,7 +55,7 @@ ONLY_IN = {
         "heads/layers.py",  # the formulas of scaled rotary embeddings
         "inference/core/cache.py",  # the cache is a transformers Cache
         "inference/core/side_by_side.py",  # so is a row's part of it
-        "inference/kernels/compiled.py",  # what it compiles are layers of transformers
+        "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
     ),
     "tokenizers": ("data_pipelines/",),
@@ -198,6 +201,27 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert not circle_in(imports), " -> ".join(str(file.relative_to(ROOT)) for file in circle_in(imports))
 
 
+def test_no_folders_import_each_other_in_a_circle() -> None:
+    folders: dict[Path, set[Path]] = {}
+    for file in our_files():
+        folder = folder_of(file)
+        folders.setdefault(folder, set()).update({folder_of(other) for other in imported_files(file)} - {folder})
+    assert len(folders) > len(FOLDERS)
+    assert not circle_in(folders), " -> ".join(str(folder.relative_to(ROOT)) for folder in circle_in(folders))
+
+
+def folder_of(file: Path) -> Path:
+    return file.parent.parent if file.parent in JOINED_TO_PARENT else file.parent
+
+
+def test_kernels_are_behind_one_door() -> None:
+    """Other source files import from the package itself, so that speed on a CPU is one thing to know."""
+    inside = re.compile(r"headstart\.inference\.kernels\.\w")
+    others = [file for file in our_files() if ROOT / "inference/kernels" not in file.parents]
+    assert inside.search("from headstart.inference.kernels.compiled import Compiler")
+    assert not [str(file) for file in others if inside.search(file.read_text())]
+
+
 def test_a_circle_of_imports_is_found() -> None:
     a, b, c, d = map(Path, "abcd")
     assert circle_in({a: {b}, b: {c}, c: {b}, d: set()}) == [b, c, b]
@@ -206,7 +230,9 @@ def test_a_circle_of_imports_is_found() -> None:
 
 def test_scripts_import_our_folders_with_the_prefix() -> None:
     """`recipes.schema` and `headstart.recipes.schema` would be two modules, whose classes differ."""
-    scripts = [path for folder in ("tests", "benchmarks", "assets") for path in (ROOT / folder).rglob("*.py")]
+    scripts = [
+        path for folder in ("tests", "benchmarks", "examples", "assets") for path in (ROOT / folder).rglob("*.py")
+    ]
     assert len(scripts) > 100
     unprefixed = re.compile(rf"^\s*(?:from|import) (?:{'|'.join(FOLDERS)})\b", re.MULTILINE)  # to parse them takes long
     assert unprefixed.search("def late():\n    from heads.base import DraftHead\n")
@@ -227,17 +253,6 @@ def test_training_loads_neither_the_report_nor_the_doctor() -> None:
     assert "headstart.inference.engine.loop" in modules
     assert not [
         name for name in modules if name.startswith(("headstart.inference.report", "headstart.inference.doctor"))
-    ]
-
-
-def test_documents_link_to_files_that_exist() -> None:
-    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "assets").rglob("*.md")]
-    links = [(document, link) for document in documents for link in re.findall(r"\]\(([^)#]+)", document.read_text())]
-    assert len(links) > 20
-    assert not [
-        f"{document.name}: {link}"
-        for document, link in links
-        if not link.startswith("http") and not (document.parent / link).exists()
     ]
 
 

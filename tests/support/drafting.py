@@ -15,7 +15,7 @@ from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.step import start_history
@@ -111,7 +111,7 @@ class Naive:
 
 def read_taps(target: TargetModel, text: list[int]) -> Tensor:
     """The target's taps at every token but the root."""
-    return target.forward(torch.tensor([text[:-1]])).taps
+    return target.passes.forward(torch.tensor([text[:-1]])).taps
 
 
 def verified(
@@ -135,24 +135,25 @@ def verified(
         tokens[row, : end - start] = torch.tensor(text[start + 1 : end + 1])
     prefixes = [text[: end + 1] for text, (_, end) in zip(texts, spans, strict=True)]
     requests = [Request(text[:2], 5, own) for text, own in zip(texts, samplings, strict=True)]
+    rows = [
+        VerifiedRow(text, start, end - start, left, key)
+        for key, (text, (start, end), left) in enumerate(
+            zip(prefixes, spans, remaining or [99] * len(texts), strict=True)
+        )
+    ]
     return VerifiedOnHost(
         taps=taps,
         next_tokens=tokens,
         roots=torch.tensor([[text[-1]] for text in prefixes]),
-        starts=[start for start, _ in spans],
-        counts=[end - start for start, end in spans],
-        drafted=[0] * len(texts),
-        remaining=remaining or [99] * len(texts),
         sampling=BatchSampling(samplings, "cpu"),
         history=start_history(requests, [text[2:-1] for text in prefixes], target),
-        texts=prefixes,
-        keys=[*range(len(prefixes))],
+        rows=rows,
     )
 
 
 def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static: bool = False) -> KVCache:
     """A cache with random numbers in every slot, so reading a slot that should be hidden changes the tree."""
-    cache = target.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
+    cache = target.passes.new_cache(20 + drafter.max_nodes, drafter.cache_shape, batch, static)
     for slots in cache.slots:
         slots.storages[0].normal_()
     return cache
@@ -160,5 +161,5 @@ def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static:
 
 def draft(drafter: TreeDrafter, given: VerifiedOnHost, cache: KVCache) -> Tree:
     """Draft as in a step of the loop, where the target has read all tokens before the root."""
-    cache.target.set_lengths([start + count for start, count in zip(given.starts, given.counts, strict=True)])
+    cache.target.set_lengths([row.end for row in given.rows])
     return drafter.draft(given, cache)

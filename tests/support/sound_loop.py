@@ -76,10 +76,10 @@ def assert_drafter_has_read(loop: DecodeLoop) -> None:
         if slots is None or not row.request.speculative or not start:
             continue
         text = torch.tensor([row.text[: start + 2]])
-        taps = loop.target.forward(text[:, : start + 1]).taps
+        taps = loop.target.passes.forward(text[:, : start + 1]).taps
         taps = taps if batch.tap_columns is None else taps[..., batch.tap_columns]
-        fresh = loop.target.new_cache(start + 2, batch.drafter.cache_shape)
+        fresh = loop.target.passes.new_cache(start + 2, batch.drafter.cache_shape)
         fresh.set_lengths([0])
         batch.drafter.prefill(taps, text, fresh.row(0))
         assert fresh.head is not None
-        assert_close(slots.copied(place, 0, start), fresh.head.copied(0, 0, start), atol=1e-3, rtol=1e-3)
+        assert_close(slots.copy_kv(place, 0, start), fresh.head.copy_kv(0, 0, start), atol=1e-3, rtol=1e-3)

@@ -5,14 +5,12 @@ row 0    0 0 0    v q                    q is the query, v the other pending tok
 row 1    0        v q       - -          with static shapes every row extends to the capacity
 """
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.tree import PendingTokens, additive, block_mask, ragged_keys
+from headstart.inference.core.tree import PendingTokens, block_mask
 
 CAPACITY = 14
 LOWEST = torch.finfo(torch.float32).min
@@ -55,7 +53,7 @@ BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5,
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-@pytest.mark.parametrize("window", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("lengths", LENGTHS)
 def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
@@ -74,26 +72,6 @@ def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | N
         assert set(found.unique().tolist()) <= {0.0, LOWEST}
         if window is None:
             assert torch.equal(block_mask(slots, PendingTokens(visible), torch.float32), found)  # without depths
-
-
-@pytest.mark.parametrize("window", [None, 2, 4])
-def test_rows_of_equal_length_get_the_same_mask_as_ragged_rows(window: int | None) -> None:
-    for held, (earlier, size), rows in itertools.product(range(4), BLOCKS.values(), (1, 3)):
-        slots = slots_of([held] * 3, earlier)
-        block = PendingTokens(torch.rand(rows, size, earlier + size) < 0.5, torch.randint(5, (rows, earlier + size)))
-        even = block_mask(slots, block, torch.float32, window)
-        ragged = additive(ragged_keys(slots, block, window), torch.float32)
-        assert torch.equal(even.expand_as(ragged), ragged)
-
-
-def test_a_chain_after_its_text_gets_a_causal_mask_within_the_window() -> None:
-    """As in transformers: a token in a sliding layer sees `window` tokens, itself included."""
-    for window in (1, 3, 5):
-        depths = torch.arange(6).unsqueeze(0)
-        mask = block_mask(
-            slots_of([5]), PendingTokens((depths <= depths.T).unsqueeze(0), depths), torch.float32, window
-        )
-        assert (mask[0, 0] == 0).sum(-1).tolist() == [min(window, at) for at in range(6, 12)]
 
 
 def test_a_mask_is_finite_and_has_the_dtype_of_the_model() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import slow_unless
-from scripted import DRAFTERS, Hidden, Oracle, Texts, blocks_of
+from scripted import DRAFTERS, Oracle, Texts
 
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
@@ -167,15 +167,6 @@ def test_end_tokens_drafted_after_the_end_counted_as_accepted(
         assert (stats.tokens, stats.accepted_at_depth) == (3, [1, 1, 1])
 
 
-def test_a_stream_ends_with_its_text(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
-    text = texts[Sampling()]
-    for strings in stops_of(text):
-        request = Request(PROMPT, NEW_TOKENS, stop=StopStrings(strings, detokenize))
-        blocks = list(blocks_of(target, request, Oracle(PROMPT + text)))
-        assert [token for block in blocks for token in block] == text[: first_end(text, strings)]
-        assert all(blocks)
-
-
 def test_a_stop_string_that_begins_in_the_prompt_is_ignored(
     target: TargetModel, texts: dict[Sampling, list[int]]
 ) -> None:
@@ -211,15 +202,3 @@ def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(
     if text[place - 1] not in text[: place - 1]:
         found = decode(NEW_TOKENS, (string,))
         assert (found.tokens, found.finish) == (text[:place], "end")
-
-
-def test_each_row_stops_at_its_own_strings(target: TargetModel, texts: dict[Sampling, list[int]]) -> None:
-    requests, wanted = [], []
-    for sampling, text in texts.items():
-        for strings in stops_of(text):
-            requests.append(Request(PROMPT, NEW_TOKENS, sampling, StopStrings(strings, detokenize)))
-            wanted.append(text[: first_end(text, strings)])
-        requests.append(Request(PROMPT, NEW_TOKENS, sampling))
-        wanted.append(text)
-    drafter = Hidden(*(PROMPT + text for text in texts.values()))
-    assert [found.tokens for found in generate_batch(target, requests, drafter, max_batch=4)] == wanted

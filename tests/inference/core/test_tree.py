@@ -45,7 +45,7 @@ def test_the_mask_of_an_extreme_tree_matches_the_naive_one(name: str) -> None:
         assert torch.equal(mask(torch.tensor([SHAPES[name]]))[0], naive_mask(SHAPES[name]))
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3, 5, 8, 17, 60])
+@pytest.mark.parametrize("nodes", [2, 8, 60])
 def test_the_masks_of_random_trees_match_the_naive_ones(nodes: int) -> None:
     """Including nodes without a parent, which see only themselves and are seen by no other node."""
     rows = [random_parents(nodes) for _ in range(10)] + [[-1] * nodes]

@@ -19,7 +19,7 @@ from matrix import slow_unless
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core import states
+from headstart.inference.core import recurrent
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_from_recipe, load_costs
@@ -34,6 +34,7 @@ from headstart.inference.drafters.costs import (
 )
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate
+from headstart.inference.kernels import FastForm
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 from headstart.recipes.schema_heads import Eagle3Section
@@ -71,12 +72,10 @@ def cost_aware(target: TargetModel, head: Eagle3Head, width: int, nodes: int) ->
 def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
     target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(TargetModel, "is_packed", True)
     head, keys = make_head(), []
     found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
     for kernel, bits, turns in found:
-        monkeypatch.setattr(cost_measurement, "kernel_name", lambda kernel=kernel: kernel)
-        monkeypatch.setattr(cost_measurement, "forms_of", lambda model, bits=bits: [bits])
+        monkeypatch.setattr(FastForm, "packed_as", lambda *_, packed=(kernel, bits): [*packed])
         monkeypatch.setenv("GOMP_SPINCOUNT", turns)
         keys.append(cost_measurement.cost_key(target, head, 2, 4, 1))
     assert keys[0] != keys[1] != keys[2] != keys[3]
@@ -330,7 +329,7 @@ def test_the_costs_of_a_target_that_verifies_chains_are_measured_once(
     growth = growth_from_recipe(section, target, head)
     assert isinstance(growth, CostAware)
     assert growth.width == 1
-    assert growth.costs.surface.tokens[-1] >= states.WINDOW + 4  # a pass reads accepted tokens again
+    assert growth.costs.surface.tokens[-1] >= recurrent.WINDOW + 4  # a pass reads accepted tokens again
     monkeypatch.setattr(cost_measurement, "measure_costs", refuse)
     assert load_costs(section, target, HeadDrafter(head, growth)) is growth.costs
     plain = generate(target, PROMPT, NEW_TOKENS)

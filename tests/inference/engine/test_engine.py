@@ -147,11 +147,6 @@ def test_what_is_refused_is_not_queued(target: TargetModel) -> None:
             loop.submit(request)
     assert loop.idle
     assert loop.generations == {}
-    loop.submit(Request([1], 5))
-    with pytest.raises(ValueError, match=r"must agree on decode\.acceptance"):
-        loop.submit(Request([1], 5, Sampling(1.0, rule="rejection")))
-    finish(loop)
-    assert loop.submit(Request([1], 5, Sampling(1.0, rule="rejection"))) == 1  # alone, it may have any rule
 
 
 def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:
@@ -234,7 +229,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
         assert loop.generations[number].tokens == alone
     assert loop.generations[1].cached_tokens == 32
     apart = family in ("gemma2", "gpt_oss")  # transformers runs these on eager attention
-    assert target.packs == loop.schedule.shares_steps == (not apart)
+    assert target.passes.allows_side_by_side == loop.schedule.shares_steps == (not apart)
     loop.submit(other)
     loop.step()
     loop.submit(replace(request, prompt=request.prompt[::-1]))
@@ -254,8 +249,8 @@ def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, targ
             with_kwargs=True,
         )
     changed = TargetModel(model, ())
-    assert target.packs
-    assert not changed.packs
+    assert target.passes.allows_side_by_side
+    assert not changed.passes.allows_side_by_side
     loop = make_paced(changed, None, 10)
     assert not loop.schedule.shares_steps
     for request in (Request([3], 40), Request(LONG, 5)):
@@ -293,8 +288,8 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
     target: TargetModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
-    monkeypatch.setattr("headstart.inference.core.cache.PAGE", 4)
-    monkeypatch.setattr("headstart.inference.engine.batch.PAGE", 4)
+    monkeypatch.setattr("headstart.inference.core.cache.PAGE_TOKENS", 4)
+    monkeypatch.setattr("headstart.inference.engine.batch.PAGE_TOKENS", 4)
     requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
     alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
     loop = make_paced(target, None, 5)

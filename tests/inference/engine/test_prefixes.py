@@ -172,7 +172,7 @@ def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make
     for request, number in zip(scored, numbers, strict=False):
         found = loop.generations[number]
         assert_as_alone(target, drafter, request, found)
-        logits = target.forward(torch.tensor([request.prompt])).logits[0, :-1].log_softmax(-1)
+        logits = target.passes.forward(torch.tensor([request.prompt])).logits[0, :-1].log_softmax(-1)
         wanted = logits.gather(1, torch.tensor(request.prompt[1:]).unsqueeze(1)).squeeze(1)
         assert found.prompt_scores is not None
         torch.testing.assert_close(torch.tensor(found.prompt_scores.chosen), wanted, atol=1e-4, rtol=0)
@@ -186,7 +186,7 @@ def test_a_target_that_reads_nothing_side_by_side_reads_prompts_with_known_begin
     model = make_model()
     model.set_attn_implementation("eager")
     target = TargetModel(model, ())
-    assert not target.packs
+    assert not target.passes.allows_side_by_side
     loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
     loop.submit(Request(SYSTEM, 3))
     finish(loop)

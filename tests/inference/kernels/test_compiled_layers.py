@@ -17,8 +17,6 @@ from transformers import (
     GptOssConfig,
     GptOssForCausalLM,
     PreTrainedModel,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -29,8 +27,9 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels.compiled import CompiledForward, Compiler, patch_own_thread_alone, use_compiled
+from headstart.inference.kernels.compiled import CompiledForward, Compiler
 from headstart.inference.kernels.fast_layers import can_pack, pack_weights
+from headstart.inference.kernels.private import patch_only_tracing_thread
 from headstart.inference.kernels.products import cpp_compiler
 from headstart.inference.targets.model import TargetModel
 
@@ -47,7 +46,6 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
 }
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "Qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES)),
     "Gemma 3": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
     ),
@@ -70,9 +68,8 @@ def traced_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compile_at_once(target: TargetModel) -> Compiler:
-    compiler = Compiler(worth=1)
-    for layer in target.layers:
-        use_compiled(layer, compiler)
+    compiler = Compiler(after_calls=1)
+    compiler.use_for(target.layers)
     return compiler
 
 
@@ -83,11 +80,11 @@ def texts(target: TargetModel) -> list[list[int]]:
 
 def tree_logits(target: TargetModel) -> torch.Tensor:
     """Logits at the nodes of a tree after five tokens."""
-    cache = target.new_cache(64)
+    cache = target.passes.new_cache(64)
     with torch.inference_mode():
-        target.forward_tree(Tree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]])), cache)
+        target.passes.tree(Tree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]])), cache)
         cache.target.keep([[0, 1, 2, 3, 4]])
-        return target.forward_tree(Tree(torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])), cache).logits
+        return target.passes.tree(Tree(torch.tensor([[3, 4, 5, 6]]), torch.tensor([[-1, 0, 0, 2]])), cache).logits
 
 
 def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[int]], logits: torch.Tensor) -> None:
@@ -137,9 +134,8 @@ def test_a_head_drafts_the_same_compiled(
     head = make_head(kind)
     drafter = head_drafter(head, Dynamic(3, 4, 12))
     wanted = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
-    compiler = Compiler(worth=1)
-    for layer in head.decoder_layers:
-        use_compiled(layer, compiler)
+    compiler = Compiler(after_calls=1)
+    compiler.use_for(head.decoder_layers)
     for _ in range(3):
         found = [(found.tokens, found.stats.accepted_at_depth) for found in generate_batch(target, REQUESTS, drafter)]
         assert found == wanted
@@ -185,13 +181,13 @@ def test_a_kernel_that_differs_is_not_used(make_model: ModelFactory, monkeypatch
 def test_training_and_tracing_run_the_layers_own_code(make_model: ModelFactory, traced_only: None) -> None:
     target = TargetModel(make_model(num_hidden_layers=2), ())
     compiler = compile_at_once(target)
-    target.states(torch.tensor([[5, 6, 7]]))
+    target.passes.hidden_states(torch.tensor([[5, 6, 7]]))
     assert not compiler.kernels
 
 
 def test_a_pass_does_not_fail_while_another_thread_traces() -> None:
     """torch.fx replaces nn.Module.__call__ in all threads: a step ended in "module is not installed as a submodule"."""
-    patch_own_thread_alone()
+    patch_only_tracing_thread()
     layer, given = torch.nn.Linear(4, 4), torch.ones(1, 4)
     wanted = layer(given)
 
@@ -216,13 +212,12 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.core.request import Request
-from headstart.inference.kernels.compiled import Compiler, use_compiled
+from headstart.inference.kernels.compiled import Compiler
 from headstart.inference.targets.model import TargetModel
 model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
     num_attention_heads=4, num_key_value_heads=2))
-target, compiler = TargetModel(model.eval(), ()), Compiler(worth=1)
-for layer in target.layers:
-    use_compiled(layer, compiler)
+target, compiler = TargetModel(model.eval(), ()), Compiler(after_calls=1)
+compiler.use_for(target.layers)
 generate_batch(target, [Request([5, 6], 4)])
 assert compiler.begun > compiler.ended
 """

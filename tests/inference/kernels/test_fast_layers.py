@@ -1,5 +1,6 @@
 """The laws of packed weights: the numbers stay the weights' own, and so does the text."""
 
+import copy
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +33,7 @@ from headstart.inference.kernels.fast_layers import (
     pack_weights,
     packed_linear,
 )
-from headstart.inference.kernels.products import FEWEST, EightBits, exact_weight, remember_eight_bits
+from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, exact_weight, remember_eight_bits
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 from headstart.recipes.schema_heads import BlockSection
@@ -48,7 +49,7 @@ DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", 
 @pytest.fixture
 def folder(tmp_path: Path, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A tiny target whose weights are bfloat16 numbers, as published ones are; it counts as large."""
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     make_model().bfloat16().save_pretrained(tmp_path / "target")
     return tmp_path / "target"
 
@@ -98,7 +99,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("form", ["torch.float16", "torch.bfloat16", *FORMS])
-@pytest.mark.parametrize(("size", "outputs"), [(48, 80), (576, 64), (33, 5)])
+@pytest.mark.parametrize(("size", "outputs"), [(576, 64), (33, 5)])
 @torch.inference_mode()
 def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
     size: int, outputs: int, form: str, bias: bool
@@ -113,7 +114,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
     assert type(own) is OwnLinear
-    assert own.own.form == form
+    assert own.kernel.form == form
     alone = torch.cat([own(each) for each in inputs.split(1)])
     assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
     for count in (2, 5, 12, 13, 25, 40):
@@ -125,7 +126,7 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
 def test_a_weight_is_in_eight_bits_only_if_none_of_its_numbers_changes(form: str) -> None:
     exact = in_eight_bits(6, 96, form)
     exact.numbers[2], exact.factors[2] = 0, 0  # a row without weights
-    weight, repeats = exact.weight(), exact.shared // FEWEST
+    weight, repeats = exact.weight(), exact.shared // SCALE_INPUTS
     none = torch.zeros_like(exact.factors)
     factors, offsets = (
         each.float().repeat_interleave(repeats, dim=1)
@@ -158,7 +159,7 @@ def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
     assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
     own = packed(whole)
     assert isinstance(own, OwnLinear)
-    assert own.own.form == [*FORMS][1]
+    assert own.kernel.form == [*FORMS][1]
     assert packed_linear(joined([layer_of(form, bias=False) for form in (first[0], second[0])]), exact=True) is None
 
 
@@ -176,7 +177,7 @@ def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
 @needs_kernel
 @pytest.mark.skipif(not products.has_tiles(), reason="this processor has no tiles")
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("size", "outputs"), [(64, 80), (576, 64), (32, 5)])
+@pytest.mark.parametrize(("size", "outputs"), [(576, 64), (32, 5)])
 @torch.inference_mode()
 def test_a_product_by_tiles_is_the_bfloat16_layer_and_a_token_s_bits_are_the_same_in_every_pass(
     size: int, outputs: int, bias: bool
@@ -191,30 +192,23 @@ def test_a_product_by_tiles_is_the_bfloat16_layer_and_a_token_s_bits_are_the_sam
     assert torch.equal(own(inputs.view(2, 35, size)[:, ::3]), alone.view(2, 35, outputs)[:, ::3])  # not contiguous
 
 
-@needs_onednn
-def test_a_layer_whose_inputs_are_no_whole_tiles_has_onednn_s_product() -> None:
-    assert type(packed(nn.Linear(48, 32).bfloat16())) is BlockedLinear
-
-
-@needs_fbgemm
+@pytest.mark.parametrize(
+    ("kind", "dtype", "tolerance"),
+    [
+        pytest.param(HalfLinear, torch.float32, 1e-5, marks=needs_fbgemm),
+        pytest.param(BlockedLinear, torch.bfloat16, 1e-2, marks=needs_onednn),
+    ],
+)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
 @torch.inference_mode()
-def test_a_half_linear_is_the_float32_layer(rows: int, bias: bool) -> None:
+def test_a_product_of_torch_s_kernels_is_the_layer(
+    kind: type[PackedLinear], dtype: torch.dtype, tolerance: float, bias: bool
+) -> None:
     linear = linear_layer(bias)
-    inputs = torch.randn(2, rows, 48)
-    assert_close(HalfLinear(linear)(inputs), linear(inputs), rtol=1e-5, atol=1e-5)
-
-
-@needs_onednn
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 2, 7, 33])
-@torch.inference_mode()
-def test_a_blocked_linear_is_the_bfloat16_layer(rows: int, bias: bool) -> None:
-    linear = linear_layer(bias).bfloat16()
-    inputs = torch.randn(2, 2 * rows, 48, dtype=torch.bfloat16)[:, ::2]  # not contiguous
-    wanted = linear.float()(inputs.float()).bfloat16()
-    assert_close(BlockedLinear(linear.bfloat16())(inputs), wanted, rtol=1e-2, atol=1e-2)
+    packed = kind(copy.deepcopy(linear).to(dtype))
+    for rows in (1, 7, 33):
+        inputs = torch.randn(2, 2 * rows, 48).to(dtype)[:, ::2]  # not contiguous
+        assert_close(packed(inputs), linear(inputs.float()).to(dtype), rtol=tolerance, atol=tolerance)
 
 
 @needs_kernel
@@ -302,8 +296,8 @@ def test_siblings_keep_nothing_once_each_has_its_output() -> None:
 def test_the_text_is_the_same_and_the_layers_have_no_weights_of_their_own(folder: Path, dtype: Dtype) -> None:
     section = TargetSection(path=str(folder), dtype=dtype, device="cpu")
     packed, loaded = (TargetModel.load(section, (0,), packed=packed) for packed in (True, False))
-    assert packed.is_packed
-    assert not loaded.is_packed
+    assert packed.fast_form.is_packed
+    assert not loaded.fast_form.is_packed
     assert not [name for name, _ in packed.model.named_parameters() if "proj" in name]
     assert torch.equal(packed.frozen.lm_head, loaded.frozen.lm_head)  # heads share it
     requests = [Request([5, 6, 7], 24), Request([9, 4], 24)]
@@ -319,7 +313,7 @@ def test_the_baseline_runs_on_the_weights_that_transformers_loads(folder: Path, 
     packed.generate([[5, 6, 7]], 3)
     hook.remove()
     assert seen
-    assert not packed.unpacked.is_packed
+    assert not packed.unpacked.fast_form.is_packed
     assert [name for name, _ in packed.unpacked.model.named_parameters() if "proj" in name]
 
 

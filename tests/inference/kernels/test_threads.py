@@ -26,7 +26,7 @@ def test_threads_are_no_more_than_the_cores_that_others_leave(
 ) -> None:
     """`busy` are the cores at work in a second, `own` those of them that work for this process."""
     looks = iter([(0.0, 0.0, 0.0), (1.0, busy, own), (2.0, 2 * busy, 2 * own), (3.0, 2 * busy, 2 * own)])
-    monkeypatch.setattr(threads, "look", lambda: next(looks))
+    monkeypatch.setattr(threads, "core_seconds", lambda: next(looks))
     monkeypatch.setattr(threads, "cores", lambda: [0, 1, 2, 3])
     times = iter([0.3, 1.0, 2.0, 3.0])
     monkeypatch.setattr(threads.time, "monotonic", lambda: next(times))
@@ -52,6 +52,6 @@ def test_a_number_that_somebody_sets_stands_and_a_lowered_one_is_restored(monkey
 
 
 def test_a_look_is_of_this_machine() -> None:
-    first, second = threads.look(), threads.look()
+    first, second = threads.core_seconds(), threads.core_seconds()
     assert all(after >= before for after, before in zip(second, first, strict=True))
     assert threads.cores()

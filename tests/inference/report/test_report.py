@@ -54,7 +54,7 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
     """Its figures were those of the chain once more. A chain of another length keeps its row."""
     target = TargetModel.load(trained.target, (1, 2, 3))
-    heads, target.way = {"": load_drafting_head(trained.head_dir, target)}, "chains"
+    heads, target.passes.method = {"": load_drafting_head(trained.head_dir, target)}, "chains"
 
     def rows(growth: str) -> list[str]:
         section = trained.report.model_copy(update={"baselines": ("plain", "chain", "tree")})
@@ -73,7 +73,7 @@ def test_a_head_without_a_searched_tree_is_refused_before_the_work(
     searched = trained.decode.model_copy(update={"growth": "searched"})
     quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
-    with pytest.raises(ValueError, match=r"decode.growth: searched given.* this head has none"):
+    with pytest.raises(ValueError, match=r"decode.growth: searched given.* a head with a fitted tree"):
         report(trained.model_copy(update={"decode": searched, "report": quick}))
 
 

@@ -1,26 +1,24 @@
 """The law of grouped attention: transformers' own sdpa, without a copy of the keys for each query head."""
 
-import inspect
 from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES
+from families import FAMILIES, SOME_FAMILIES
+from matrix import slow_unless
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from headstart.heads.layers import fold_mask
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.attention import (
     GROUPED,
-    LEAST_KEYS,
+    PART_KEYS_MIN,
     SDPA,
     attention_by_parts,
-    fold_once,
     grouped_attention,
     parts_of_keys,
 )
@@ -71,18 +69,18 @@ def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -
     assert seen == [(3, key.data_ptr())]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None:
     """Draft trees after a prompt, for every family of targets."""
     tree = Tree(torch.tensor([[7, 3, 9, 4, 8]]), torch.tensor([[-1, 0, 0, 1, 3]]))
     found = []
     for attention in ("auto", "sdpa"):
         target = TargetModel(FAMILIES[name](), (), attention=attention)
-        cache = target.new_cache(32)
+        cache = target.passes.new_cache(32)
         cache.set_lengths([0])
-        target.forward(torch.tensor([[5, 6, 7, 11, 2]]), cache=cache)
+        target.passes.forward(torch.tensor([[5, 6, 7, 11, 2]]), cache=cache)
         cache.set_lengths([5])
-        found.append(target.forward_tree(tree, cache).logits)
+        found.append(target.passes.tree(tree, cache).logits)
     assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
@@ -115,19 +113,10 @@ def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
     num_keys = 0
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     grouped, num_keys = num_keys, 0
-    for name in ("GROUP_ROWS", "WASTE"):
+    for name in ("MAX_GROUP_ROWS", "MAX_PADDING_KEYS"):
         monkeypatch.setattr(f"headstart.inference.core.cache.{name}", 10**6)
     assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
     assert grouped < 0.7 * num_keys
-
-
-def test_a_mask_that_layers_share_can_be_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first layer of a pass keeps on the mask for the others ended torch.compile with an AttributeError."""
-    unchecked = inspect.unwrap(fold_mask)  # shape checks hinder the compiler
-    monkeypatch.setattr("headstart.inference.targets.attention.fold_mask", unchecked)
-    mask = torch.rand(2, 1, 3, 8)
-    compiled = torch.compile(fold_once, backend="eager", fullgraph=True)
-    assert compiled(mask, 3, 7).equal(fold_once(mask, 3, 7))
 
 
 @pytest.mark.parametrize("keys", [1024, 1501])
@@ -145,8 +134,8 @@ def test_keys_shared_among_threads_give_the_same_attention(keys: int, parts: int
 
 def test_threads_share_the_keys_of_one_row_where_its_heads_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    query, key, value = states(1, 1, 4 * LEAST_KEYS)
+    query, key, value = states(1, 1, 4 * PART_KEYS_MIN)
     assert parts_of_keys(query[:, :3], key, value) == 4  # 8 would be too small
     assert parts_of_keys(query[:, :8], key, value) == 1
-    assert parts_of_keys(query[:, :3], key[:, :, :LEAST_KEYS], value) == 1
+    assert parts_of_keys(query[:, :3], key[:, :, :PART_KEYS_MIN], value) == 1
     assert parts_of_keys(query[:, :3].expand(2, -1, -1, -1), key, value) == 1

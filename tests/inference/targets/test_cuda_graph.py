@@ -65,7 +65,10 @@ def test_a_row_that_moved_drafts_as_before(
     samplings: list[Sampling],
 ) -> None:
     """The head's slots from a captured step must move with the row. When they did not, only acceptance suffered."""
-    drafter = HeadDrafter(make_head(), growth)
+    head = make_head()
+    if growth.depth == 4:
+        head.calibration = Calibration((2.0, 1.5), (1.1, 0.8), (0.5, 0.0, 0.3))
+    drafter = HeadDrafter(head, growth)
     static = run(target, drafter, samplings, True)
     static_trees = [*verified_trees]
     verified_trees.clear()
@@ -110,7 +113,7 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
     assert [each.tokens for each in found] == [
         each.tokens for each in generate_batch(target, requests, drafter, 8, False)
     ]
-    (step,) = target.kept(SpareSteps)
+    (step,) = target.singleton(SpareSteps)
     keys = {(shapes[0][0], form.sampled) for _, shapes, form, _ in step.captured}
     assert keys <= {(rows, sampled) for rows in (1, 2, 4, 8) for sampled in (False, True)}
     assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
@@ -120,14 +123,14 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
 def test_a_server_captures_next_to_nothing_while_requests_wait(
     make_model: MakeModel, make_head: MakeHead, temperature: float
 ) -> None:
-    """40 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
+    """25 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
     target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
     drafter = HeadDrafter(make_head(), CostAware(3, 4, 12, SetCosts()), Repeats(4))
     loop, draw = DecodeLoop(target, drafter, 16, True), random.Random(0)
     loop.capture_ahead()
     step = loop.batch.static
     assert step is not None
-    before, steps, waiting = set(step.captured), 0, 40
+    before, steps, waiting = set(step.captured), 0, 25
     while waiting or not loop.idle:
         if waiting and draw.random() < 0.3:
             prompt, count = [draw.randrange(90) for _ in range(6)], draw.randrange(4, 12)
@@ -137,17 +140,8 @@ def test_a_server_captures_next_to_nothing_while_requests_wait(
             loop.step()
             steps += 1
     assert step is loop.batch.static
-    assert steps > 60
+    assert steps > 40
     assert len(set(step.captured) - before) <= 0.03 * steps
-
-
-def test_a_calibrated_head_drafts_alike_in_static_and_dynamic_steps(target: TargetModel, make_head: MakeHead) -> None:
-    head = make_head()
-    head.calibration = Calibration((2.0, 1.5), (1.1, 0.8), (0.5, 0.0, 0.3))
-    drafter = HeadDrafter(head, Dynamic(4, 4, 12))
-    static, dynamic = (run(target, drafter, MIXED, is_static) for is_static in (True, False))
-    assert [g.tokens for g in static] == [g.tokens for g in dynamic]
-    assert [g.stats.accepted_at_depth for g in static] == [g.stats.accepted_at_depth for g in dynamic]
 
 
 def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeModel) -> None:
@@ -155,27 +149,20 @@ def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeMo
     prompt = [*range(20)]
     for _ in range(3):
         generate(target, prompt, 10, static=True)
-    assert len(target.kept(SpareSteps)) == 1
-    (first,) = target.kept(SpareSteps)
+    assert len(target.singleton(SpareSteps)) == 1
+    (first,) = target.singleton(SpareSteps)
     stream = loop_of(target, [Request(prompt, 10)], static=True).run()
     next(stream)
-    assert target.kept(SpareSteps) == []  # in use
+    assert target.singleton(SpareSteps) == []  # in use
     generate(target, prompt, 5, static=True)  # meanwhile, in a cache of its own
     stream.close()
-    assert target.kept(SpareSteps) == [first]
+    assert target.singleton(SpareSteps) == [first]
     loop_of(target, [Request(prompt, 10)], static=True)  # a loop that never runs borrows no step
-    assert target.kept(SpareSteps) == [first]
+    assert target.singleton(SpareSteps) == [first]
 
 
 def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
     target = TargetModel(make_model(max_position_embeddings=4096), ())
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)
-    assert [spare.cache.target.capacity for spare in target.kept(SpareSteps)] == [1024]
-
-
-def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel, make_head: MakeHead) -> None:
-    target = TargetModel(make_model().bfloat16(), (2, 3, 4))
-    drafter = HeadDrafter(make_head().bfloat16(), Fixed.chain(3))
-    requests = [Request([5, 6, 7], 12, Sampling(0.0, rule="rejection"))]
-    assert len(generate_batch(target, requests, drafter, static=False)[0].tokens) == 12
+    assert [spare.cache.target.capacity for spare in target.singleton(SpareSteps)] == [1024]

@@ -24,15 +24,15 @@ from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
 from headstart.inference.generate.options import ModelOptions
-from headstart.inference.kernels.fast_layers import forms_of
 from headstart.inference.kernels.products import eight_bits_of, library
-from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, OLDEST, unpack
+from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, TRANSFORMERS_MIN, unpack
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
 needs_reader = pytest.mark.skipif(
-    tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="GGUF needs transformers 5.18"
+    tuple(map(int, transformers.__version__.split(".")[:2])) < TRANSFORMERS_MIN, reason="GGUF needs transformers 5.18"
 )
+HAS_KERNELS = library() is not None  # compiled into the user's cache, before tests get caches of their own
 # Names of the tensors of a layer: transformers', then GGUF's.
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -157,7 +157,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     wide: LlamaForCausalLM, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32 the target has their exact numbers, and on a CPU its layers keep them in 8 bits."""
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.SMALL_BYTES", 0)
+    monkeypatch.setattr("headstart.inference.kernels.fast_model.CACHED_WEIGHT_BYTES", 0)
     file = write_gguf(wide, tmp_path / "tiny.gguf", kind=kind)
     dense = transformers.GgufConfig(dequantize=True)
     wanted: Any = AutoModelForCausalLM.from_pretrained(
@@ -171,8 +171,8 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
     packed = TargetModel.load(section, ())
     for each in (target, packed):  # a form is no longer held than it is needed
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
-    if library() is not None:
-        assert {form.partition(",")[0] for form in forms_of(packed.model)} == {"torch.int8"}
+    if HAS_KERNELS:
+        assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
     monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
     found = {}
     for path in (file, unpacked_folder(file, "target.path"), tmp_path):
@@ -222,7 +222,7 @@ def test_a_missing_file_names_its_field() -> None:
 @needs_reader
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"PK\3\4 a zip file", "this is no GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "no GGUF file")],
+    [(b"PK\3\4 a zip file", "it is not a GGUF file"), (b"GGUF\3\0\0\0", "download it again"), (b"", "not a GGUF file")],
 )
 def test_a_broken_file_is_named_and_leaves_nothing(tmp_path: Path, content: bytes, said: str) -> None:
     path = tmp_path / "broken.gguf"

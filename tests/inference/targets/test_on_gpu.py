@@ -17,7 +17,8 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.kernels.fast_layers import Fused, own_layers_of
+from headstart.inference.kernels import own_layers_of
+from headstart.inference.kernels.fast_layers import Fused
 from headstart.inference.targets.attention import attention_by_parts, parts_of_keys
 from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.model import TargetModel
@@ -54,7 +55,7 @@ def on_gpu(make_model: MakeModel) -> TargetModel:
 
 
 def fused(target: TargetModel) -> TargetModel:
-    target.pack_weights(lambda: target)
+    target.speed_up(lambda: target)
     return target
 
 
@@ -89,9 +90,9 @@ def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
 
     wanted = texts(on_cpu, False)
     assert texts(on_gpu, False) == wanted
-    on_gpu.kept(SpareSteps).clear()
+    on_gpu.singleton(SpareSteps).clear()
     assert texts(on_gpu, True) == wanted
-    graphs = [capture.graphed.graph for step in on_gpu.kept(SpareSteps) for capture in step.captured.values()]
+    graphs = [capture.graphed.graph for step in on_gpu.singleton(SpareSteps) for capture in step.captured.values()]
     assert graphs
     assert all(graph is not None for graph in graphs)
 
@@ -120,9 +121,9 @@ def test_fused_layers_compute_what_those_of_transformers_do(make_model: MakeMode
     layer = model.model.layers[0]
     assert all(isinstance(vars(each).get("forward"), Fused) for each in (model.model.norm, layer.self_attn.k_proj))
     tokens = torch.arange(90, device="cuda").unsqueeze(0)
-    found = target.forward(tokens).logits.float()
+    found = target.passes.forward(tokens).logits.float()
     with own_layers_of(model):
-        own = target.forward(tokens).logits.float()
+        own = target.passes.forward(tokens).logits.float()
     assert (found - own).norm() < 0.01 * own.norm()
 
 

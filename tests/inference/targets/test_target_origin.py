@@ -76,7 +76,7 @@ def test_a_target_of_which_only_an_mlp_was_tuned_passed_for_the_same(tmp_path: P
     tune_an_mlp(target)
     assert before.sha256 == TargetOrigin.of(target).sha256
     assert before.is_another(TargetOrigin.of(target))
-    assert not TargetOrigin(TargetOrigin.of(target).sha256).is_another(TargetOrigin.of(target))  # of an earlier version
+    assert not TargetOrigin(TargetOrigin.of(target).sha256).is_another(TargetOrigin.of(target))  # not recorded
     shutil.copy(saved, target / "model.safetensors")
     assert not before.is_another(TargetOrigin.of(target))
 

@@ -11,16 +11,16 @@ from matrix import slow_unless
 from scripted import Hidden, Moody, NoThirds
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
+from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.states import WINDOW
 from headstart.inference.core.tree import first_path
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefixes import BLOCK
-from headstart.inference.targets import check, forward
+from headstart.inference.targets import check, passes
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -36,14 +36,14 @@ KINDS = [*STATEFUL, "own cache"]
 def stateful(request: pytest.FixtureRequest) -> TargetModel:
     if request.param != "own cache":
         target = TargetModel(make_family(request.param), ())
-        assert target.way == "chains"
+        assert target.passes.method == "chains"
         return target
     with pytest.MonkeyPatch.context() as patch:  # no other way of decoding passes its check
-        patch.setattr(check, "FOUND", {})
-        for way in ("chains", "plain"):
-            patch.setitem(check.PASSES, way, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
+        patch.setattr(check, "KNOWN_METHODS", {})
+        for method in ("chains", "plain"):
+            patch.setitem(check.TRIALS, method, lambda *_: iter([("", torch.zeros(1, 1), range(1))]))
         target = TargetModel(make_family("qwen3_next"), ())
-    assert target.way == "own cache"
+    assert target.passes.method == "own cache"
     return target
 
 
@@ -61,12 +61,12 @@ def plain(target: TargetModel, prompt: tuple[int, ...], sampling: Sampling) -> l
     return generate(target, list(prompt), NEW, sampling).tokens
 
 
-def counting(passes: list[int]) -> Callable[..., Any]:
-    """`Passes._run`, which adds the tokens of each pass to the list."""
-    run = forward.Passes._run
+def counting(counts: list[int]) -> Callable[..., Any]:
+    """`Passes._run`, which adds the number of tokens of each pass to the list."""
+    run = passes.Passes._run
 
     def counted(self: Any, tokens: Any, *rest: Any, **options: Any) -> Any:
-        passes.append(tokens.shape[1])
+        counts.append(tokens.shape[1])
         return run(self, tokens, *rest, **options)
 
     return counted
@@ -78,8 +78,7 @@ def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("drafter", [Moody, Hidden])
+@pytest.mark.parametrize(("drafter", "temperature"), [(Moody, 1.0), (Hidden, 0.0)])
 def test_drafts_change_no_text(stateful: TargetModel, drafter: Callable[..., Any], temperature: float) -> None:
     """Alone, and in a batch whose rows accept different numbers, so that their windows differ in length."""
     asked = requests(temperature)
@@ -109,7 +108,7 @@ def test_constraints_penalties_and_lookups_change_no_text(stateful: TargetModel)
 def test_layers_of_several_shapes_verify_trees(name: str) -> None:
     """Keys wider than values, and chunked attention, whose chunk the texts are longer than."""
     target = TargetModel(make_family(name), ())
-    assert target.grows_trees
+    assert target.passes.verifies_trees
     asked = requests()
     wanted = texts(target, asked)
     assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
@@ -119,7 +118,7 @@ def test_layers_of_several_shapes_verify_trees(name: str) -> None:
 
 def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two draft tokens is accepted in every step: 2 tokens a step, and one step in so many without drafts."""
-    target, passes = TargetModel(make_family("qwen3_next"), ()), list[int]()
+    target, counts = TargetModel(make_family("qwen3_next"), ()), list[int]()
 
     class HalfRight(Moody):
         def continuation(self, prefix: list[int], remaining: int) -> list[int]:
@@ -130,12 +129,12 @@ def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.
             return [root, *continuation], [*range(-1, len(continuation))]
 
     (text, *_) = texts(target, requests()[:1])
-    monkeypatch.setattr(forward.Passes, "_run", counting(passes))
+    monkeypatch.setattr(passes.Passes, "_run", counting(counts))
     generate(target, PROMPTS[0], NEW, drafter=HalfRight(text))
-    assert passes[0] == len(PROMPTS[0])
+    assert counts[0] == len(PROMPTS[0])
     in_a_window = [*range(3, WINDOW + 2, 2), WINDOW + 1]
-    assert passes[1 : 1 + len(in_a_window)] == in_a_window
-    assert max(passes[1:]) == WINDOW + 1
+    assert counts[1 : 1 + len(in_a_window)] == in_a_window
+    assert max(counts[1:]) == WINDOW + 1
 
 
 @pytest.mark.parametrize("stateful", slow_unless(("falcon_h1", "own cache"), KINDS), indirect=True)
@@ -184,15 +183,15 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
 ) -> None:
     """With another question after 1,000 tokens, 72 were read in two passes, which took 0.29 of the first time."""
     monkeypatch.setattr(stateful, "end_tokens", [96])
-    loop, passes = DecodeLoop(stateful, prefix_memory=2**22), list[int]()
-    monkeypatch.setattr(forward.Passes, "_run", counting(passes))
+    loop, counts = DecodeLoop(stateful, prefix_memory=2**22), list[int]()
+    monkeypatch.setattr(passes.Passes, "_run", counting(counts))
     for number, question in enumerate(([3, 4, 5, 6], [7], [7])):
         prompt = [*((7 * place) % 89 for place in range(205)), 96, 90, *question, 96, 91]
         found = loop.generations[loop.submit(Request(prompt, 5))]
-        passes.clear()
+        counts.clear()
         while not loop.step():
             pass
-        assert passes == ([206, 7] if number == 0 else [4])
+        assert counts == ([206, 7] if number == 0 else [4])
         while not loop.idle:
             loop.step()
         assert found.tokens == generate(stateful, prompt, 5).tokens
@@ -201,7 +200,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
 def test_a_target_whose_passes_do_not_go_on_from_its_states_decodes_plainly() -> None:
     """Its rows still share their steps. A drafter given to the loop is not asked; one of a recipe is refused."""
     target = TargetModel(make_family("jamba"), ())
-    assert target.way == "plain"
+    assert target.passes.method == "plain"
     asked = requests()
     wanted = texts(target, asked)
     assert wanted == [[*prompt, *target.generate([prompt], NEW)[0]] for prompt in PROMPTS]
@@ -221,7 +220,7 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     drafter = build_drafter(section, target, source)
     assert isinstance(drafter, Lookup)
     assert drafter.growth.width == 1
-    said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps states"
+    said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps recurrent states"
     assert said in capfd.readouterr().err
 
 
@@ -252,7 +251,7 @@ def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
 def test_a_model_whose_step_of_one_token_computes_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zamba2 wrote another text: its pass over several tokens bounds their time steps, and that of one token does not.
     GIT crashed in its first step without drafts."""
-    monkeypatch.setattr(check, "FOUND", {})
+    monkeypatch.setattr(check, "KNOWN_METHODS", {})
     model = make_family("falcon_h1")
     for layer in model.model.layers:
         layer.mamba.time_step_limit = (1.0, float("inf"))
