@@ -4,15 +4,13 @@ import json
 import math
 import re
 import time
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from matrix import slow
 from openai import BadRequestError, NotFoundError, OpenAI
-from server_run import NAME, Running, alone, running, tokens_of
+from server_run import NAME, Running, alone, running, tokens_of, with_loop
 from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
@@ -256,8 +254,7 @@ def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(serve
 
 
 def test_a_prompt_that_comes_again_is_not_read_again(served: Served) -> None:
-    remembering = replace(served, make_loop=partial(served.make_loop, prefix_memory=2**24))
-    with running(remembering, ServerSettings((NAME,), max_batch=4)) as found:
+    with running(with_loop(served, prefix_memory=2**24), ServerSettings((NAME,), max_batch=4)) as found:
         prompt = list(range(20, 100))
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
         first, second = (found.http.post("/v1/completions", json=body, timeout=60).json() for _ in range(2))
