@@ -25,7 +25,7 @@ from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
+from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import padded_rows
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
@@ -71,7 +71,6 @@ class SpeculativeModel:
         target: TargetModel,
         drafter: Drafter | None = None,
         tokenizer: Any = None,
-        rule: AcceptanceRule = "seeded",
         max_batch: int = 16,
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
@@ -84,7 +83,6 @@ class SpeculativeModel:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise wrong_value("max_batch", max_batch, "a whole number, 1 or more, is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
-        self.rule = Sampling(rule=rule).rule  # checked
 
     @classmethod
     def from_folders(
@@ -99,7 +97,7 @@ class SpeculativeModel:
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
         Without a head, `decode.drafter` names another drafter, such as draft_model or prompt_lookup.
-        `decode` also gives the shape of drafts, the acceptance rule and max_batch. `section` holds fields of the
+        `decode` also gives the shape of drafts and max_batch. `section` holds fields of the
         recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
         also gives its last hidden state, which training needs.
 
@@ -120,7 +118,7 @@ class SpeculativeModel:
             taps = {*load_head_for(head, frozen).taps, *([frozen.config.num_layers] if last_hidden else [])}
             model = TargetModel.load(fields, tuple(sorted(taps)))
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
-        return cls(model, drafter, tokenizer, decode.acceptance, decode.max_batch)
+        return cls(model, drafter, tokenizer, decode.max_batch)
 
     def generate(
         self,
@@ -133,8 +131,8 @@ class SpeculativeModel:
     ) -> Int[Tensor, "texts total"] | SpeculativeOutput:
         """Continue prompts that are padded on the left; returns prompts and continuations, padded on the right.
 
-        Greedy output equals that of transformers' `generate`, token for token. Under the seeded acceptance rule,
-        sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
+        Greedy output equals that of transformers' `generate`, token for token.
+        Sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
         `seed` is one number or one per prompt; with num_return_sequences, the i-th sequence of a prompt uses seed + i.
         Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
         """
@@ -210,7 +208,7 @@ class SpeculativeModel:
         assert input_ids is not None
         width = input_ids.shape[1]
         seeds = read_seeds(settings.seed, len(prompts))
-        sampling, copies = read_sampling(settings, self.rule), settings.num_return_sequences
+        sampling, copies = read_sampling(settings), settings.num_return_sequences
         copies = 1 if copies is None else copies
         if copies < 1:
             raise wrong_value("num_return_sequences", copies, "1 or more is", "leave it out for 1")
@@ -273,7 +271,7 @@ def processed_scores(request: Request, generation: Generation, renormalize: bool
         if state is not None:
             row = masked_roots([state], row)
             state.advance([token])
-        rows.append(sampling.groups[0].shaped(row, history, None)[0, 0].float())
+        rows.append(sampling.scores(row, None, history)[0, 0].float())
         history.count(0, [token])
     scores = torch.stack(rows)
     return scores.log_softmax(-1) if renormalize else scores

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field, ValidationError
 from transformers import GenerationConfig
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.text_rules import TextRules
 from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
@@ -222,7 +222,7 @@ def conflicts(settings: Settings, explicit: Set[str]) -> dict[str, str]:
     return lines
 
 
-def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
+def read_sampling(settings: Settings) -> Sampling:
     """The sampling fields of a call, without its seed."""
     values = settings.model_dump(include=SAMPLING_NAMES, exclude_none=True)
     if settings.do_sample:
@@ -231,7 +231,7 @@ def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampli
         values = {name: value for name, value in values.items() if name not in ALLOWED_WHEN_GREEDY}
     by_sequence = {token: bias for (token,), bias in (settings.sequence_bias or {}).items()}
     bias = (*by_sequence.items(), *(settings.logit_bias or {}).items())
-    return Sampling(**values, logit_bias=bias, rule=rule)
+    return Sampling(**values, logit_bias=bias)
 
 
 def forbid(sampling: Sampling, tokens: Iterable[int]) -> Sampling:

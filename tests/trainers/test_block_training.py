@@ -21,7 +21,7 @@ from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
-from headstart.trainers import loop, run
+from headstart.trainers import run
 from headstart.trainers.evaluation import metrics_by_depth
 from headstart.trainers.objectives.block import TrainedBlocks, draw_blocks
 from headstart.trainers.objectives.objective import Objective
@@ -251,10 +251,6 @@ def test_training_memory_is_linear_in_the_length_of_a_text(make_head: MakeHead) 
     assert sizes[2] - sizes[1] <= 2.02 * (sizes[1] - sizes[0])
 
 
-class Killed(BaseException):
-    """Derives from BaseException, so that no code of ours catches it."""
-
-
 def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_recipe: MakeRecipe) -> None:
     recipe = make_recipe("run", *BLOCK, "train.eval_prompts=2")
     run(recipe)
@@ -265,30 +261,6 @@ def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_rec
     assert head.calibration.tree is not None
     rows = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     assert {f"heldout/accuracy_{level}" for level in range(4)} < {name for row in rows for name in row}
-
-
-@pytest.mark.parametrize(
-    "fields", [pytest.param((), marks=pytest.mark.slow), ("train.pack_tokens=40", "train.accumulate=2")], ids=str
-)
-def test_a_killed_run_resumes_into_the_same_weights(
-    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...]
-) -> None:
-    whole, killed = (make_recipe(name, *BLOCK, *fields) for name in ("whole", "killed"))
-    run(whole)
-    left, train_step = iter(range(5)), loop.train_step
-
-    def dying(*arguments: Any) -> Any:
-        if next(left, None) is None:
-            raise Killed
-        return train_step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", dying)
-    with pytest.raises(Killed):
-        run(killed)
-    monkeypatch.setattr(loop, "train_step", train_step)
-    run(killed)
-    one, other = (recipe.head_dir / "model.safetensors" for recipe in (whole, killed))
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe) -> None:

@@ -294,10 +294,6 @@ def test_the_parts_of_a_model_are_checked(
         (lambda: DecodeLoop(target, memory=0), Says("memory", "0 bytes", "are allowed", "lower it")),
         (lambda: DecodeLoop(target, prefix_memory=-1), Says("prefix_memory", "-1 bytes", "1 or more", "leave it out")),
         (
-            lambda: SpeculativeModel(target, rule="typical"),  # type: ignore[arg-type]
-            Says("rule", "typical", "one of seeded, rejection", "leave it out"),
-        ),
-        (
             lambda: SpeculativeModel(untapped, model.drafter).generate(IDS, max_new_tokens=2),
             Says("taps", "[2, 3, 4]", "loaded with taps []", "TargetModel.load(section, head.taps)"),
         ),
