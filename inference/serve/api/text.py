@@ -40,7 +40,9 @@ class WrittenText:
         """Take in a token; returns the text that is certain now, which is none after a stop string."""
         if self.stopped is not None:
             return []
-        return self._take(self.stream.piece(token), self.searched and self.searched.piece(token), depth)
+        return self._take(
+            self.stream.piece(token), None if self.searched is None else self.searched.piece(token), depth
+        )
 
     def offset(self, token: int) -> int:
         """Where the text of this next token begins; for a part of a character, where the character begins."""
@@ -51,7 +53,7 @@ class WrittenText:
         """The text that was held back, after the last token."""
         if self.stopped is not None:
             return []
-        certain = self._take(self.stream.rest(), self.searched and self.searched.rest(), None)
+        certain = self._take(self.stream.rest(), None if self.searched is None else self.searched.rest(), None)
         rest, self.held = self.held, []
         return certain if self.stopped is not None else certain + [shown for _, shown in rest if shown.text]
 
