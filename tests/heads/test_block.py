@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import BlockSection
@@ -340,23 +339,6 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     assert_close(head.logits(states[0], before), wanted, atol=1e-4, rtol=1e-4)  # the rotary table is float32
 
 
-@all_shapes
-def test_a_saved_head_is_the_same_head(
-    make_head: MakeHead, frozen: FrozenTarget, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    for vocab in (DraftVocab.full(97), DraftVocab.from_ids(torch.arange(20) * 3, 97)):
-        head = make_head("block", vocab=vocab, **shape)
-        save_head(head, tmp_path / "head")
-        again = load_head_for(tmp_path / "head", frozen)
-        assert isinstance(again, BlockHead)
-        assert again.shape == head.shape
-        taps, tokens = a_text(head)
-        blocks, before = Blocks.at_every_position(SEQ), torch.randint(97, (SEQ - 1, head.shape.levels))
-        states, found = (each.text_states(each.project(taps), tokens, blocks) for each in (head, again))
-        assert torch.equal(found, states)
-        assert torch.equal(again.logits(found, before), head.logits(states, before))
-
-
 @pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
 def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     frozen: FrozenTarget, fields: dict[str, Any]
@@ -371,16 +353,6 @@ def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     assert torch.equal(states[0, -1], one.norm(frozen.embedding[96]))
     before = torch.randint(97, states.shape[:2])
     assert torch.equal(one.logits(states, before), one.slot_logits(states))
-
-
-def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget, tmp_path: Path) -> None:
-    head = new_head(BlockSection(kind="block"), frozen, DraftVocab.full(97), seed=3)
-    assert isinstance(head, BlockHead)
-    taps, _ = a_text(head)
-    head.scale_taps([11.0, 0.3, 27.0, 1.0])
-    features = head.project(taps)
-    save_head(head, tmp_path / "head")
-    assert torch.equal(load_head_for(tmp_path / "head", frozen).project(taps), features)
 
 
 def test_the_usual_taps_are_those_of_dflash() -> None:
