@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.block_parts import convolved
-from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import BlockSection
@@ -398,23 +397,6 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     assert_close(head.logits(states[0], before), wanted, atol=1e-4, rtol=1e-4)  # the rotary table is float32
 
 
-@all_shapes
-def test_a_saved_head_is_the_same_head(
-    make_head: MakeHead, frozen: FrozenTarget, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    for vocab in (DraftVocab.full(97), DraftVocab.from_ids(torch.arange(20) * 3, 97)):
-        head = make_head("block", vocab=vocab, **shape)
-        save_head(head, tmp_path / "head")
-        again = load_head_for(tmp_path / "head", frozen)
-        assert isinstance(again, BlockHead)
-        assert again.shape == head.shape
-        taps, tokens = a_text(head)
-        blocks, before = Blocks.at_every_position(SEQ), torch.randint(97, (SEQ - 1, head.shape.levels))
-        states, found = (each.text_states(each.project(taps), tokens, blocks) for each in (head, again))
-        assert torch.equal(found, states)
-        assert torch.equal(again.logits(found, before), head.logits(states, before))
-
-
 def test_a_selector_adds_to_the_scores_of_a_slots_candidates_alone(make_head: MakeHead) -> None:
     """By the definition, slot by slot: u(c) + <A[p] * (H h), B[c]> for the 9 tokens c with the largest u(c)."""
     head = make_head("block", sample_from_anchor=False, selector_rank=6, selector_top_k=9)
@@ -451,16 +433,6 @@ def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     assert torch.equal(states[0, -1], one.norm(frozen.embedding[96]))
     before = torch.randint(97, states.shape[:2])
     assert torch.equal(one.logits(states, before), one.slot_logits(states))
-
-
-def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget, tmp_path: Path) -> None:
-    head = new_head(BlockSection(kind="block"), frozen, DraftVocab.full(97), seed=3)
-    assert isinstance(head, BlockHead)
-    taps, _ = a_text(head)
-    head.scale_taps([11.0, 0.3, 27.0, 1.0])
-    features = head.project(taps)
-    save_head(head, tmp_path / "head")
-    assert torch.equal(load_head_for(tmp_path / "head", frozen).project(taps), features)
 
 
 def test_the_usual_taps_are_those_of_dflash() -> None:

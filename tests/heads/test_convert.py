@@ -14,6 +14,7 @@ from exported import (
     LIMITED,
     exported,
     files_in_memory,
+    logits,
     read_config,
     read_tensors,
     same_bits,
@@ -46,13 +47,6 @@ def medusa_authors_names(tensors: dict[str, Any]) -> dict[str, Any]:
         _, head, *layer = name.split(".")
         renamed[f"{head}.2.weight" if name.startswith("lm_heads.") else f"{head}.{layer[1]}.linear.{layer[2]}"] = tensor
     return renamed
-
-
-def logits(head: Any) -> Any:
-    generator = torch.Generator().manual_seed(7)
-    taps = torch.randn(1, 6, len(head.taps) * head.target.hidden_size, generator=generator)
-    tokens = torch.randint(97, (1, 6), generator=generator)
-    return head.logits(head(head.project(taps), tokens, torch.arange(6)))
 
 
 ROUND_TRIPS = [

@@ -88,6 +88,15 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
+def logits(head: DraftHead) -> Tensor:
+    """The logits of three levels for a fixed text. [levels * choices, draft_vocab]"""
+    generator = torch.Generator().manual_seed(7)
+    tapped = len(head.taps) * head.target.hidden_size
+    taps = torch.randn(1, 6, tapped, generator=generator).to(head.embedding.dtype)
+    text = torch.randint(97, (1, 7), generator=generator)
+    return torch.cat([*head.text_logits(head.project(taps), text, min(3, head.max_levels or 3))])
+
+
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
     config = read_config(folder)
     edit(config)
