@@ -98,10 +98,9 @@ Taps = Annotated[
 ]
 
 
-class Eagle3Section(LayerSection):
-    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+class TappedSection(LayerSection):
+    """Fields shared by EAGLE-3 and P-EAGLE heads."""
 
-    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     own_fields: ClassVar[frozenset[str]] = frozenset({"train.fitted_start", "train.input_noise"})
     hidden_size: int | None = Field(
         default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
@@ -116,6 +115,33 @@ class Eagle3Section(LayerSection):
         default=False,
         description="Normalise each tap before joining them, and the feature fed to the next draft level (EAGLE-3.1).",
     )
+
+
+class Eagle3Section(TappedSection):
+    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
+
+
+class PEagleSection(TappedSection):
+    """A P-EAGLE draft head (arXiv 2602.01469): EAGLE-3 that drafts all levels in one pass."""
+
+    kind: Literal["peagle"] = Field(description="Architecture of the draft head.")
+    levels_field: ClassVar[str] = "depths"
+    num_layers: int = Field(default=4, gt=0, le=16, description="Decoder layers of the P-EAGLE head.")
+    depths: int = Field(default=8, gt=1, le=64, description="Levels that a pass drafts; it drafts no deeper.")
+    mask_token_id: int | None = Field(
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
+    )
+
+    @property
+    def levels(self) -> int:
+        return self.depths
+
+    @property
+    def unroll_decay(self) -> float:
+        """The paper takes the mean over all entries, whose number falls by this factor from depth to depth."""
+        return 0.7
 
 
 class MedusaSection(HeadSection):
@@ -163,6 +189,12 @@ class BlockSection(LayerSection):
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
         "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
+    conv_kernel_size: int = Field(
+        default=0,
+        ge=0,
+        description="Slots that the convolutions around attention and MLP take in, in steps back from each slot "
+        "(DFlash2: 2); 0 is no convolutions.",
+    )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
         default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
@@ -197,5 +229,6 @@ class BlockSection(LayerSection):
 
 
 AnyHeadSection = Annotated[
-    Eagle1Section | Eagle3Section | MedusaSection | BlockSection | MtpSection, Field(discriminator="kind")
+    Eagle1Section | Eagle3Section | PEagleSection | MedusaSection | BlockSection | MtpSection,
+    Field(discriminator="kind"),
 ]

@@ -18,6 +18,7 @@ from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
 from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.peagle import ChainSupervision, TrainedChains
 from headstart.trainers.objectives.unrolled import HeadInTraining, Supervision, Teacher, UnrolledHead, input_noise
 from headstart.trainers.parallel.head_on_ranks import HeadOnRanks
 from headstart.trainers.parallel.joint import JointHeadOnRanks
@@ -27,7 +28,9 @@ from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 TRAINED: dict[str, type[HeadInTraining]] = {
     "unroll": UnrolledHead,
     "blocks": TrainedBlocks,
+    "mask entries": TrainedChains,
 }  # by DraftHead.trained_by
+AnySupervision = Supervision | BlockSupervision | ChainSupervision
 
 
 @dataclass(frozen=True)
@@ -196,7 +199,7 @@ class MicroBatch:
 
     numbers: list[int]  # numbers of its samples in the store
     lengths: tuple[int, ...]  # tokens of each sample
-    supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
+    supervision: AnySupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None
 
 

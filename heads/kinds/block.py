@@ -3,9 +3,11 @@
 DFlash (arXiv 2602.06036): every layer attends to keys and values that it computes from the target's hidden states.
 DSpark (2607.05147): a Markov head adds scores for a slot's token given the token before it.
 JetSpec (2606.18394): a slot sees only the slots before it in its block.
+DFlash2 (vllm-project/vllm#52816): local convolutions around attention and MLP.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -17,13 +19,20 @@ from torch.utils.checkpoint import checkpoint
 from headstart.heads.base import DraftHead, Features, Positions, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps, is_block_config
+from headstart.heads.kinds.block_config import (
+    BlockShape,
+    block_config,
+    block_shape,
+    block_taps,
+    is_block_config,
+    refuse_uneven_groups,
+)
+from headstart.heads.kinds.block_parts import LocalConvolution, MarkovHead, Slots
 from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
 
-Slots = Float[Tensor, "blocks slots hidden"]
 NUM_TAPS = 5  # by default
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
 FIRST_NORM = 0.25  # share of the target's norm; a full one makes an untrained head confidently wrong
@@ -75,32 +84,15 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
         self.self_attn = ContextAttention(shape, eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+        self.attention_conv = LocalConvolution(shape) if shape.conv_kernel_size else None
+        self.mlp_conv = LocalConvolution(shape) if shape.conv_kernel_size else None
 
     def forward(self, hidden: Slots, rotary: Tensor, mask: Tensor | None, cache: AttentionCache, layer: int) -> Slots:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class MarkovHead(nn.Module):
-    """Scores for a slot's token given the token before: a low-rank table, or one gated by the slot's state."""
-
-    def __init__(self, shape: BlockShape, vocab: DraftVocab) -> None:
-        super().__init__()
-        rank = shape.markov_rank
-        self.markov_w1 = nn.Embedding(vocab.target_size, rank)
-        self.markov_w2 = nn.Linear(rank, len(vocab.ids), bias=False)
-        if shape.markov_gate:
-            self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
-        self.gated = shape.markov_gate
-
-    def forward(
-        self, hidden: Float[Tensor, "*#axes hidden"], before: Int[Tensor, "*axes"]
-    ) -> Float[Tensor, "*axes draft_vocab"]:
-        known = self.markov_w1(before)  # [*axes, rank]
-        if self.gated:
-            hidden = hidden.expand(*known.shape[:-1], -1)
-            known = torch.sigmoid(self.gate_proj(torch.cat([hidden, known], dim=-1))) * known
-        return self.markov_w2(known)
+        attend = partial(self.self_attn, rotary=rotary, mask=mask, cache=cache, layer=layer)
+        inputs = self.input_layernorm(hidden)
+        hidden = hidden + (attend(inputs) if self.attention_conv is None else self.attention_conv(inputs, attend))
+        inputs = self.post_attention_layernorm(hidden)
+        return hidden + (self.mlp(inputs) if self.mlp_conv is None else self.mlp_conv(inputs, self.mlp))
 
 
 class BlockHead(DraftHead):
@@ -165,6 +157,8 @@ class BlockHead(DraftHead):
     @classmethod
     def from_section(cls, section: BlockSection, frozen: FrozenTarget, vocab: DraftVocab) -> "BlockHead":
         target = frozen.config
+        if section.conv_kernel_size:
+            refuse_uneven_groups(target.hidden_size, BlockShape.conv_group_size)
         shape = BlockShape.from_section(
             section,
             target,
@@ -175,6 +169,7 @@ class BlockHead(DraftHead):
             mask_token_id=mask_token(section, target.vocab_size),
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
+            conv_kernel_size=section.conv_kernel_size,
         )
         return cls(shape, frozen, vocab)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from completion_server import Server, serving
-from tiny_run import VOCAB_SIZE, build_run, contents, tiny_recipe
+from tiny_run import VOCAB_SIZE, contents, tiny_recipe
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
@@ -38,17 +38,19 @@ def stack() -> Iterator[ExitStack]:
 
 
 def test_three_servers_of_which_one_dies_write_the_texts_of_one(
-    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+    harvested: Path, tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build_run(tmp_path)
     alone, _ = stack.enter_context(serving(Sampler))
-    wanted = tiny_recipe(tmp_path, f"run_dir={tmp_path / 'one'}", f"data.server={alone}")
+    wanted = tiny_recipe(harvested, f"run_dir={tmp_path / 'one'}", f"data.server={alone}", "data.online=[auto]")
     harvest(wanted)
     three = [stack.enter_context(serving(Sampler)) for _ in range(3)]
     (dying, dead), *others = three
     dead.dies_after = 2
     capsys.readouterr()
-    found = tiny_recipe(tmp_path, f"data.server=[{', '.join(url for url, _ in three)}]", "data.generate_batch=2")
+    servers = f"data.server=[{', '.join(url for url, _ in three)}]"
+    found = tiny_recipe(
+        harvested, f"run_dir={tmp_path / 'three'}", servers, "data.generate_batch=2", "data.online=[auto]"
+    )
     harvest(found)
     assert contents(found.responses_dir) == contents(wanted.responses_dir)
     assert len(dead.seen) == 2
@@ -91,16 +93,16 @@ def test_a_server_that_is_gone_from_the_start_is_named_and_the_others_go_on(
 
 
 def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(
-    tmp_path: Path, stack: ExitStack
+    harvested: Path, tmp_path: Path, stack: ExitStack
 ) -> None:
-    build_run(tmp_path)
     two = [stack.enter_context(serving(Sampler, dies_after=3)) for _ in range(2)]
-    recipe = tiny_recipe(tmp_path, f"data.server=[{', '.join(url for url, _ in two)}]", "data.generate_batch=1")
+    run = f"run_dir={tmp_path}", "data.online=[auto]", "data.generate_batch=1"
+    recipe = tiny_recipe(harvested, f"data.server=[{', '.join(url for url, _ in two)}]", *run)
     with pytest.raises(ValueError, match="run the command again; finished responses are kept") as error:
         harvest(recipe)
     assert all(f"{url}/v1/completions gave no answer" in str(error.value) for url, _ in two)
     url, handler = stack.enter_context(serving(Sampler))
-    harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+    harvest(tiny_recipe(harvested, f"data.server={url}", *run))
     assert len(handler.seen) == 16 - 6
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 from completion_server import Server, serving
 from safetensors.torch import save_file
-from tiny_run import assert_same_sample, build_run, build_target, contents, tiny_recipe
+from tiny_run import assert_same_sample, build_target, contents, tiny_recipe
 from torch import Tensor
 
 from headstart.data_pipelines.features import vllm_states
@@ -78,7 +78,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 @pytest.fixture
 def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
     """Starts a server that writes states; returns its URL."""
-    build_run(tmp_path)
     (tmp_path / "written").mkdir()
     with ExitStack() as stack:
         yield lambda **fields: stack.enter_context(
@@ -86,20 +85,34 @@ def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
         )[0]
 
 
-def with_states(folder: Path, *urls: str) -> Recipe:
-    return tiny_recipe(folder, "data.states=vllm", f"data.server=[{', '.join(urls)}]")
+@pytest.fixture
+def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """with_states(*urls, name="run"): the recipe of a run that takes its states from these servers."""
+
+    def recipe(*urls: str, name: str = "run") -> Recipe:
+        servers = "data.states=vllm", f"data.server=[{', '.join(urls)}]"
+        return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *servers)
+
+    return recipe
 
 
 def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
-    tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harvested: Path,
+    tmp_path: Path,
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Also if a server ends between two texts."""
+    """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
     monkeypatch.setattr("headstart.data_pipelines.prompts.completion_client.RETRIES", 0)
-    own = tiny_recipe(tmp_path, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
+    own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
     harvest(own)
+    with pytest.raises(ValueError, match=r"data\.states: made with None, the recipe says 'vllm'"):
+        harvest(with_states(start(), name="own"))
     for path in (tmp_path / "written").iterdir():  # of the responses' prompts
         path.unlink()
-    recipe = with_states(tmp_path, dying := start(dies_after=13), start())
+    recipe = with_states(dying := start(dies_after=13), start())
     harvest(recipe)
     assert capsys.readouterr().out.count(f"{dying}/v1/completions gave no answer") == 1
     assert contents(recipe.responses_dir).keys() == contents(own.responses_dir).keys()
@@ -112,25 +125,24 @@ def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
 
 
 def test_without_a_server_the_command_that_starts_one_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harvested: Path, tmp_path: Path, with_states: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_run(tmp_path)
     monkeypatch.setattr("headstart.data_pipelines.prompts.completion_client.RETRIES", 0)
-    for recipe in (tiny_recipe(tmp_path, "data.states=vllm"), with_states(tmp_path, "http://127.0.0.1:9")):
+    none = tiny_recipe(harvested, f"run_dir={tmp_path}", "data.states=vllm")
+    for recipe in (none, with_states("http://127.0.0.1:9")):
         with pytest.raises(ValueError, match=r"data\.server") as error:
             harvest(recipe)
         (line,) = (line for line in str(error.value).splitlines() if line.startswith("  vllm serve "))
         words = shlex.split(line)
-        assert words[2] == str(tmp_path / "target")
+        assert words[2] == str(harvested / "target")
         assert words[words.index("--max-model-len") + 1] == "37"
         assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]' in words[words.index("--speculative-config") + 1]
 
 
-def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, "data.states=vllm", "data.server=http://x", "data.response_tokens=104")
+def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(harvested: Path, tmp_path: Path) -> None:
+    values = "data.states=vllm", "data.server=http://x", "data.response_tokens=104"
     with pytest.raises(ValueError, match=r"^data\.response_tokens: 104 given, up to 103 is allowed with data\.states"):
-        harvest(recipe)
+        harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", *values))
 
 
 def without_some(content: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -164,10 +176,14 @@ def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_a_server_with_other_states_is_named_before_anything_is_written(
-    tmp_path: Path, start: Callable[..., str], fields: dict[str, Any], parts: tuple[str, ...]
+    tmp_path: Path,
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    fields: dict[str, Any],
+    parts: tuple[str, ...],
 ) -> None:
     """The right server beside it is not asked for a text either."""
-    recipe, wrong = with_states(tmp_path, start(), url := start(**fields)), url
+    recipe, wrong = with_states(start(), url := start(**fields)), url
     with pytest.raises(ValueError, match=rf"^data\.states: {wrong} ") as error:
         harvest(recipe)
     assert all(part in str(error.value) for part in parts), error.value
@@ -177,21 +193,24 @@ def test_a_server_with_other_states_is_named_before_anything_is_written(
 
 
 def test_of_a_target_too_large_to_load_the_last_state_is_checked(
-    tmp_path: Path, start: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(vllm_states, "free_memory", lambda device: 0)
     for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
         wrong = start(layers=(*TAPS, last))
         with pytest.raises(ValueError, match=rf"^data\.states: {wrong}: .* log-probability .* off .*{cause}"):
-            harvest(with_states(tmp_path, start(), wrong))
-    recipe = with_states(tmp_path, start())
+            harvest(with_states(start(), wrong))
+    recipe = with_states(start())
     harvest(recipe)
     assert "too large to load here, so only vLLM's last state is checked" in capsys.readouterr().out
     assert len(FeatureStore(recipe.features_dir, "train")) == 12
 
 
 def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(
-    tmp_path: Path, start: Callable[..., str]
+    start: Callable[..., str], with_states: Callable[..., Recipe]
 ) -> None:
     texts: list[int] = []
 
@@ -201,16 +220,10 @@ def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_a
             content["hidden_states"][0, 0, 0] = torch.nan
         return content
 
-    recipe = with_states(tmp_path, start(change=broken_late))
+    recipe = with_states(start(change=broken_late))
     with pytest.raises(ValueError, match="hidden states are not finite"):
         harvest(recipe)
     there = {path.name for path in recipe.features_dir.glob("*.safetensors")}
     assert 1 <= len(there) < 4
     harvest(recipe)
     assert len(FeatureStore(recipe.features_dir, "train")) == 12
-
-
-def test_features_of_the_target_do_not_continue_as_those_of_vllm(tmp_path: Path, start: Callable[..., str]) -> None:
-    harvest(tiny_recipe(tmp_path, f"data.server={start()}"))
-    with pytest.raises(ValueError, match=r"data\.states: made with None, the recipe says 'vllm'"):
-        harvest(with_states(tmp_path, start()))

@@ -492,9 +492,9 @@ doctor: a size that fills the memory | huge | DOCTOR
 doctor: an empty map | empty map | DOCTOR
     d2t | [0] | shape [6] is required | correct the files
 doctor: an export with NaN | NaN | SERVED
-    dtype: EXPORT's UP | NaN or infinity | finite numbers, as HEAD has | fix: export HEAD again
+    dtype: damaged: tensor UP | infinity or NaN | only finite numbers | fix: correct the files
 doctor: an export of another head | another head | SERVED
-    files: EXPORT's weights | differ from HEAD's by | HEAD's own weights | fix: export HEAD again
+    files: EXPORT's | differs from HEAD's by | HEAD's own weights | fix: export HEAD again
 doctor: an export of another kind | medusa | SERVED
     EXPORT | do not fit | HEAD's own weights | fix: export again
 doctor: an engine that reads other layouts | nothing | SERVED --engine speculators
@@ -522,7 +522,7 @@ doctor: a depth beyond any head | nothing | DOCTOR --depth 100000
 doctor: no depth | nothing | DOCTOR --depth 0
     --depth | 0 given | 1 or more is allowed
 doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json
-    --manifest | manifest.json in a folder of features | name another
+    --manifest | is not JSON | manifest.json in a folder of features | harvest again
 doctor: a manifest that does not exist | nothing | DOCTOR --manifest {tmp}/manifest.json
     --manifest | not found | name the manifest.json
 doctor: the target does not exist | nothing | doctor {tmp}/damaged no/where
@@ -552,7 +552,7 @@ report: more new tokens than positions | nothing | PLAIN 'report.baselines=[plai
 report: a draft model that does not exist | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model=no/where
     decode.draft_model | 'no/where' | a folder with config.json | or a hub name
 report: a head as the draft model | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model={place}/head
-    head | embed_tokens.weight is missing | all tensors of a whole model | give a model's folder
+    head | embed_tokens.weight is missing | all tensors of a model | give a model's folder
 report: no prompts | nothing | REPORT 'report.baselines=[plain]'
     heldout.jsonl | is missing | held-out prompts are required | headstart prompts RECIPE
 chat: no head | nothing | CHAT --head {place}/none

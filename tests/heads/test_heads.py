@@ -71,7 +71,7 @@ def causal_mask(start: int, count: int) -> Tensor:
 
 
 @all_shapes
-@pytest.mark.parametrize("sizes", [[SEQ], [1] * SEQ, [4, 1, 3, 2, 1], [1, 7, 3]], ids=str)
+@pytest.mark.parametrize("sizes", [[1] * SEQ, [4, 1, 3, 2, 1]], ids=str)
 def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any], sizes: list[int]) -> None:
     """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    each block sees all blocks before it and, causally, itself"""
     head = make_head(**shape).double()  # so that the tolerance covers only a different order of sums
@@ -187,25 +187,15 @@ def reference_eagle1(head: Eagle1Head, taps: Tensor, tokens: Tensor) -> tuple[Te
     return hidden, hidden @ head.lm_head.T
 
 
-@pytest.mark.parametrize("shape", EAGLE3_SHAPES, ids=str)
-def test_the_forward_is_that_of_eagle_3(make_head: MakeHead, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES, ids=str)
+def test_the_forward_is_that_of_the_paper(make_head: MakeHead, shape: dict[str, Any]) -> None:
     head = make_head(**shape).double()
+    reference = reference_eagle1 if head.kind == "eagle1" else reference_eagle3
     taps, tokens = random_taps(head), random_tokens(head)
     hidden = head(head.project(taps), tokens, torch.arange(SEQ))
     for row in range(BATCH):
-        wanted, wanted_logits = reference_eagle3(head, taps[row], tokens[row])
+        wanted, wanted_logits = reference(head, taps[row], tokens[row])
         torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)  # the rotary table is float32
-        torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("shape", EAGLE1_SHAPES, ids=str)
-def test_the_forward_is_that_of_eagle_1(make_head: MakeHead, shape: dict[str, Any]) -> None:
-    head = make_head(**shape).double()
-    taps, tokens = random_taps(head), random_tokens(head)
-    hidden = head(head.project(taps), tokens, torch.arange(SEQ))
-    for row in range(BATCH):
-        wanted, wanted_logits = reference_eagle1(head, taps[row], tokens[row])
-        torch.testing.assert_close(hidden[row], wanted, atol=1e-4, rtol=1e-5)
         torch.testing.assert_close(head.logits(hidden[row]), wanted_logits, atol=1e-4, rtol=1e-5)
 
 

@@ -128,7 +128,7 @@ class Recording(HeadDrafter):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tree = super().draft(verified, cache)
-        self.seen.append(([*verified.texts[0]], tree))
+        self.seen.append(([*verified.rows[0].text], tree))
         return tree
 
 
@@ -191,13 +191,12 @@ def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")
     load = partial(SpeculativeModel.from_folders, target_folder, tmp_path / "head", device="cpu")
-    for section in (None, DecodeSection(width=2), DecodeSection(growth="chain"), DecodeSection(depth=3)):
+    for section in (None, DecodeSection(growth="chain")):
         drafter = load(section).drafter
         assert drafter is not None
         assert drafter.depth == 3
-    assert (
-        Growth.from_section(DRAFTS.model_copy(update={"max_batch": 2}), head.max_levels).depth == 3
-    )  # of chat and serve
+    of_chat_and_serve = DRAFTS.model_copy(update={"max_batch": 2})
+    assert Growth.from_section(of_chat_and_serve, head.max_levels).depth == 3
     with pytest.raises(ValueError, match=r"decode.depth: 5 given, 1 to the head's 3 is allowed"):
         load(DecodeSection(depth=5))
 

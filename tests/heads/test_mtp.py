@@ -11,6 +11,7 @@ import torch
 import transformers
 from exported import exported, read_config, read_tensors, same_bits
 from families import GROUPED, OTHERS, STATEFUL
+from matrix import slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -65,7 +66,7 @@ def published(name: str, mtp: MtpModel, last: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["hybrid", "dense", "latent"])
+@pytest.fixture(scope="module", params=["hybrid", slow("dense"), "latent"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a random target with an MTP layer, and its name here."""
     kind, sizes = sizes_of(request.param)

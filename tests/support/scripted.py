@@ -83,13 +83,13 @@ class Scripted:
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        assert verified.roots.flatten().tolist() == [text[-1] for text in verified.texts]
-        assert cache.target.lengths == [len(text) - 1 for text in verified.texts]
-        rows = []
-        for prefix, remaining in zip(verified.texts, verified.remaining, strict=True):
-            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(prefix) + prefix[-1])
-            rows.append(self.tree(prefix[-1], self.continuation(prefix, remaining)))
-        return batch_trees(rows)
+        assert verified.roots.flatten().tolist() == [row.text[-1] for row in verified.rows]
+        assert cache.target.lengths == [len(row.text) - 1 for row in verified.rows]
+        trees = []
+        for row in verified.rows:
+            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(row.text) + row.text[-1])
+            trees.append(self.tree(row.text[-1], self.continuation(row.text, row.remaining)))
+        return batch_trees(trees)
 
     def continuation(self, prefix: list[int], remaining: int) -> list[int]:
         """The true next tokens, at most `ahead` and at most as many as remain."""
@@ -186,7 +186,7 @@ class Listener(Hidden):
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        self.told.append(replace(verified, texts=[list(text) for text in verified.texts]))
+        self.told.append(replace(verified, rows=[replace(row, text=[*row.text]) for row in verified.rows]))
         self.histories.append(copy.deepcopy(verified.history))
         return super().draft(verified, cache)
 

@@ -1,6 +1,7 @@
 """Training of block heads: blocks are drawn from each text and run in one pass, and every level is scored."""
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,17 +121,31 @@ def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
 
     The anchors of a text depend on the key and on its tokens, so they are the same in any batch and on any rank.
     """
+    found: list[tuple[int, int, int]] = []
+    for row, start, text, mask in texts_of(batch):
+        possible = (mask[1:-1] & mask[2:]).nonzero().flatten() + 1  # an anchor needs a position before it
+        chosen = shuffled(possible, text, key)[:count].sort().values.tolist()
+        found += [(row, start + anchor, start) for anchor in chosen]
+    return blocks_at(found)
+
+
+def texts_of(batch: Batch) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Row, first column, tokens and loss mask of each text of a batch, with what pads it."""
     tokens, loss_mask = batch.tokens.cpu(), batch.loss_mask.cpu()
     everything = slice(0, tokens.shape[1])
     spans = [(slice(row, row + 1), everything) for row in range(len(tokens))]
-    found: list[tuple[int, int, int]] = []
     for row, columns in spans if batch.documents is None else batch.documents.spans():
-        text, mask = tokens[row, columns][0], loss_mask[row, columns][0]
-        possible = (mask[1:-1] & mask[2:]).nonzero().flatten() + 1  # an anchor needs a position before it
-        length = int(possible[-1]) + 2 if len(possible) else 0  # without padding
-        seed = zlib.crc32(text[:length].numpy().tobytes(), zlib.crc32(key.encode()))
-        order = torch.randperm(len(possible), generator=torch.Generator().manual_seed(seed))
-        chosen = possible[order[:count]].sort().values.tolist()
-        found += [(row.start, columns.start + anchor, columns.start) for anchor in chosen]
-    rows, anchors, starts = (tuple(each) for each in zip(*found, strict=True)) if found else ((), (), ())
+        yield row.start, columns.start, tokens[row, columns][0], loss_mask[row, columns][0]
+
+
+def shuffled(anchors: Tensor, text: Tensor, key: str) -> Tensor:
+    """The possible anchors of a text in random order, which depends on the key and on the text without padding."""
+    length = int(anchors[-1]) + 2 if len(anchors) else 0
+    seed = zlib.crc32(text[:length].numpy().tobytes(), zlib.crc32(key.encode()))
+    return anchors[torch.randperm(len(anchors), generator=torch.Generator().manual_seed(seed))]
+
+
+def blocks_at(places: list[tuple[int, int, int]]) -> Blocks:
+    """The blocks with these rows, anchors and first columns of their documents."""
+    rows, anchors, starts = (tuple(each) for each in zip(*places, strict=True)) if places else ((), (), ())
     return Blocks(rows, anchors, starts)

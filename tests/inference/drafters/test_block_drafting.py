@@ -24,7 +24,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import BlockDrafter
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import BlockSection
@@ -102,21 +102,6 @@ def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
     assert head.target.rope.kind == "yarn"
     wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
     assert torch.equal(head.rotary, wanted)
-
-
-@pytest.mark.parametrize("growth", [Fixed.chain(3), Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))], ids=["chain", "tree"])
-def test_rejection_sampling_takes_its_proposals_from_the_block(
-    target: TargetModel, make_head: MakeHead, growth: Fixed
-) -> None:
-    """Each node's proposals are the head's own distribution after that node."""
-    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3, rule="rejection")
-    drafter = head_drafter(head, growth)
-    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
-    assert tree.proposals is not None
-    first = Naive(head, target, TEXT, sampling).logits(())[0, 0].log_softmax(-1)
-    likeliest = first.argmax()
-    rest = first if growth.child_counts(0) == [1] else first.index_fill(0, likeliest, -torch.inf).log_softmax(-1)
-    assert_close(tree.proposals.log_q[0, 0], rest, atol=1e-4, rtol=1e-4)
 
 
 def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_head: MakeHead) -> None:

@@ -181,9 +181,8 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) 
     [
         ({"growth": "chain", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 1, 7)),
         ({"growth": "dynamic", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 4, 60)),
-        ({"growth": "chain", "depth": 2, "acceptance": "rejection"}, Fixed(((0,), (0, 0)))),
     ],
-    ids=["chain", "dynamic", "chain for rejection"],
+    ids=["chain", "dynamic"],
 )
 def test_a_recipe_chooses_how_trees_grow(
     target: TargetModel, head: DraftHead, section: dict[str, Any], wanted: GrowthPolicy

@@ -82,15 +82,12 @@ def test_keys_come_from_the_environment_too(
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
 
 
-def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:
-    options = serve_options(None, ["--target", "x", "--max-batch", "3"])
-    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
-
-
-def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
+def test_options_reach_the_settings() -> None:
     assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
     named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
     assert named.settings.names == ("a", "b")
+    options = serve_options(None, ["--target", "x", "--max-batch", "3"])  # trees are costed for this batch
+    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
 
 
 @contextmanager
