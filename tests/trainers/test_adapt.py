@@ -240,7 +240,7 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
         verdict = judge(candidate, head, samples, 3, 2)
         assert not verdict.is_better, name
         assert verdict.high < 0, name
-        assert judge(head, candidate, samples, 3, 2).is_better, name
+    assert judge(head, candidate, samples, 3, 2).is_better
     assert not judge(head, head, samples, 3, 2).is_better
     assert not judge(head, damaged(head, torch.zeros_like), samples[:4], 3, 2).is_better  # too few to tell
 

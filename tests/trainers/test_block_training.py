@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from saved_tensors import SavedForBackward, storage_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -272,29 +271,3 @@ def test_a_run_trains_measures_and_writes_a_block_head(harvested: Path, make_rec
     assert head.calibration.tree is not None
     rows = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     assert {f"heldout/accuracy_{level}" for level in range(4)} < {name for row in rows for name in row}
-
-
-def test_packing_and_micro_batches_change_only_rounding(make_recipe: MakeRecipe) -> None:
-    found: list[dict[str, Tensor]] = []
-    for name, fields in (("plain", ()), ("other", ("train.pack_tokens=40", "train.accumulate=2"))):
-        recipe = make_recipe(name, *BLOCK, "train.steps=3", *fields)
-        run(recipe)
-        found.append(load_file(recipe.head_dir / "model.safetensors"))
-    for name, tensor in found[0].items():
-        assert_close(tensor.float(), found[1][name].float(), atol=2e-4, rtol=1e-3)
-
-
-def test_online_samples_train_the_same_head(make_recipe: MakeRecipe) -> None:
-    """Up to rounding, as the target reads other batches; its hidden states are not stored."""
-    found = []
-    for name, online in (("stored", "null"), ("made", "[auto]")):
-        recipe = make_recipe(name, *BLOCK, "train.steps=3", f"data.online={online}")
-        run(recipe)
-        found.append(load_file(recipe.head_dir / "model.safetensors"))
-    for name, tensor in found[0].items():
-        assert_close(tensor.float(), found[1][name].float(), atol=1e-3, rtol=1e-2)
-
-
-def test_a_plan_of_the_run_needs_no_memory(make_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]) -> None:
-    run(make_recipe("run", *BLOCK, "train.dry_run=true"))
-    assert "markov_head" in capsys.readouterr().out
