@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.constraint import GrammarStates, LevelConstraint
+from headstart.inference.core.constraint import ConstraintState, LevelConstraint
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import Tree, take
@@ -102,9 +102,9 @@ class Verified(ABC):
     def num_verified(self) -> Int[Tensor, " batch"]:
         """How many positions are newly verified in each row."""
 
-    @abstractmethod
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The hidden states at each row's last newly verified position."""
+        return take(hidden, self.num_verified().unsqueeze(1) - 1)
 
     def constraint(self) -> LevelConstraint | None:
         """The tokens that may follow each row's root; None if no row has a constraint."""
@@ -116,54 +116,60 @@ class Verified(ABC):
 
 
 @dataclass(frozen=True)
+class VerifiedRow:
+    """One row on the host, with what the last target step verified in it."""
+
+    text: list[int]  # prompt and output, the root included
+    start: int  # the first newly verified position
+    count: int  # newly verified positions
+    remaining: int  # draft tokens that the row can still use
+    key: int = 0  # unique in this process: a drafter may store data of a row by its key
+    accepted: Accepted | None = None  # the path of the last tree; None after prefill
+    constraint: ConstraintState | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after the newly verified ones."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
 class VerifiedOnHost(Verified):
     """All counts are known on the host. Drafters without static shapes only get this class."""
 
-    starts: list[int]  # the first newly verified position of each row
-    counts: list[int]  # newly verified positions
-    drafted: list[int]  # draft tokens of the last tree; 0 after prefill
-    remaining: list[int]  # draft tokens that a row can still use
-    texts: list[list[int]]  # prompt and output, the root included
-    keys: list[int]  # one per row, unique in this process: a drafter may store data of a row by its key
-    nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
-    choices: list[list[int]] = field(default_factory=list)  # the target's choice at each of them
-    constraints: GrammarStates = ()  # one per row; empty if no row has a constraint
-
-    @property
-    def grammar_states(self) -> GrammarStates:
-        return self.constraints or [None] * len(self.texts)
+    rows: list[VerifiedRow]
 
     def levels(self, most: int) -> int:
-        return min(most, max(self.remaining))
+        return min(most, max(row.remaining for row in self.rows))
 
     def constraint(self) -> LevelConstraint | None:
-        return LevelConstraint.at_root(self.constraints) if self.constraints else None
+        states = [row.constraint for row in self.rows]
+        return LevelConstraint.at_root(states) if any(state is not None for state in states) else None
 
     def rewind(self, slots: Slots, read: int = 0) -> None:
-        slots.set_lengths([start + read for start in self.starts])
+        slots.set_lengths([row.start + read for row in self.rows])
 
     def advance(self, slots: Slots, already: int = 0) -> None:
-        slots.advance([count - already for count in self.counts])
+        slots.advance([row.count - already for row in self.rows])
 
     def num_verified(self) -> Int[Tensor, " batch"]:
-        return torch.tensor(self.counts, device=self.roots.device)
+        return torch.tensor([row.count for row in self.rows], device=self.roots.device)
 
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        if len(hidden) == 1:
-            return hidden[:, self.counts[0] - 1 : self.counts[0]]
-        return take(hidden, torch.tensor(self.counts, device=hidden.device).unsqueeze(1) - 1)
+        if len(hidden) > 1:
+            return super().last(hidden)
+        return hidden[:, self.rows[0].count - 1 : self.rows[0].count]
 
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
-        if min(self.remaining) > level:
-            return None
-        return torch.tensor([left <= level for left in self.remaining], device=self.roots.device)
+        finished = [row.remaining <= level for row in self.rows]
+        return torch.tensor(finished, device=self.roots.device) if any(finished) else None
 
 
 @dataclass(frozen=True)
 class VerifiedOnDevice(Verified):
     """For a captured step, whose shapes never change. The host rewinds the head's slots before the step begins."""
 
-    counts: Int[Tensor, " batch"]  # as in `VerifiedOnHost`
+    counts: Int[Tensor, " batch"]  # these two as in `VerifiedRow`
     remaining: Int[Tensor, " batch"]
 
     def levels(self, most: int) -> int:
@@ -178,9 +184,6 @@ class VerifiedOnDevice(Verified):
 
     def num_verified(self) -> Int[Tensor, " batch"]:
         return self.counts
-
-    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        return take(hidden, self.counts.unsqueeze(1) - 1)
 
     def finished(self, level: int) -> Bool[Tensor, " batch"]:
         return self.remaining <= level
