@@ -55,7 +55,7 @@ BUDGETS = {
     "data_pipelines/stages": 430,
     "heads": 2_380,
     "heads/formats": 1_400,
-    "heads/formats/kinds": 860,
+    "heads/formats/kinds": 910,
     "heads/kinds": 2_560,
     "headstart": 1_040,
     "inference": 270,
