@@ -5,16 +5,25 @@ Each mistake is a pair of section.key and "WHAT IS ALLOWED; what to do".
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from headstart.recipes.fields import head_kinds
-from headstart.recipes.schema import RANKED_GROWTHS, DataSection, DecodeSection, Recipe, ReportSection, TargetSection
+from headstart.recipes.schema import (
+    HUB_PREFIX,
+    RANKED_GROWTHS,
+    SELF,
+    DataSection,
+    DecodeSection,
+    Recipe,
+    ReportSection,
+    TargetSection,
+)
 from headstart.recipes.schema_heads import HeadSection, LayerSection
 from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY, first, text_section
-from headstart.recipes.values import RELATIVE_PATHS
 
 Mistake = tuple[str, str]
 Values = dict[str, Any]
@@ -25,6 +34,7 @@ OFF = {  # a field of training that only some kinds of heads have, and the value
     "train.anchors": "no value",
     "joint.mode": "only null",
 }
+RELATIVE_PATHS = "relative paths start from the current directory"
 
 
 def recipe_mistakes(sections: Mapping[str, Any]) -> Iterator[Mistake]:
@@ -37,6 +47,18 @@ def recipe_mistakes(sections: Mapping[str, Any]) -> Iterator[Mistake]:
             yield "target.path", str(error)
         else:
             yield from size_mistakes(config, sections)
+
+
+def file_mistakes(data: object) -> Iterator[Mistake]:
+    """Yield the files of prompts that are missing; of raw values, so that they are named along with other mistakes."""
+    paths = {key: data.get(key) if isinstance(data, dict) else None for key in ("prompts", "heldout_prompts")}
+    prompts, heldout_prompts = (path if isinstance(path, str) and path != SELF else None for path in paths.values())
+    if prompts is not None and not prompts.startswith(HUB_PREFIX) and not os.path.exists(os.path.expanduser(prompts)):
+        allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
+        yield "data.prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
+    if heldout_prompts is not None and not os.path.isfile(os.path.expanduser(heldout_prompts)):
+        allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
+        yield "data.heldout_prompts", f"{allowed}; put the prompts there ({RELATIVE_PATHS})"
 
 
 def mistakes_of(checks: Iterable[Callable[..., Iterator[Mistake]]], values: Mapping[str, Any]) -> Iterator[Mistake]:

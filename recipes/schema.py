@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationInfo,
     field_validator,
@@ -18,7 +17,6 @@ from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.schema_heads import AnyHeadSection
 from headstart.recipes.schema_train import JointSection, TrainSection
 from headstart.recipes.values import (
-    RELATIVE_PATHS,
     Baselines,
     Batches,
     DeviceName,
@@ -155,21 +153,9 @@ class DataSection(Section):
 
     @field_validator("prompts")
     @classmethod
-    def prompts_exist(cls, prompts: str, info: ValidationInfo) -> str:
-        if prompts.startswith(HUB_PREFIX):
-            if not HUB_NAME.fullmatch(prompts):
-                raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
-        elif info.context is not None and prompts != SELF and not Path(prompts).exists():
-            allowed = f"an existing file or dataset folder, {HUB_PREFIX}org/name:split or {SELF} is allowed"
-            raise ValueError(f"{allowed}; put the prompts there ({RELATIVE_PATHS})")
-        return prompts
-
-    @field_validator("heldout_prompts")
-    @classmethod
-    def heldout_prompts_exist(cls, prompts: Path, info: ValidationInfo) -> Path:
-        if info.context is not None and str(prompts) != SELF and not prompts.is_file():
-            allowed = f"an existing file, or {SELF} with data.prompts {SELF}, is allowed"
-            raise ValueError(f"{allowed}; put the prompts there ({RELATIVE_PATHS})")
+    def hub_names_are_whole(cls, prompts: str) -> str:
+        if prompts.startswith(HUB_PREFIX) and not HUB_NAME.fullmatch(prompts):
+            raise ValueError(f"{HUB_PREFIX}org/name:split is allowed for a dataset of the hub; correct the name")
         return prompts
 
     @model_validator(mode="after")
@@ -330,12 +316,7 @@ class LogSection(Section):
 
 
 class Recipe(Section):
-    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given.
-
-    `load_recipe` gives its validation a context, which collects the valid sections; only then must files exist.
-    """
-
-    model_config = ConfigDict(validate_default=True)
+    """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
 
     run_dir: PathOrUrl = Field(
         description="Folder for everything that the run writes, or its URL in an object store, as in s3://bucket/run."
@@ -352,13 +333,6 @@ class Recipe(Section):
     report: ReportSection = ReportSection()
     export: ExportSection = ExportSection()
     log: LogSection = LogSection()
-
-    @field_validator("*")
-    @classmethod
-    def collect_valid_sections(cls, section: object, info: ValidationInfo) -> object:
-        if info.context is not None:
-            info.context[info.field_name] = section
-        return section
 
     @property
     def unroll(self) -> int:

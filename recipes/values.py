@@ -19,7 +19,6 @@ from pydantic import (
 from headstart.common.remote import is_url, mirror_of, shown
 from headstart.recipes.sampling import TEMPERATURE_MAX
 
-RELATIVE_PATHS = "relative paths start from the current directory"
 LONGEST_NAME = 255  # bytes of a file's name, on every common file system
 
 

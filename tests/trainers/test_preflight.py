@@ -185,7 +185,7 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
 
 
 QUESTIONS = table("""
-empty |
+empty
   report.prompts | questions.jsonl given, which is empty | one prompt or more | add rows
 no fields | {}
   report.prompts: row 1 | {} | turns (a list of texts), prompt or text | fix or remove the row
@@ -216,10 +216,8 @@ def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
 ) -> None:
     """An empty report.prompts ended in a traceback, and turns of text were asked by their first letter."""
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
-    (tmp_path / "questions.jsonl").write_text(
-        "\n".join(QUESTIONS.get(name, (['{"prompt": "import os"}'], ""))[0]) + "\n"
-    )
+    rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")
     options = ["report.baselines=[plain]", f"report.prompts={tmp_path}/questions.jsonl", f"run_dir={tmp_path}/run"]
-    overrides, facts = REPORT[name] if name in REPORT else ([], QUESTIONS[name][1])
     outcome = type_command(["report", str(folder / "recipe.yaml"), *options, *overrides], monkeypatch, capsys)
-    assert_refused(outcome, facts)
+    assert_refused(outcome, (REPORT | QUESTIONS)[name][1])
