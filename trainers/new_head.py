@@ -37,6 +37,7 @@ OF_PUBLISHED_HEADS = {
     "norm_before_residual",
     "mask_token_id",
     "conv_group_size",
+    "selector_top_k",
 }
 
 

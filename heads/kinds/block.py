@@ -3,7 +3,8 @@
 DFlash (arXiv 2602.06036): every layer attends to keys and values that it computes from the target's hidden states.
 DSpark (2607.05147): a Markov head adds scores for a slot's token given the token before it.
 JetSpec (2606.18394): a slot sees only the slots before it in its block.
-DFlash2 (vllm-project/vllm#52816): local convolutions around attention and MLP.
+DFlash2 (vllm-project/speculators#1006): local convolutions around attention and MLP, and a candidate selector, which
+scores the likeliest tokens of a slot again given the token before it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ from headstart.heads.kinds.block_config import (
     is_block_config,
     refuse_uneven_groups,
 )
-from headstart.heads.kinds.block_parts import LocalConvolution, MarkovHead, Slots
+from headstart.heads.kinds.block_parts import CandidateSelector, LocalConvolution, MarkovHead, Slots
 from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
@@ -123,6 +124,7 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
+        self.candidate_selector = CandidateSelector(shape, vocab) if shape.selector_rank else None
         self.lm_head: nn.Module | None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
         self.shared_lm_head: Tensor | None
@@ -170,6 +172,7 @@ class BlockHead(DraftHead):
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
             conv_kernel_size=section.conv_kernel_size,
+            selector_rank=section.selector_rank,
         )
         return cls(shape, frozen, vocab)
 
@@ -196,14 +199,17 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with layers that pass their input through, and with a Markov head whose scores are zero.
+        """Start with layers that pass their input through, and with a Markov head or selector that adds zeros.
 
-        Its table of tokens starts as a projection of the target's embedding, so that similar tokens start similar.
+        The table of the tokens before starts as a projection of the target's embedding, so that similar tokens start
+        similar.
         """
         self.start_at_random(generator)
         self.norm.weight.copy_(FIRST_NORM * frozen.norm_weight)
-        if self.markov_head is not None:
-            table = self.markov_head.markov_w1.weight
+        table = None if self.markov_head is None else self.markov_head.markov_w1.weight
+        if self.candidate_selector is not None:
+            table = self.candidate_selector.predecessor_codebook
+        if table is not None:
             projection = torch.empty(frozen.embedding.shape[1], table.shape[1]).normal_(0, 1, generator=generator)
             tokens = frozen.embedding.float() @ projection.to(frozen.embedding.device)
             table.copy_(tokens / tokens.square().mean().sqrt())
@@ -249,7 +255,7 @@ class BlockHead(DraftHead):
 
     @property
     def logits_parameters(self) -> list[Tensor]:
-        parts = self.lm_head, self.markov_head
+        parts = self.lm_head, self.markov_head, self.candidate_selector
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
@@ -288,7 +294,7 @@ class BlockHead(DraftHead):
         return self.norm(hidden[:, size - self.shape.levels :])
 
     def slot_logits(self, hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes draft_vocab"]:
-        """Scores from the slots alone, without the Markov head."""
+        """Scores from the slots alone, without Markov head or selector."""
         own = self.lm_head  # decoding may have no `weight` of the own one, so it is called
         logits = own(hidden) if own is not None else functional.linear(hidden, self.output_layer)
         cap = self.target.final_logit_softcap
@@ -298,10 +304,23 @@ class BlockHead(DraftHead):
         self, hidden: Float[Tensor, "*#axes hidden"], before: Int[Tensor, "*axes"]
     ) -> Float[Tensor, "*axes draft_vocab"]:
         """Scores of the tokens after the tokens `before`, given the slots' hidden states."""
-        slots = self.slot_logits(hidden)
-        if self.markov_head is None:
-            return slots.expand(*before.shape, -1)
-        return slots + self.markov_head(hidden, before)
+        return self.conditional_logits(self.slot_logits(hidden), hidden, before)
+
+    @property
+    def is_conditional(self) -> bool:
+        """Whether the scores of a slot depend on the token before it."""
+        return self.markov_head is not None or self.candidate_selector is not None
+
+    def conditional_logits(
+        self,
+        slots: Float[Tensor, "*#axes draft_vocab"],
+        hidden: Float[Tensor, "*#axes hidden"],
+        before: Int[Tensor, "*axes"],
+    ) -> Float[Tensor, "*axes draft_vocab"]:
+        """`logits`, given the `slot_logits` too."""
+        if self.candidate_selector is not None:
+            return self.candidate_selector(slots, hidden, before)
+        return slots.expand(*before.shape, -1) if self.markov_head is None else slots + self.markov_head(hidden, before)
 
     def text_states(self, features: Features, tokens: Tokens, blocks: Blocks) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within whole texts, whose features are those of the positions of `tokens`."""

@@ -1,4 +1,4 @@
-"""The optional parts of block heads: a Markov head (DSpark), and local convolutions in each layer (DFlash2)."""
+"""The optional parts of block heads: Markov head (DSpark), candidate selector and local convolutions (DFlash2)."""
 
 from collections.abc import Callable
 
@@ -33,6 +33,30 @@ class MarkovHead(nn.Module):
             hidden = hidden.expand(*known.shape[:-1], -1)
             known = torch.sigmoid(self.gate_proj(torch.cat([hidden, known], dim=-1))) * known
         return self.markov_w2(known)
+
+
+class CandidateSelector(nn.Module):
+    """Scores the likeliest tokens of a slot again, given the token before; all others keep the slot's own scores."""
+
+    def __init__(self, shape: BlockShape, vocab: DraftVocab) -> None:
+        super().__init__()
+        self.num_candidates = min(shape.selector_top_k, len(vocab.ids))
+        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab.target_size, shape.selector_rank))
+        self.successor_codebook = nn.Parameter(torch.zeros(len(vocab.ids), shape.selector_rank))
+        self.hidden_projection = nn.Linear(shape.hidden_size, shape.selector_rank, bias=False)
+
+    def forward(
+        self,
+        slots: Float[Tensor, "*#axes draft_vocab"],
+        hidden: Float[Tensor, "*#axes hidden"],
+        before: Int[Tensor, "*axes"],
+    ) -> Float[Tensor, "*axes draft_vocab"]:
+        """The scores `slots` of slots with these hidden states, after the tokens `before`."""
+        candidates = slots.topk(self.num_candidates, dim=-1).indices
+        known = self.predecessor_codebook[before] * self.hidden_projection(hidden)  # [*axes, rank]
+        added = (self.successor_codebook[candidates] @ known.unsqueeze(-1)).squeeze(-1)  # [*axes, candidates]
+        slots = slots.expand(*before.shape, -1)
+        return slots.scatter_add(-1, candidates.expand_as(added), added.to(slots.dtype))
 
 
 class LocalConvolution(nn.Module):

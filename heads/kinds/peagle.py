@@ -129,7 +129,7 @@ class PEagleHead(Eagle3Head):
         return {name.replace("midlayer.", "layers.0."): each for name, each in super().engine_tensors().items()}
 
     def own_keys(self) -> dict[str, Any]:
-        return {"depths": self.shape.depths}
+        return {} if self.shape.depths is None else {"depths": self.shape.depths}
 
     @property
     def decoder_layers(self) -> Sequence[nn.Module]:

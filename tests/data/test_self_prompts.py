@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 from bad_inputs import Says, assert_raises, table
-from chat_run import build_chat_run, build_letters
 from launches import finish, launch_module
 from test_chat_masks import FAMILIES, template_of
-from tiny_run import contents, tiny_recipe
+from tiny_run import build_chat_run, build_letters, contents, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl

@@ -3,7 +3,6 @@
 import copy
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,7 +25,7 @@ from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.block_parts import convolved
-from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
 from headstart.recipes.schema_heads import BlockSection
@@ -43,6 +42,7 @@ SHAPES: list[dict[str, Any]] = [
     {"reaches": (Reach(),) * 3, "taps": (0, 3, 7)},
     {"sample_from_anchor": False, "conv_kernel_size": 2},
     {"markov_rank": 5, "conv_kernel_size": 3, "conv_group_size": 8},
+    {"sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6, "selector_top_k": 9},
 ]
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -300,17 +300,27 @@ def test_without_a_word_from_its_markov_head_it_is_dflash(make_head: MakeHead, g
     head.markov_head.markov_w2.weight.copy_(weight)
 
 
-@pytest.mark.parametrize("fields", [{"markov_rank": 0}, {}, {"causal": True}], ids=["DFlash", "DSpark", "causal"])
-def test_a_fresh_convolution_changes_no_logit(frozen: FrozenTarget, fields: dict[str, Any]) -> None:
-    """Bit for bit, though all other weights are random."""
+@pytest.mark.parametrize(
+    ("fields", "added"),
+    [
+        ({"markov_rank": 0}, {"conv_kernel_size": 2}),
+        ({"markov_rank": 0}, {"conv_kernel_size": 2, "selector_rank": 8}),
+        ({}, {"conv_kernel_size": 2}),
+    ],
+    ids=["DFlash with convolutions", "DFlash2", "DSpark with convolutions"],
+)
+def test_fresh_convolutions_and_a_fresh_selector_change_no_logit(
+    frozen: FrozenTarget, fields: dict[str, Any], added: dict[str, Any]
+) -> None:
+    """Bit for bit, though all other weights are random: kernels start as the identity, one codebook at zero."""
     heads = []
-    for more in ({}, {"conv_kernel_size": 2}):
+    for more in ({}, added):
         section = BlockSection(kind="block", block_size=4, **fields, **more)
         head = new_head(section, frozen, DraftVocab.full(97), seed=3)
         generator = torch.Generator().manual_seed(4)
         with torch.no_grad():
             for name, parameter in head.named_parameters():
-                if "conv" not in name:
+                if "conv" not in name and "selector" not in name:
                     parameter.normal_(1, 0.3, generator=generator)
         assert isinstance(head, BlockHead)
         heads.append(head)
@@ -387,24 +397,29 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     assert_close(head.logits(states[0], before), wanted, atol=1e-4, rtol=1e-4)  # the rotary table is float32
 
 
-@all_shapes
-def test_a_saved_head_is_the_same_head(
-    make_head: MakeHead, frozen: FrozenTarget, shape: dict[str, Any], tmp_path: Path
-) -> None:
-    for vocab in (DraftVocab.full(97), DraftVocab.from_ids(torch.arange(20) * 3, 97)):
-        head = make_head("block", vocab=vocab, **shape)
-        save_head(head, tmp_path / "head")
-        again = load_head_for(tmp_path / "head", frozen)
-        assert isinstance(again, BlockHead)
-        assert again.shape == head.shape
-        taps, tokens = a_text(head)
-        blocks, before = Blocks.at_every_position(SEQ), torch.randint(97, (SEQ - 1, head.shape.levels))
-        states, found = (each.text_states(each.project(taps), tokens, blocks) for each in (head, again))
-        assert torch.equal(found, states)
-        assert torch.equal(again.logits(found, before), head.logits(states, before))
+def test_a_selector_adds_to_the_scores_of_a_slots_candidates_alone(make_head: MakeHead) -> None:
+    """By the definition, slot by slot: u(c) + <A[p] * (H h), B[c]> for the 9 tokens c with the largest u(c)."""
+    head = make_head("block", sample_from_anchor=False, selector_rank=6, selector_top_k=9)
+    weights = {name.partition(".")[2]: each for name, each in head.state_dict().items() if "selector" in name}
+    hidden, before = torch.randn(3, 1, head.feature_size), torch.randint(97, (3, 5))
+    slots, found = head.slot_logits(hidden), head.logits(hidden, before)
+    for row, node in itertools.product(range(3), range(5)):
+        wanted = slots[row, 0].clone()
+        known = weights["predecessor_codebook"][before[row, node]] * (
+            weights["hidden_projection.weight"] @ hidden[row, 0]
+        )
+        for token in slots[row, 0].topk(9).indices:
+            wanted[token] += known @ weights["successor_codebook"][token]
+        assert_close(found[row, node], wanted, atol=1e-5, rtol=1e-5)
+    changed = (found != slots.expand_as(found)).sum(-1)
+    assert (changed == 9).all()
 
 
-@pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"markov_rank": 0}, {"causal": True}, {"markov_rank": 0, "selector_rank": 8, "conv_kernel_size": 2}],
+    ids=str,
+)
 def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     frozen: FrozenTarget, fields: dict[str, Any]
 ) -> None:
@@ -418,16 +433,6 @@ def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     assert torch.equal(states[0, -1], one.norm(frozen.embedding[96]))
     before = torch.randint(97, states.shape[:2])
     assert torch.equal(one.logits(states, before), one.slot_logits(states))
-
-
-def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget, tmp_path: Path) -> None:
-    head = new_head(BlockSection(kind="block"), frozen, DraftVocab.full(97), seed=3)
-    assert isinstance(head, BlockHead)
-    taps, _ = a_text(head)
-    head.scale_taps([11.0, 0.3, 27.0, 1.0])
-    features = head.project(taps)
-    save_head(head, tmp_path / "head")
-    assert torch.equal(load_head_for(tmp_path / "head", frozen).project(taps), features)
 
 
 def test_the_usual_taps_are_those_of_dflash() -> None:

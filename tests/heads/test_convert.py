@@ -14,6 +14,7 @@ from exported import (
     LIMITED,
     exported,
     files_in_memory,
+    logits,
     read_config,
     read_tensors,
     same_bits,
@@ -48,13 +49,6 @@ def medusa_authors_names(tensors: dict[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def logits(head: Any) -> Any:
-    generator = torch.Generator().manual_seed(7)
-    taps = torch.randn(1, 6, len(head.taps) * head.target.hidden_size, generator=generator)
-    tokens = torch.randint(97, (1, 6), generator=generator)
-    return head.logits(head(head.project(taps), tokens, torch.arange(6)))
-
-
 ROUND_TRIPS = [
     ("eagle3", ("native", "vllm", "speculators")),
     ("limited", ("native", "vllm", "speculators")),
@@ -63,6 +57,8 @@ ROUND_TRIPS = [
     ("five taps", ("vllm", "speculators")),
     ("narrow", ("vllm",)),
     ("norm before fc", ("vllm", "speculators")),
+    ("peagle", ("native", "vllm")),
+    ("peagle limited", ("vllm",)),
     ("eagle1", ("native", "vllm")),
     ("dspark", ("native", "vllm", "speculators")),
     ("dspark limited", ("native", "vllm", "speculators")),
@@ -247,7 +243,7 @@ REFUSED: dict[str, tuple[str, Edit, Edit, list[str]]] = {  # format, edits of co
         [
             "norm_before_residual: missing",
             "speculators_model_type 'mtp'",
-            "a P-EAGLE head, which is not supported",
+            "a P-EAGLE head, which has both",
             "fc.weight reads 96 features",
             "hidden_size: missing",
         ],

@@ -11,7 +11,6 @@ import torch
 import transformers
 from exported import exported, read_config, read_tensors, same_bits
 from families import GROUPED, OTHERS, STATEFUL
-from matrix import slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -38,14 +37,14 @@ pytestmark = pytest.mark.skipif(
     tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST, reason="MTP layers need transformers 5.23"
 )
 QWEN = {**GROUPED, **{key: value for key, value in STATEFUL["qwen3_next"][1].items() if "linear" in key}}
-LAYERS = {"hybrid": ["linear_attention", "full_attention"], "dense": ["full_attention"] * 2}
 NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "post_norm": "norm"}
 
 
 def sizes_of(name: str) -> tuple[str, dict[str, Any]]:
     if name == "latent":
         return OTHERS["deepseek_v3"]
-    return "qwen3_5_text", {**QWEN, "num_hidden_layers": 2, "layer_types": LAYERS[name], "tie_word_embeddings": False}
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    return "qwen3_5_text", {**QWEN, **layers, "tie_word_embeddings": False}
 
 
 def published(name: str, mtp: MtpModel, last: int) -> dict[str, Tensor]:
@@ -66,7 +65,7 @@ def published(name: str, mtp: MtpModel, last: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture(scope="module", params=["hybrid", slow("dense"), "latent"])
+@pytest.fixture(scope="module", params=["hybrid", "latent"])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of a random target with an MTP layer, and its name here."""
     kind, sizes = sizes_of(request.param)
@@ -87,6 +86,11 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         written.pop(key, None)
     (folder / "config.json").write_text(json.dumps(written))
     return folder, request.param
+
+
+def of(name: str) -> pytest.MarkDecorator:
+    """For laws that one family is enough for."""
+    return pytest.mark.parametrize("tiny", [name], indirect=True)
 
 
 def head_of(folder: Path) -> MtpHead:
@@ -147,13 +151,14 @@ def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
     model, _ = in_transformers(*tiny)
     target = TargetModel(model, (model.config.num_hidden_layers,))
     head = head_of(tiny[0])
-    requests = [Request([5, 7, 11, seed], 12) for seed in range(3)]
+    requests = [Request([5, 7, 11, seed], 8) for seed in range(2)]
     plain = [text.tokens for text in generate_batch(target, requests, None, 2)]
-    for growth in [Dynamic.chain(3), *([Dynamic(3, 2, 6)] if target.passes.verifies_trees else [])]:
-        found = generate_batch(target, requests, head_drafter(head, growth), 2)
-        assert [text.tokens for text in found] == plain
+    growth = Dynamic(3, 2, 6) if target.passes.verifies_trees else Dynamic.chain(3)
+    found = generate_batch(target, requests, head_drafter(head, growth), 2)
+    assert [text.tokens for text in found] == plain
 
 
+@of("hybrid")
 def test_a_report_of_an_mtp_head_ended_with_assertion_error(tiny: tuple[Path, str]) -> None:
     """Its untrained row is a new head for a loaded target: the checkpoint's own layer."""
     section = TargetSection(path=str(tiny[0]), dtype="float32")
@@ -178,6 +183,7 @@ def test_an_export_is_the_target_with_the_tuned_layer(tiny: tuple[Path, str], tm
     assert same_bits(read_tensors(tmp_path / "back"), read_tensors(tmp_path / "head"))
 
 
+@of("hybrid")
 def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path: Path) -> None:
     folder = tmp_path / "target"
     shutil.copytree(tiny[0], folder)
@@ -187,6 +193,7 @@ def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path:
     assert {tensor.dtype for tensor in read_tensors(tmp_path / "head").values()} == {torch.bfloat16}
 
 
+@of("hybrid")
 def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:
     """It ended with KeyError: 'mtp'."""
     save_head(head_of(tiny[0]), tmp_path / "head")
@@ -216,7 +223,10 @@ def quantised(source: Path, folder: Path, dtype: torch.dtype, suffix: str) -> Pa
 
 
 @pytest.mark.parametrize(
-    ("dtype", "suffix"), [(torch.float8_e4m3fn, "_scale_inv"), (torch.int8, "_scale")], ids=["fp8", "int8"]
+    ("tiny", "dtype", "suffix"),
+    [("latent", torch.float8_e4m3fn, "_scale_inv"), ("hybrid", torch.int8, "_scale")],
+    ids=["fp8", "int8"],
+    indirect=["tiny"],
 )
 def test_a_layer_stored_in_8_bits_was_refused_at_export(
     tiny: tuple[Path, str], tmp_path: Path, dtype: torch.dtype, suffix: str
@@ -239,12 +249,11 @@ def test_a_layer_stored_in_8_bits_was_refused_at_export(
         torch.testing.assert_close(back[name], tensor, rtol=0, atol=0.05 * float(tensor.abs().max()))
 
 
+@of("latent")
 def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(
     tiny: tuple[Path, str], tmp_path: Path
 ) -> None:
     """A matrix that is no multiple of its blocks, such as DeepSeek-V3's of 576 rows, on a CPU."""
-    if tiny[1] != "latent":
-        pytest.skip("one family is enough")
     folder = quantised(tiny[0], tmp_path / "target", torch.float8_e4m3fn, "_scale_inv")
     found, name = read_tensors(folder), "model.layers.0.self_attn.o_proj.weight_scale_inv"
     save_file({**found, name: torch.ones(3, 3)}, folder / "model.safetensors", {"format": "pt"})
@@ -252,6 +261,7 @@ def test_weights_that_transformers_cannot_convert_ended_with_runtime_error(
         TargetModel.load(TargetSection(path=str(folder), dtype="float32"), ())
 
 
+@of("hybrid")
 def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: Path) -> None:
     shards, head = tmp_path / "shards", head_of(tiny[0])
     shards.mkdir()
@@ -267,6 +277,7 @@ def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: 
     assert not (out / "model.safetensors").exists()
 
 
+@of("hybrid")
 @pytest.mark.parametrize(
     ("edit", "said"),
     [
@@ -281,17 +292,14 @@ def test_files_without_the_layer_become_links(tiny: tuple[Path, str], tmp_path: 
 def test_another_number_of_layers_is_refused(
     tmp_path: Path, tiny: tuple[Path, str], edit: Callable[[dict[str, Tensor]], dict[str, Tensor]], said: str
 ) -> None:
-    if tiny[1] != "dense":
-        pytest.skip("one family is enough")
     (tmp_path / "config.json").write_bytes((tiny[0] / "config.json").read_bytes())
     save_file(edit(read_tensors(tiny[0])), tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=said):
         head_of(tmp_path)
 
 
+@of("hybrid")
 def test_a_sliding_layer_is_refused(tiny: tuple[Path, str], tmp_path: Path) -> None:
-    if tiny[1] != "dense":
-        pytest.skip("one family is enough")
     config = {**read_config(tiny[0]), "mtp_layer_types": ["sliding_attention"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").symlink_to(tiny[0] / "model.safetensors")

@@ -1,4 +1,4 @@
-"""Laws of unroll attention: with every kernel the merged form equals the dense one, forward and backward."""
+"""Laws of unroll attention: with every kernel the merged form equals its definition, forward and backward."""
 
 import itertools
 from collections.abc import Callable
@@ -37,72 +37,49 @@ def random_blocks(
     return draw(num_heads), keys, values
 
 
-def dense(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None) -> Tensor:
-    """The definition, with all scores in memory."""
-    groups, scale, seq = query.shape[1] // keys[0].shape[1], query.shape[-1] ** -0.5, query.shape[2]
-    keys, values = ([block.repeat_interleave(groups, dim=1) for block in blocks] for blocks in (keys, values))
-    unseen = torch.ones(1, seq, seq, dtype=torch.bool).triu(1)
-    if documents is not None:
-        numbers = (documents.places == 0).cumsum(1)  # [batch, seq]
-        unseen = unseen | (numbers[:, :, None] != numbers[:, None])
-    causal = (query @ keys[0].mT * scale).masked_fill(unseen.unsqueeze(1), float("-inf"))  # [batch, heads, seq, seq]
-    own = [(query * key).sum(-1, keepdim=True) * scale for key in keys[1:]]  # [batch, heads, seq, 1] each
-    weights, *own_weights = torch.cat([causal, *own], dim=-1).softmax(-1).split([seq, *[1] * len(own)], dim=-1)
-    return weights @ values[0] + sum(weight * value for weight, value in zip(own_weights, values[1:], strict=True))
-
-
-def by_hand(query: Tensor, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Position by position: softmax over keys 0..t of step 0 and key t of every later step."""
-    out, groups = torch.empty_like(query), query.shape[1] // keys[0].shape[1]
-    for head, t in itertools.product(range(query.shape[1]), range(query.shape[2])):
-        shared, seen, own = head // groups, slice(0, t + 1), slice(t, t + 1)
+def definition(query: Tensor, keys: list[Tensor], values: list[Tensor], documents: Documents | None = None) -> Tensor:
+    """Position by position: softmax over step 0's keys up to t in its document, and key t of every later step."""
+    groups, scale, outs = query.shape[1] // keys[0].shape[1], query.shape[-1] ** -0.5, []
+    for row, t in itertools.product(range(query.shape[0]), range(query.shape[2])):
+        first = 0 if documents is None else t - int(documents.places[row, t])
+        seen, own = slice(first, t + 1), slice(t, t + 1)
         key, value = (
-            torch.cat([blocks[0][:, shared, seen], *(block[:, shared, own] for block in blocks[1:])], dim=1)
+            torch.cat([blocks[0][row, :, seen], *(block[row, :, own] for block in blocks[1:])], dim=1)
             for blocks in (keys, values)
-        )  # [batch, keys, head_dim]
-        scores = (key * query[:, head, own]).sum(-1) * query.shape[-1] ** -0.5
-        out[:, head, t] = (scores.softmax(-1).unsqueeze(-1) * value).sum(1)
-    return out
+        )  # [kv_heads, keys, head_dim]
+        key, value = key.repeat_interleave(groups, dim=0), value.repeat_interleave(groups, dim=0)
+        weights = (key @ query[row, :, t].unsqueeze(-1) * scale).softmax(1)  # [heads, keys, 1]
+        outs.append((weights * value).sum(1))
+    return torch.stack(outs).unflatten(0, (len(query), -1)).transpose(1, 2)
 
 
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("steps", [0, 1, 3])
-def test_the_dense_and_the_merged_form_match_the_definition(
-    kernel: CausalKernel, steps: int, num_kv_heads: int
+@pytest.mark.parametrize(
+    ("steps", "num_kv_heads", "seq", "packed"),
+    [
+        (0, 4, 33, None),
+        (2, 4, 1, None),
+        (2, 4, 2, None),
+        (6, 1, 33, None),
+        (1, 2, 33, [[5, 1, 20, 7], [16, 2, 11]]),  # the rest of a row is padding
+        (3, 1, 33, [[5, 1, 20, 7], [16, 2, 11]]),
+        (0, 2, 33, [[33], [1, 32]]),
+        (2, 4, 33, [[33], [1, 32]]),
+    ],
+    ids=str,
+)
+def test_merged_equals_its_definition_in_value_and_every_gradient(
+    kernel: CausalKernel, steps: int, num_kv_heads: int, seq: int, packed: list[list[int]] | None
 ) -> None:
-    with torch.no_grad():
-        blocks = random_blocks(steps, num_kv_heads=num_kv_heads)
-        torch.testing.assert_close(dense(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
-        torch.testing.assert_close(unroll_attention(*blocks), by_hand(*blocks), atol=1e-5, rtol=1e-5)
-
-
-# Lengths of the documents in two rows of 33; the rest of a row is padding.
-PACKED = {"rows": None, "packed": [[5, 1, 20, 7], [16, 2, 11]], "one alone": [[33], [1, 32]]}
-
-
-@pytest.mark.parametrize("packed", PACKED.values(), ids=PACKED.keys())
-@pytest.mark.parametrize("num_kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("steps", [0, 1, 2, 6])
-def test_merged_equals_dense_in_value_and_every_gradient(
-    kernel: CausalKernel, steps: int, num_kv_heads: int, packed: list[list[int]] | None
-) -> None:
-    query, keys, values = random_blocks(steps, seq=33, num_kv_heads=num_kv_heads)
+    query, keys, values = random_blocks(steps, seq=seq, num_kv_heads=num_kv_heads)
     documents = None if packed is None else Documents.in_rows(packed)
     weight = torch.randn_like(query)
     inputs = [query, *keys, *values]
     merged = unroll_attention(query, keys, values, documents)
-    definition = dense(query, keys, values, documents)
-    torch.testing.assert_close(merged, definition, atol=1e-5, rtol=1e-5)
-    merged_gradients = torch.autograd.grad((merged * weight).sum(), inputs)
-    dense_gradients = torch.autograd.grad((definition * weight).sum(), inputs)
-    for mine, its in zip(merged_gradients, dense_gradients, strict=True):
+    wanted = definition(query, keys, values, documents)
+    torch.testing.assert_close(merged, wanted, atol=1e-5, rtol=1e-5)
+    gradients = (torch.autograd.grad((out * weight).sum(), inputs) for out in (merged, wanted))
+    for mine, its in zip(*gradients, strict=True):
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("seq", [1, 2])
-def test_the_shortest_rows_work(kernel: CausalKernel, seq: int) -> None:
-    blocks = random_blocks(2, seq)
-    torch.testing.assert_close(unroll_attention(*blocks), dense(*blocks), atol=1e-5, rtol=1e-5)
 
 
 def test_merged_gradients_match_finite_differences(kernel: CausalKernel) -> None:
@@ -120,7 +97,7 @@ def test_large_scores_on_one_side_do_not_overflow(kernel: CausalKernel, loud: st
         for block in keys[:1] if loud == "causal" else keys[1:]:
             block *= 200
     merged = unroll_attention(query, keys, values)
-    torch.testing.assert_close(merged, dense(query, keys, values), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(merged, definition(query, keys, values), atol=1e-4, rtol=1e-4)
     merged.sum().backward()
     assert all(torch.isfinite(tensor.grad).all() for tensor in (query, *keys, *values) if tensor.grad is not None)
 
@@ -151,16 +128,16 @@ def test_a_later_step_sees_no_other_index_of_its_own_steps(kernel: CausalKernel)
 
 
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-def test_bfloat16_stays_bfloat16_and_loses_no_more_than_the_dense_form(kernel: CausalKernel, num_kv_heads: int) -> None:
+def test_bfloat16_stays_bfloat16_and_loses_no_more_than_its_definition(kernel: CausalKernel, num_kv_heads: int) -> None:
     """The log-sum-exps are float32; the output and every gradient have the dtype of the input."""
     query, keys, values = random_blocks(3, seq=33, num_kv_heads=num_kv_heads, dtype=torch.bfloat16)
     inputs = [query, *keys, *values]
     merged = unroll_attention(query, keys, values)
     gradients = torch.autograd.grad(merged.sum(), inputs)
     exact = [tensor.detach().float().requires_grad_() for tensor in inputs]
-    definition = dense(exact[0], exact[1:5], exact[5:])
-    wanted = torch.autograd.grad(definition.sum(), exact)
-    for mine, its in zip([merged, *gradients], [definition, *wanted], strict=True):
+    out = definition(exact[0], exact[1:5], exact[5:])
+    wanted = torch.autograd.grad(out.sum(), exact)
+    for mine, its in zip([merged, *gradients], [out, *wanted], strict=True):
         assert mine.dtype == torch.bfloat16
         torch.testing.assert_close(mine.float(), its, atol=0.05, rtol=0.05)
 

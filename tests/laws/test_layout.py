@@ -44,7 +44,37 @@ ROOMS = [
 ]
 FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
 JOINED_TO_PARENT = {ROOT / "heads/formats/kinds"}  # folders that may import files of their parent and the reverse
-MOST_FILES = 12  # at the top level of a folder of source, beside its __init__.py
+FILES_MAX = {"source": 12, "tests": 20}  # in a folder, not counting its __init__.py
+FILE_LINES_MAX = 450
+# Lines of source that a folder may hold, those of folders in it not counted. Who adds takes away elsewhere.
+BUDGETS = {
+    "common": 1_020,
+    "data_pipelines": 1_270,
+    "data_pipelines/features": 1_520,
+    "data_pipelines/prompts": 2_360,
+    "data_pipelines/stages": 430,
+    "heads": 2_380,
+    "heads/formats": 1_400,
+    "heads/formats/kinds": 860,
+    "heads/kinds": 2_560,
+    "headstart": 1_040,
+    "inference": 270,
+    "inference/core": 2_360,
+    "inference/doctor": 690,
+    "inference/drafters": 2_050,
+    "inference/engine": 1_690,
+    "inference/generate": 1_130,
+    "inference/kernels": 1_250,
+    "inference/report": 1_060,
+    "inference/serve": 1_780,
+    "inference/serve/api": 1_790,
+    "inference/targets": 2_470,
+    "recipes": 1_940,
+    "trainers": 1_960,
+    "trainers/objectives": 860,
+    "trainers/parallel": 510,
+    "trainers/refresh": 545,
+}
 
 # Library -> the only folders and files that may import it.
 ONLY_IN = {
@@ -240,9 +270,22 @@ def test_scripts_import_our_folders_with_the_prefix() -> None:
 
 
 def test_folders_stay_small() -> None:
-    sizes = Counter(path.parent.relative_to(ROOT).as_posix() for path in our_files() if path.name != "__init__.py")
-    assert sizes["inference/core"] > 5
-    assert not {folder: size for folder, size in sizes.items() if size > MOST_FILES}
+    tests = [path for path in (ROOT / "tests").rglob("*.py") if path.parent != ROOT / "tests"]
+    for kind, files in {"source": our_files(), "tests": tests}.items():
+        folders = (path.parent.relative_to(ROOT).as_posix() for path in files if path.name != "__init__.py")
+        sizes = Counter(folders)
+        assert max(sizes.values()) > 5
+        assert not {folder: size for folder, size in sizes.items() if size > FILES_MAX[kind]}
+
+
+def test_no_file_is_long_and_no_folder_exceeds_its_budget() -> None:
+    lines = {path.relative_to(ROOT): len(path.read_text().splitlines()) for path in our_files()}
+    assert not {path.as_posix(): count for path, count in lines.items() if count > FILE_LINES_MAX}
+    folders: Counter[str] = Counter()
+    for path, count in lines.items():
+        folders[path.parent.as_posix()] += count
+    assert folders.keys() == BUDGETS.keys()
+    assert not {folder: count for folder, count in folders.items() if count > BUDGETS[folder]}
 
 
 @pytest.mark.slow

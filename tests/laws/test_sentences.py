@@ -23,12 +23,12 @@ train | {recipe} | head.taps=[2
     head.taps: '[2' given, YAML is allowed; put it in quotes (line 1, column 3: expected ',' or ']', but got
     '<stream end>')
 train | {recipe} | head.kind=eagle2
-    head.kind: 'eagle2' given, one of eagle1, eagle3, medusa, block, mtp is allowed; did you mean eagle3?
+    head.kind: 'eagle2' given, one of eagle1, eagle3,
 train | {recipe} | head={}
-    head.kind: nothing given, one of eagle1, eagle3, medusa, block, mtp is allowed; add it
+    head.kind: nothing given, one of eagle1, eagle3,
 train | {recipe} | head={kind: eagle1, taps: [2]}
-    head.taps: [2] given, but kind eagle1 allows only kind, intermediate_size, num_heads, num_kv_heads; remove it,
-    or choose kind eagle3 or block
+    head.taps: [2] given, but kind eagle1 allows only kind, intermediate_size, num_heads, num_kv_heads; remove it, or
+    choose kind eagle3
 train | {recipe} | head.taps=[4, 2]
     head.taps: [4, 2] given, ascending indices without repeats are allowed; write [2, 4]
 train | {recipe} | head.draft_vocab_size=301

@@ -10,6 +10,7 @@ from torch import Tensor
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
+from headstart.heads.kinds.peagle import PEagleHead
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
@@ -74,7 +75,7 @@ class Naive:
             hidden = self.head(features, fed, torch.arange(features.shape[1]))[:, -1:]
             features = torch.cat([features, self.head.feedback(hidden, features[:, -1:])], dim=1)
             if token is not None:
-                tokens = [*tokens, token]
+                tokens = [*tokens, self.head.shape.mask_token_id if isinstance(self.head, PEagleHead) else token]
         return self.head.logits(hidden)
 
     def children(self, path: tuple[int, ...], count: int) -> dict[tuple[int, ...], float]:

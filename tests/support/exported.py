@@ -29,6 +29,9 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "five taps": {"taps": (0, 1, 3, 5, 6), "fc_norm": True},
     "narrow": {"hidden_size": 24, "own_embedding": True},
     "norm before fc": {"norm_before_fc": True},
+    # Published heads do not say how deep they were trained.
+    "peagle": {"kind": "peagle", "fc_norm": True, "depths": None},
+    "peagle limited": {"kind": "peagle", "num_layers": 3, "vocab": LIMITED, "mask_token_id": 95, "depths": None},
     "eagle1": {"kind": "eagle1"},
     "medusa": {"kind": "medusa"},
     "medusa layers": {"kind": "medusa", "num_layers": 2},
@@ -36,6 +39,7 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True},
     "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
     "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
+    "dflash2": {"kind": "block", "sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6},
     "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},
 }
 
@@ -82,6 +86,15 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
+
+
+def logits(head: DraftHead) -> Tensor:
+    """The logits of three levels for a fixed text. [levels * choices, draft_vocab]"""
+    generator = torch.Generator().manual_seed(7)
+    tapped = len(head.taps) * head.target.hidden_size
+    taps = torch.randn(1, 6, tapped, generator=generator).to(head.embedding.dtype)
+    text = torch.randint(97, (1, 7), generator=generator)
+    return torch.cat([*head.text_logits(head.project(taps), text, min(3, head.max_levels or 3))])
 
 
 def edit_config(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:

@@ -25,6 +25,7 @@ from headstart.inference.drafters.costs import (
     Situation,
     StepCosts,
 )
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import Repeats
@@ -314,6 +315,7 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "head, fixed tree": lambda texts: HeadDrafter(texts.make_head(), LOPSIDED),
     "head of EAGLE-3.1": lambda texts: HeadDrafter(texts.make_head(fc_norm=True, norm_output=True), Dynamic(4, 4, 12)),
     "head of 25 tokens": lambda texts: HeadDrafter(texts.make_head(vocab=LIMITED), Dynamic(4, 4, 12)),
+    "P-EAGLE head": lambda texts: head_drafter(texts.make_head("peagle"), Dynamic(4, 4, 12)),
     "half right head, tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic(5, 4, 16)),
     "half right head, chain": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic.chain(3)),
     "half right head, fixed tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), LOPSIDED),

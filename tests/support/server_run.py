@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
@@ -47,6 +48,12 @@ def load_served(folder: Path) -> Served:
         about={"target": NAME, "head": None, **drafts, "folder": str(folder)},
         thread=ThreadPoolExecutor(1),
     )
+
+
+def with_loop(served: Served, **options: Any) -> Served:
+    """The same, decoding with these options of its loop."""
+    make_loop: Any = served.make_loop
+    return replace(served, make_loop=partial(make_loop, **options))
 
 
 @dataclass

@@ -23,7 +23,8 @@ from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.unrolled import HeadInTraining, UnrollScores
 
 BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w")  # prefixes of the matrices that have a row per token
+# Prefixes of the matrices that have a row per token.
+BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w", "candidate_selector.pre", "candidate_selector.succ")
 
 
 class HeadOnRanks(ABC):

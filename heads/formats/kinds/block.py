@@ -33,6 +33,7 @@ from headstart.heads.kinds.block_config import (
     LAYER_OUTPUTS,
     NEEDED,
     NESTED,
+    SELECTOR_KEYS,
     BlockShape,
     block_key,
     dflash2_keys,
@@ -134,6 +135,13 @@ def dflash2_parts(subject: Subject, engine: str) -> Iterator[Violation]:
         if found := block_key(config, key):
             needed = f"only {allowed!r} is allowed: the engine has no {parts[0][0]} in other heads"
             yield config_error(engine, key, found, needed)
+    if SELECTOR_KEYS in parts and subject.draft_vocab_size != config.get("vocab_size"):
+        allowed = f"only vocab_size, {config.get('vocab_size')}, is allowed: engines' selectors score all tokens"
+        yield config_error(engine, "draft_vocab_size", subject.draft_vocab_size, allowed)
+    if engine != "sglang":
+        for key in (key for keys in DFLASH2_PARTS if keys not in parts for key in keys):
+            needed = f"{engine} needs it beside {parts[0][0]}: it has convolutions and selector together only"
+            yield config_error(engine, key, None, needed)
 
 
 def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -207,8 +215,10 @@ def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
     projector = block_key(config, "projector_type", "dflash")
     if projector not in ("dflash", "dspark"):
         translation.refused.append(f"projector_type {projector!r}: only dflash and dspark are allowed")
-    if block_key(config, "selector_rank"):
-        translation.refused.append("selector_rank: candidate selectors (DFlash2) are not supported; remove it")
+    softcap = subject.frozen.config.final_logit_softcap
+    for key, value in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", softcap)):
+        if (found := block_key(config, key)) is not None and found != value:
+            translation.refused.append(f"{key} {found!r}: only {value!r} is allowed")
     if subject.layout.is_speculators and (named := config["speculators_model_type"]) not in SPECULATORS_TYPES:
         translation.refused.append(f"speculators_model_type {named!r}: only {SPECULATORS_TYPES} are allowed")
     rules = mask_token, block_size, dflash2_parts
@@ -315,6 +325,8 @@ def sglang(head: BlockHead, target: ServedTarget, folder: Path) -> str:
 
 
 def speculators_command(head: BlockHead, target: ServedTarget, folder: Path) -> str:
+    if dflash2_keys(head.shape):
+        return commands.speculators_command("dflash2", "DFlash2DraftModel", folder)
     name = "DSparkDraftModel" if head.shape.method == "dspark" else "DFlashDraftModel"
     return commands.speculators_command(head.shape.method, name, folder)
 

@@ -63,6 +63,7 @@ def new_tokens(texts: Texts, requests: list[Request] = REQUESTS) -> list[list[in
 BATCH_DRAFTERS = [
     "head, wide tree",
     "head, fixed tree",
+    "P-EAGLE head",
     "half right head, tree",
     "half right head, fixed tree",
     "half right head, cost-aware",
@@ -72,7 +73,7 @@ BATCH_DRAFTERS = [
     "truth hidden in a tree",
     "duplicate siblings",
 ]
-SOME = ("half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
+SOME = ("P-EAGLE head", "half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
 # These choose one tree shape for all rows, so a row's steps depend on the others.
 ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
 

@@ -6,7 +6,6 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
 )
 from transformers.generation import BaseStreamer
 
@@ -361,25 +359,6 @@ def test_a_streamer_is_given_the_same_as_by_transformers(target: TargetModel, th
         assert found.given == wanted.given
 
 
-@pytest.mark.parametrize("skip_prompt", [False, True])
-def test_a_text_streamer_yields_exactly_the_text(
-    skip_prompt: bool, target: TargetModel, theirs: Any, tokenizer: Any
-) -> None:
-    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # makes the text more varied
-    written = theirs.generate(**ALONE, **fields)
-    model = SpeculativeModel(target, Moody(written[0].tolist()))
-    pieces = []
-    for their_or_own in (theirs, model):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
-        thread = Thread(target=their_or_own.generate, kwargs={**ALONE, **fields, "streamer": streamer})
-        thread.start()
-        pieces.append(list(streamer))
-        thread.join()
-    assert pieces[0] == pieces[1]
-    start = len(PROMPTS[0]) if skip_prompt else 0
-    assert "".join(pieces[1]) == tokenizer.decode(written[0, start:])
-
-
 def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends: list[int]) -> None:
     fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": ends[0]}
     written = theirs.generate(**ALONE, **fields)[0].tolist()
@@ -421,5 +400,3 @@ def test_from_folders_is_ready_to_use(
     assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
     assert isinstance(model.drafter, HeadDrafter)
     assert model.drafter.head.embedding.data_ptr() == model.target.frozen.embedding.data_ptr()
-    with pytest.raises(ValueError, match="dtype"):
-        SpeculativeModel.from_folders(target_folder, tmp_path / "head", dtype="float31")

@@ -4,15 +4,13 @@ import json
 import math
 import re
 import time
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from matrix import slow
 from openai import BadRequestError, NotFoundError, OpenAI
-from server_run import NAME, Running, alone, running, tokens_of
+from server_run import NAME, Running, alone, running, tokens_of, with_loop
 from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
@@ -162,21 +160,19 @@ def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> 
     stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
     assert stopped.choices[0].stop_reason == free[1]
     assert stopped.usage.completion_tokens == free.index(free[1]) + 1
-    for least in (5, 20):
-        found = complete(client, **fields, extra_body={"min_tokens": least})
-        assert found.usage.completion_tokens >= least
-        plain = complete(client, **fields, extra_body={"min_tokens": least, "speculative": False})
-        assert plain.choices[0].text == found.choices[0].text
+    long = complete(client, **fields, extra_body={"min_tokens": 20})
+    assert long.usage.completion_tokens == 20
+    plain = complete(client, **fields, extra_body={"min_tokens": 20, "speculative": False})
+    assert plain.choices[0].text == long.choices[0].text
 
 
 FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed: int) -> None:
+def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
-    fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
+    fields: dict[str, Any] = {"seed": 0, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
     found = chat(client, **fields).choices[0]
     assert found.finish_reason == "stop"
     answer = json.loads(found.message.content)
@@ -187,9 +183,8 @@ def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed:
 
 def test_regular_expressions_and_choices_bind_the_text(client: OpenAI) -> None:
     for wanted, allowed in (({"regex": "a{3}b?"}, ("aaa", "aaab")), ({"choice": ["yes", "no."]}, ("yes", "no."))):
-        for seed in range(3):
-            extra = {"structured_outputs": wanted}
-            assert complete(client, seed=seed, temperature=1.0, extra_body=extra).choices[0].text in allowed
+        extra = {"structured_outputs": wanted}
+        assert complete(client, seed=0, temperature=1.0, extra_body=extra).choices[0].text in allowed
 
 
 def prompt_logprobs(server: Running, tokens: list[int]) -> list[float]:
@@ -256,8 +251,7 @@ def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(serve
 
 
 def test_a_prompt_that_comes_again_is_not_read_again(served: Served) -> None:
-    remembering = replace(served, make_loop=partial(served.make_loop, prefix_memory=2**24))
-    with running(remembering, ServerSettings((NAME,), max_batch=4)) as found:
+    with running(with_loop(served, prefix_memory=2**24), ServerSettings((NAME,), max_batch=4)) as found:
         prompt = list(range(20, 100))
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
         first, second = (found.http.post("/v1/completions", json=body, timeout=60).json() for _ in range(2))

@@ -3,14 +3,12 @@
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from server_run import NAME, Running, running
+from server_run import NAME, Running, running, with_loop
 from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
 from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, TokenizeRequest
@@ -72,8 +70,7 @@ def bodies(path: str, body: dict[str, Any]) -> st.SearchStrategy[tuple[str, dict
 
 @pytest.fixture(scope="module")
 def server(served: Served) -> Iterator[Running]:
-    remembering = replace(served, make_loop=partial(served.make_loop, prefix_memory=2**20))
-    with running(remembering, ServerSettings((NAME,), max_batch=4, max_queue=8)) as found:
+    with running(with_loop(served, prefix_memory=2**20), ServerSettings((NAME,), max_batch=4, max_queue=8)) as found:
         yield found
 
 

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -119,6 +120,7 @@ def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subpro
             'vllm:num_requests_running{engine="0",model_name="target"} 0.0' in text
         ):
             assert thread.is_alive()
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert "shutdown" in process.stdout.readline()
         yield process, found

@@ -3,13 +3,12 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-from server_run import NAME, Running, alone, running
+from server_run import NAME, Running, alone, running, with_loop
 
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.serve.options import ServerSettings
@@ -22,8 +21,7 @@ ASCII = range(20, 90)  # a prompt must not end within a character
 
 @pytest.fixture(scope="module")
 def server(served: Served) -> Iterator[Running]:
-    remembering = replace(served, make_loop=partial(served.make_loop, max_batch=5, prefix_memory=2**22))
-    with running(remembering, ServerSettings((NAME,), max_batch=5)) as found:
+    with running(with_loop(served, max_batch=5, prefix_memory=2**22), ServerSettings((NAME,), max_batch=5)) as found:
         yield found
 
 

@@ -7,11 +7,10 @@ import pytest
 from matrix import slow
 from openai import BadRequestError, OpenAI
 from server_run import NAME
+from test_server import SCHEMA
 from tiny_run import ENDS, build_tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "look"}]
-FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
-SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:

@@ -47,6 +47,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
     "eagle3": {"kind": "eagle3"},
     "eagle3, 25 tokens": {"kind": "eagle3", "vocab": LIMITED},
+    "peagle": {"kind": "peagle"},
     "medusa": {"kind": "medusa"},
     "dspark": {"kind": "block", "markov_rank": 8},
     "dflash": {"kind": "block", "sample_from_anchor": False},
@@ -366,6 +367,10 @@ TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what i
     "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.pack_tokens=40"]),
     "eagle3, checkpointed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.activation_checkpointing=true"]),
     "eagle3, micro-batches": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.accumulate=2"]),
+    "peagle, packed": (
+        HEADS["peagle"],
+        ["head={kind: peagle, num_layers: 2, depths: 4}", "train.unroll=4", "train.pack_tokens=40"],
+    ),
     "medusa": (HEADS["medusa"], ["head={kind: medusa, medusa_heads: 3}", "train.unroll=3"]),
     "dspark": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4"]),
     "dspark, packed": (
@@ -401,7 +406,8 @@ def trained(
 
 
 # The positions to learn and the blocks of a batch, the sums of a step and the size of its gradient, and measurements.
-MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "TrainedBlocks.supervision_of", "draw_blocks"}
+MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "TrainedBlocks.supervision_of", "texts_of"}
+MAY_WAIT_IN_TRAINING |= {"TrainedChains.supervision_of", "ChainSupervision.counts"}
 MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
 
 
