@@ -62,9 +62,6 @@ class TargetSection(Section):
         "and serving alike. date, a day such as 2026-11-26, is what templates take for today; without it servers use "
         "the present day, and a run the day on which its prompts were begun.",
     )
-    attention: Literal["auto", "sdpa", "eager"] = Field(
-        default="auto", description="Attention code. auto: the fastest exact one; sdpa, eager: transformers' own."
-    )
     compile: bool = Field(
         default=True,
         description="On a CPU with a C++ compiler, compile the layers of target and head in the background during "

@@ -120,7 +120,7 @@ def model_without_weights(section: TargetSection) -> PreTrainedModel:
         return auto_class(config).from_config(
             config,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+            attn_implementation=attention_code(config),
             trust_remote_code=section.trust_remote_code,
         )
 

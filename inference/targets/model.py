@@ -50,13 +50,10 @@ class TargetModel:
         model: PreTrainedModel,
         taps: tuple[int, ...],
         ranks: Ranks | None = None,
-        attention: str = "auto",
         folder: Path | None = None,
     ) -> None:
-        """`attention` is target.attention; with auto, `grouped_attention` replaces transformers' sdpa. The model was
-        read from `folder`, if known."""
-        if attention == "auto":
-            use_grouped_attention(model)
+        """The model was read from `folder`, if known; `grouped_attention` replaces transformers' sdpa in it."""
+        use_grouped_attention(model)
         if model.device.type == "cuda":
             torch.backends.cuda.enable_cudnn_sdp(False)  # except in captured steps: see `cudnn_attention`
         self.ranks = ranks or Ranks()
@@ -91,22 +88,22 @@ class TargetModel:
             load_weights,
             folder,
             dtype=getattr(torch, section.dtype),
-            attn_implementation=attention_code(config) if section.attention == "auto" else section.attention,
+            attn_implementation=attention_code(config),
             trust_remote_code=section.trust_remote_code,
         )
         if section.split == "tensor" and Ranks().count > 1:
             refuse_split(config.get_text_config(), Ranks().count)
             model = load(distributed_config=DistributedConfig(tp_plan="auto"))
-            target = cls(model, taps, TensorParallel(), section.attention, folder)
+            target = cls(model, taps, TensorParallel(), folder)
             # No rank has all weights.
             target.frozen = FrozenTarget.from_folder(folder, target.dtype, target.device)
         elif section.split == "layers":
             model = with_eight_bits(load(device_map="auto"), folder, remember=False)
-            target = cls(model, taps, None, section.attention, folder)
+            target = cls(model, taps, None, folder)
         else:
             device: Any = pick_device(section.device)  # transformers' own `to` is mistyped
             model = with_eight_bits(load(), folder, remember=packed and device.type == "cpu").to(device)
-            target = cls(model, taps, None, section.attention, folder)
+            target = cls(model, taps, None, folder)
             if packed:
                 target.speed_up(partial(cls.load, section, (), packed=False), compiles=section.compile)
         if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:

@@ -13,20 +13,10 @@ from tiny_run import tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.inference.report.command import report
-from headstart.inference.targets.attention import GROUPED
-from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.tracking import Tracker
-
-
-def test_the_target_is_loaded_with_the_recipes_attention(harvested: Path) -> None:
-    loaded = [
-        TargetModel.load(tiny_recipe(harvested, *overrides).target, ())
-        for overrides in ((), ("target.attention=eager",), ("target.attention=sdpa",))
-    ]
-    assert [target.model.config._attn_implementation for target in loaded] == [GROUPED, "eager", "sdpa"]
 
 
 def test_the_report_uses_as_many_cpu_threads_as_the_recipe_says(

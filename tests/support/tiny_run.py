@@ -154,7 +154,7 @@ def build_letters() -> PreTrainedTokenizerFast:
 def build_chat_run(folder: Path, **data: Any) -> Path:
     """Write a recipe whose target writes its own prompts in lower-case letters, and that target."""
     letters = build_letters()
-    ends = {"eos_token_id": 0, "initializer_range": 0.1}  # it ends a text after 15 tokens on average
+    ends: dict[str, Any] = {"eos_token_id": 0, "initializer_range": 0.1}  # it ends a text after 15 tokens on average
     build_target(folder / "target", vocab_size=len(letters), tokenizer=letters, max_position_embeddings=256, **ends)
     write_prompts(folder / "heldout.jsonl", count=len(TEXTS), first=0)
     values = recipe_values(folder)

@@ -1,5 +1,6 @@
 """The law of grouped attention: transformers' own sdpa, without a copy of the keys for each query head."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from headstart.inference.targets.attention import (
     SDPA,
     attention_by_parts,
     grouped_attention,
+    own_attention_of,
     parts_of_keys,
 )
 from headstart.inference.targets.model import TargetModel
@@ -74,13 +76,14 @@ def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None
     """Draft trees after a prompt, for every family of targets."""
     tree = Tree(torch.tensor([[7, 3, 9, 4, 8]]), torch.tensor([[-1, 0, 0, 1, 3]]))
     found = []
-    for attention in ("auto", "sdpa"):
-        target = TargetModel(FAMILIES[name](), (), attention=attention)
-        cache = target.passes.new_cache(32)
-        cache.set_lengths([0])
-        target.passes.forward(torch.tensor([[5, 6, 7, 11, 2]]), cache=cache)
-        cache.set_lengths([5])
-        found.append(target.passes.tree(tree, cache).logits)
+    for attention in (nullcontext, own_attention_of):
+        target = TargetModel(FAMILIES[name](), ())
+        with attention(target.model):
+            cache = target.passes.new_cache(32)
+            cache.set_lengths([0])
+            target.passes.forward(torch.tensor([[5, 6, 7, 11, 2]]), cache=cache)
+            cache.set_lengths([5])
+            found.append(target.passes.tree(tree, cache).logits)
     assert_close(*found, rtol=1e-4, atol=1e-4)
 
 
