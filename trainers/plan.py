@@ -1,6 +1,5 @@
 """A run before it starts: mistakes that would show only after the harvest, and the plan that train.dry_run prints."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -8,7 +7,7 @@ import torch
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 
 from headstart.common.errors import wrong_value
 from headstart.common.remote import shown
@@ -139,8 +138,8 @@ class TokenCost:
         of_output = target.hidden_size * target.vocab_size
         again = [*head.logits_parameters, *(each for layer in head.decoder_layers for each in layer.parameters())]
         depths = recipe.unroll if head.repeats_layers else 1  # that run the same weights again
-        looked_up = numel(each.weight for each in head.modules() if isinstance(each, nn.Embedding))
-        multiplied = num_parameters(head) - looked_up + (depths - 1) * numel(again)
+        looked_up = sum(each.weight.numel() for each in head.modules() if isinstance(each, nn.Embedding))
+        multiplied = num_parameters(head) - looked_up + (depths - 1) * sum(weight.numel() for weight in again)
         taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
         return cls(
             weights=(num_parameters(layers) + of_output) * step.element,
@@ -180,10 +179,6 @@ def multiplied_weights(layers: nn.ModuleList, chosen: int | None) -> float:
         for weight in module.parameters(recurse=False):
             found += weight.numel() * (1 if chosen is None or not is_stack else chosen / weight.shape[0])
     return found
-
-
-def numel(weights: Iterable[Tensor]) -> int:
-    return sum(weight.numel() for weight in weights)
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,11 @@ def dflash2_keys(shape: BlockShape) -> dict[str, int]:
     return {key: getattr(shape, key) for keys in DFLASH2_PARTS if getattr(shape, keys[0]) for key in keys}
 
 
+def dflash2_values(config: dict[str, Any]) -> dict[str, int]:
+    """The fields of a shape that those keys of a config.json give, or their defaults: none of the parts."""
+    return {key: block_key(config, key, getattr(BlockShape, key)) for keys in DFLASH2_PARTS for key in keys}
+
+
 def refuse_uneven_groups(hidden_size: int, group_size: int) -> None:
     """Raise ValueError for a width that convolutions cannot divide into groups of channels."""
     if hidden_size % group_size:
@@ -176,7 +181,7 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
         raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
     if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
         raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
-    parts = {key: block_key(config, key, getattr(BlockShape, key)) for keys in DFLASH2_PARTS for key in keys}
+    parts = dflash2_values(config)
     if parts["conv_kernel_size"]:
         refuse_uneven_groups(config["hidden_size"], parts["conv_group_size"])
     if rank and parts["selector_rank"]:

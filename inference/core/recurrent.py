@@ -39,10 +39,6 @@ class RecurrentStates(ABC):
     def window(self, row: int) -> list[int]:
         return self.windows[self.first + row]
 
-    def longest(self, rows: int) -> int:
-        """Length of the longest window."""
-        return max((len(self.window(row)) for row in range(rows)), default=0)
-
     def keep(self, paths: Sequence[list[int]], tokens: Sequence[list[int]]) -> None:
         """Update the states after a pass over trees of these tokens whose paths from the root were accepted."""
         accepted = []

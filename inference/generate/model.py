@@ -7,15 +7,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig
-from transformers.generation import BaseStreamer
 
 from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
@@ -32,6 +30,7 @@ from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
+    Config,
     Fields,
     Settings,
     forbid,
@@ -47,6 +46,15 @@ from headstart.inference.generate.settings import (
 from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
+
+
+@runtime_checkable  # the shape checks in tests use isinstance
+class Streamer(Protocol):
+    """transformers' BaseStreamer."""
+
+    def put(self, value: Tensor) -> None: ...
+
+    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -125,8 +133,8 @@ class SpeculativeModel:
         input_ids: Int[Tensor, "batch seq"] | None = None,
         *,
         attention_mask: Shaped[Tensor, "rows columns"] | None = None,
-        generation_config: GenerationConfig | None = None,
-        streamer: BaseStreamer | None = None,
+        generation_config: Config | None = None,
+        streamer: Streamer | None = None,
         **overrides: Any,
     ) -> Int[Tensor, "texts total"] | SpeculativeOutput:
         """Continue prompts that are padded on the left; returns prompts and continuations, padded on the right.
@@ -181,7 +189,7 @@ class SpeculativeModel:
         input_ids: Int[Tensor, "1 seq"],
         *,
         attention_mask: Shaped[Tensor, "rows columns"] | None = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: Config | None = None,
         **overrides: Any,
     ) -> Iterator[list[int]]:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
@@ -191,7 +199,7 @@ class SpeculativeModel:
         loop = loop_of(self.target, requests, self.drafter)
         return (block.tokens for block in loop.run())
 
-    def _read_settings(self, config: GenerationConfig | None, overrides: Fields) -> Settings:
+    def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
         """The settings of a call, with eos_token_id and pad_token_id resolved."""
         settings = read_settings(config, overrides, self.target.generation_config)
         vocab_size = self.target.config.vocab_size

@@ -6,10 +6,9 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BeforeValidator, Field, ValidationError
-from transformers import GenerationConfig
 
 from headstart.common.errors import wrong_value
 from headstart.inference.core.sampling import Sampling
@@ -131,9 +130,14 @@ ALLOWED_WHEN_GREEDY: dict[str, tuple[Any, ...]] = {
 }
 
 
-def read_settings(
-    config: GenerationConfig | None, overrides: Fields, target: GenerationConfig | None = None
-) -> Settings:
+@runtime_checkable  # the shape checks in tests use isinstance
+class Config(Protocol):
+    """transformers' GenerationConfig."""
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def read_settings(config: Config | None, overrides: Fields, target: Config | None = None) -> Settings:
     """The settings of a call: the target's own, overridden by a configuration, then by call arguments.
 
     As in transformers, None in a GenerationConfig keeps the default, and None in the call switches a field off.
@@ -166,18 +170,18 @@ def read_settings(
     return settings
 
 
-def target_fields(config: GenerationConfig | None) -> dict[str, Any]:
+def target_fields(config: Config | None) -> dict[str, Any]:
     """The sampling and length fields of a target's configuration; like transformers, without unknown fields."""
     known = {} if config is None else type(config)().to_dict()
     fields = config_fields(config).items()
     return {name: value for name, value in fields if name in known and name not in IGNORED_IN_TARGET}
 
 
-def config_fields(config: GenerationConfig | None) -> dict[str, Any]:
+def config_fields(config: Config | None) -> dict[str, Any]:
     """The fields that a GenerationConfig sets; raises ValueError for an object of another type."""
     if config is None:
         return {}
-    if not isinstance(config, GenerationConfig):
+    if isinstance(config, type) or not isinstance(config, Config):
         remedy = "write GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
         raise wrong_value("generation_config", reprlib.repr(config), "a GenerationConfig of transformers is", remedy)
     defaults = type(config)().to_dict()

@@ -264,7 +264,7 @@ class Passes:
             return drafts and longest < WINDOW
         limit = WINDOW // 2 if drafts else 0
         if longest >= WINDOW or not drafts:
-            while (longest := states.longest(rows)) > limit:
+            while (longest := max(len(states.window(row)) for row in range(rows))) > limit:
                 self._advance_states(cache, 1 << (longest.bit_length() - 1))
         return drafts
 

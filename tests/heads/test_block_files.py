@@ -193,7 +193,7 @@ def renamed(tensors: dict[str, Tensor]) -> None:
             drop("conv_kernel_size", "conv_group_size"),
             None,
             {"vllm", "speculators"},
-            "needs it beside selector_rank",
+            "required with selector_rank",
         ),
         ("dflash2", "vllm", drop("selector_top_k"), None, {"vllm", "sglang"}, "selector_top_k: missing"),
         (
@@ -360,8 +360,8 @@ def test_an_export_of_dflash2_has_the_names_of_its_engines(
     [
         ({"markov_rank": 6, "conv_kernel_size": 2}, "vllm", "only 0 is allowed"),
         ({"conv_kernel_size": 2}, "sglang", "only False is allowed"),
-        ({"sample_from_anchor": False, "selector_rank": 6}, "vllm", "needs it beside selector_rank"),
-        ({"sample_from_anchor": False, "conv_kernel_size": 2}, "speculators", "needs it beside conv_kernel_size"),
+        ({"sample_from_anchor": False, "selector_rank": 6}, "vllm", "required with selector_rank"),
+        ({"sample_from_anchor": False, "conv_kernel_size": 2}, "speculators", "required with conv_kernel_size"),
     ],
 )
 def test_parts_of_dflash2_that_no_engine_runs_are_not_exported_for_it(

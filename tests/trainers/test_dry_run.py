@@ -4,20 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from tiny_run import modified, tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.trainers import run
 from headstart.trainers.plan import DataSizes, refuse_sizes
-
-
-@pytest.fixture(scope="module")
-def frozen(harvested: Path) -> FrozenTarget:
-    return FrozenTarget.from_folder(harvested / "target", torch.float32)
 
 
 def test_too_many_ranks_and_missing_samples_are_refused(make_recipe: Callable[..., Recipe]) -> None:

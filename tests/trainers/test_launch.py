@@ -18,24 +18,18 @@ from accelerate.utils import DeepSpeedPlugin
 from launches import LAUNCHES, finish, launch, needs_deepspeed
 from rank_steps import CLIP_NORM
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, logged_step, tiny_recipe
+from tiny_run import contents, logged_step
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.harvest import harvest
 from headstart.recipes.command_line import Part, harvest_arguments
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.parallel.launch import refuse_deepspeed, refuse_muon
 
 CONFIGS = [
-    ("ddp", 1),
-    ("ddp", 2),
-    ("fsdp2", 1),
-    ("fsdp2", 2),
-    pytest.param("zero2", 1, marks=needs_deepspeed),
-    pytest.param("zero2", 2, marks=needs_deepspeed),
-    pytest.param("zero3", 1, marks=needs_deepspeed),
-    pytest.param("zero3", 2, marks=needs_deepspeed),
+    pytest.param(name, ranks, marks=[needs_deepspeed] if "zero" in name else [])
+    for name in ("ddp", "fsdp2", "zero2", "zero3")
+    for ranks in (1, 2)
 ]
 
 
@@ -44,9 +38,8 @@ CONFIGS = [
     [("one", "NO"), ("ddp", "MULTI_GPU"), ("fsdp2", "FSDP"), ("zero2", "DEEPSPEED"), ("zero3", "DEEPSPEED")],
 )
 def test_a_launch_file_chooses_the_parallelism_and_nothing_that_a_recipe_sets(config_name: str, kind: str) -> None:
-    config = load_config_from_file(
-        str(LAUNCHES / f"{config_name}.yaml")
-    )  # raises ValueError for keys that accelerate ignores
+    # It raises ValueError for keys that accelerate ignores.
+    config = load_config_from_file(str(LAUNCHES / f"{config_name}.yaml"))
     assert config.distributed_type == kind
     assert config.num_processes == (1 if config_name == "one" else -1)  # -1: accelerate asks for --num_processes
     assert config.mixed_precision == "no"
@@ -67,14 +60,9 @@ def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) ->
         "srun": 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done',
         "accelerate": 'echo "$@"',
     }
-    slurm = {
-        "SLURM_JOB_NODELIST": "node[7-8]",
-        "SLURM_JOB_ID": "123456",
-        "SLURM_NNODES": "2",
-        "SLURM_GPUS_ON_NODE": "8",
-    }
+    slurm = {"JOB_NODELIST": "node[7-8]", "JOB_ID": "123456", "NNODES": "2", "GPUS_ON_NODE": "8"}
     script = [LAUNCHES / "slurm.sh", "ddp", "trainers/eagle.py", "recipes/tiny.yaml", "head.taps=[1, 2]"]
-    printed = run_with_stubs(tmp_path, stubs, script, slurm)
+    printed = run_with_stubs(tmp_path, stubs, script, {f"SLURM_{name}": value for name, value in slurm.items()})
     shared = "launch --config_file recipes/launch/ddp.yaml --num_machines 2 --machine_rank {} --num_processes 16"
     rest = "--main_process_ip node7 --main_process_port 23456 trainers/eagle.py recipes/tiny.yaml head.taps=[1, 2]"
     assert printed.splitlines() == [f"{shared.format(rank)} {rest}" for rank in (0, 1)]
@@ -126,15 +114,6 @@ def test_untested_deepspeed_settings_are_refused(asked: dict[str, Any]) -> None:
     refuse_deepspeed(DeepSpeedPlugin(zero_stage=3))
     with pytest.raises(ValueError, match=r"DeepSpeed for stage \d, offloading to .*zero2\.yaml or zero3\.yaml"):
         refuse_deepspeed(DeepSpeedPlugin(**asked))
-
-
-@pytest.fixture(scope="module")
-def harvested(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose run has harvested its features."""
-    folder = tmp_path_factory.mktemp("harvested")
-    build_run(folder)
-    harvest(tiny_recipe(folder))
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.slow
 
 ZERO = ["zero2", "zero3"]
 TRAINER = ROOT / "trainers/eagle.py"
+NONE: Mapping[str, str] = {}
 LONG = "train.steps=100000", "train.checkpoint_every=50"
 
 
@@ -34,14 +36,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def start_process(
-    command: list[str], cwd: Path | None = None, log: Any = subprocess.PIPE, **variables: str
+    command: list[str], cwd: Path | None = None, log: Any = subprocess.PIPE, variables: Mapping[str, str] = NONE
 ) -> subprocess.Popen[str]:
     environment = {**quiet_environment(ROOT), **variables}
     return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
 
 
-def train_alone(folder: Path, *overrides: str, **variables: str) -> None:
-    finish(start_process([sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *overrides], **variables))
+def train_alone(folder: Path, *overrides: str, variables: Mapping[str, str] = NONE) -> None:
+    finish(start_process([sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *overrides], variables=variables))
 
 
 def free_port() -> int:
@@ -59,7 +61,7 @@ def launch_machine(
     command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
     own = {"HOME": str(home), "HEADSTART_CACHE": str(home / "cache"), "DS_ACCELERATOR": "cpu"}
-    return start_process(command, home, **own)
+    return start_process(command, home, variables=own)
 
 
 def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
@@ -126,9 +128,10 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
         own = {"HOME": str(folder / "machine1"), "HEADSTART_CACHE": str(folder / "machine1" / "cache")}
         for run_dir, variables in ((url, own), (f"run_dir={folder}/alone", {})):
             for steps in ("train.steps=8", "train.steps=12"):
-                train_alone(folder, run_dir, steps, **variables)
+                train_alone(folder, run_dir, steps, variables=variables)
         command = [sys.executable, "-m", "headstart.cli", "report", str(folder / "recipe.yaml"), url]
-        finish(start_process([*command, "report.num_prompts=2"], **{**own, "HEADSTART_CACHE": str(folder / "third")}))
+        own["HEADSTART_CACHE"] = str(folder / "third")
+        finish(start_process([*command, "report.num_prompts=2"], variables=own))
     assert (folder / "third/stores/s3" / BUCKET / "run/report/report.json").is_file()
     found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
@@ -200,7 +203,7 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
         home = folder / f"machine{number}"
         home.mkdir()
         with (folder / f"log{number}").open("w") as log:
-            machines.append(start_process(command, home, log, HOME=str(home)))
+            machines.append(start_process(command, home, log, {"HOME": str(home)}))
         time.sleep(3)  # the first one is the meeting point
     try:
         wait_for_steps(shared, 60)

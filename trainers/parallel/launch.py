@@ -29,7 +29,7 @@ def start_accelerator(recipe: Recipe) -> Accelerator:
         # With cpu=True accelerate would not start DeepSpeed.
         on_cpu, process_group = False, InitProcessGroupKwargs(backend="gloo", timeout=RANK_TIMEOUT)
     accelerator = Accelerator(cpu=on_cpu, mixed_precision="no", kwargs_handlers=[process_group])
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         refuse_muon(recipe.train, "DeepSpeed")
         refuse_deepspeed(accelerator.state.deepspeed_plugin)
         # While this exists, transformers shards every model it loads, also the target that only the main rank loads
@@ -47,21 +47,20 @@ def is_fsdp() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
-def holds_slices(accelerator: Accelerator) -> bool:
-    """Whether each rank holds slices of the head, by FSDP2 or DeepSpeed."""
-    return accelerator.distributed_type == DistributedType.DEEPSPEED or is_fsdp()
+def is_deepspeed(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
 def ranks_of_a_copy(accelerator: Accelerator) -> int:
     """The ranks that hold the head together."""
-    if not holds_slices(accelerator):
-        return 1
-    return ranks_of_a_machine(accelerator) if is_fsdp() else accelerator.num_processes
+    if is_fsdp():
+        return ranks_of_a_machine(accelerator)
+    return accelerator.num_processes if is_deepspeed(accelerator) else 1
 
 
 def distribute_head(accelerator: Accelerator, unrolled: HeadInTraining, section: TrainSection) -> HeadOnRanks:
     """Put a head on the ranks as the launch asked for; `HeadOnRanks.whole` copies the weights back into `unrolled`."""
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if is_deepspeed(accelerator):
         from headstart.trainers.parallel.zero import ZeroHead  # DeepSpeed is an extra and may not be installed
 
         return ZeroHead(accelerator, unrolled, section)
@@ -91,7 +90,7 @@ def refuse_muon(section: TrainSection, sharding: str) -> None:
 
 def refuse_for_joint(mode: str, accelerator: Accelerator) -> None:
     """Raise ValueError unless one process trains the target, with nothing sharded."""
-    sharded = holds_slices(accelerator)
+    sharded = is_fsdp() or is_deepspeed(accelerator)
     if accelerator.num_processes > 1 or sharded:
         launched = "FSDP2 or DeepSpeed" if sharded else f"{accelerator.num_processes} processes"
         raise wrong_value("joint.mode", mode, f"only null under {launched} is", "launch with recipes/launch/one.yaml")

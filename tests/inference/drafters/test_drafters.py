@@ -256,23 +256,3 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match=r"decode\.draft_model: .* has another tokenizer than .*, the target"):
         build(drafter="draft_model", draft_model=str(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
-        ({"drafter": "prompt_lookup", "growth": "cost_aware"}, "growth cost_aware needs a trained head"),
-        (
-            {"drafter": "prompt_lookup", "repeats": 4},
-            "repeats needs drafter head; prompt_lookup is given; write repeats: 0",
-        ),
-        (
-            {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},
-            "growth searched_cost_aware needs a trained head; prompt_lookup allows chain or dynamic",
-        ),
-    ],
-)
-def test_fields_that_do_not_fit_the_drafter_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        DecodeSection(**fields)

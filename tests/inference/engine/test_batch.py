@@ -104,27 +104,6 @@ def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetMod
         assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [pytest.param(Sampling(), marks=pytest.mark.slow), Sampling(1.0, top_p=0.9)],
-    ids=["greedy", "T=1, top-p"],
-)
-def test_rows_that_sample_alike_write_the_same_in_static_steps(
-    target: TargetModel, make_head: MakeHead, sampling: Sampling
-) -> None:
-    """Static steps are separate code with fixed shapes; they take the same steps and write the same texts."""
-    chosen = [REQUESTS[number] for number in (1, 2, 3, 6)]
-    requests = [replace(request, sampling=replace(sampling, seed=number)) for number, request in enumerate(chosen)]
-    texts = texts_of(target, requests, make_head)
-    for drafter_name in ("half right head, tree", "half right head, fixed tree", "truth hidden in a tree"):
-        drafter = DRAFTERS[drafter_name](texts)
-        alone = generate_batch(target, requests, drafter, max_batch=1, static=False)
-        for max_batch in (1, 3):
-            found = generate_batch(target, requests, drafter, max_batch, static=True)
-            assert [generation.tokens for generation in found] == new_tokens(texts, requests)
-            assert [comparable(g.stats) for g in found] == [comparable(g.stats) for g in alone]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_static_steps_need_no_more_slots_than_a_drafter_declares(target: TargetModel, count: int) -> None:
     """Every tree has the declared 21 nodes, even at the very end of the longest request."""
@@ -236,13 +215,6 @@ def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts
         written = torch.tensor(whole[len(request.prompt) :]).unsqueeze(1)
         wanted = logits.log_softmax(-1).gather(1, written).squeeze(1)
         torch.testing.assert_close(torch.tensor(generation.logprobs), wanted, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("max_batch", [0, -1])
-def test_a_batch_of_no_rows_is_refused(target: TargetModel, max_batch: int) -> None:
-    """Otherwise its requests would wait for a row for ever."""
-    with pytest.raises(ValueError, match=f"max_batch: {max_batch} given, 1 or more is allowed"):
-        generate_batch(target, [Request([1], 5)], max_batch=max_batch)
 
 
 def test_stats_of_a_batch_report_bytes_moved_and_seconds(target: TargetModel, texts: Texts) -> None:

@@ -21,7 +21,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch, loop_of
+from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefill import PrefillSchedule
 from headstart.inference.targets.model import TargetModel
 
@@ -307,20 +307,6 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
     assert growing.generations[0].tokens == generate(target, [3], 30).tokens
 
 
-def test_a_prompt_may_be_cancelled_while_it_is_read(target: TargetModel) -> None:
-    loop = make_paced(target, None, 10)
-    loop.submit(Request(LONG, 5))
-    loop.step()
-    loop.step()
-    assert loop.batch.partial is not None
-    loop.cancel(0)
-    assert loop.idle
-    assert loop.generations[0].finish == "cancelled"
-    loop.submit(REQUESTS[0])
-    finish(loop)
-    assert loop.generations[1].tokens == generate(target, REQUESTS[0].prompt, REQUESTS[0].max_new_tokens).tokens
-
-
 def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
     """Of prompts that share the rows' steps, or take turns with them; without rows a pass may be large."""
     for shares_steps in (False, True):
@@ -331,22 +317,6 @@ def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
         assert schedule.reads_next(running=1) == shares_steps
         assert schedule.reads_next(running=0)
     assert PrefillSchedule(4, 16, prompts_first=False).tokens(has_rows=True) == 4
-
-
-@pytest.mark.slow
-def test_a_large_batch_reads_several_prompts_in_one_pass(target: TargetModel) -> None:
-    """A text ends with nearly every step there: a pass for each new prompt would take as long as the steps."""
-    lengths = [1 + 5 * number % 61 for number in range(96)]
-    requests = [Request([5 + number % 40, 7, 9], length) for number, length in enumerate(lengths)]
-    loop, passes = loop_of(target, requests, max_batch=48), 0
-    while not loop.idle:
-        loop.step()
-        passes += loop.schedule.read_last
-    loop.close()
-    for number in range(5, 96, 24):
-        alone = generate(target, requests[number].prompt, lengths[number])
-        assert loop.generations[number].tokens == alone.tokens
-    assert passes <= 24  # 36 as long as each place was filled at once
 
 
 def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
@@ -505,12 +475,6 @@ def test_what_never_fits_in_the_memory_is_refused_with_both_numbers(target: Targ
     static.submit(Request([3], 100))
     with pytest.raises(ValueError, match=r"needs 411\.6 kB in each of 4 rows, which share one block of memory"):
         static.submit(Request([3], 199))
-
-
-@pytest.mark.parametrize("memory", [0, -5, 2**62])
-def test_memory_that_is_not_there_is_refused(target: TargetModel, memory: int) -> None:
-    with pytest.raises(ValueError, match=rf"memory: {memory} bytes given, 1 to \d+ are allowed.*lower it"):
-        DecodeLoop(target, memory=memory)
 
 
 def test_a_request_that_waits_for_memory_is_not_overtaken(target: TargetModel) -> None:

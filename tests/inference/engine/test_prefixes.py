@@ -292,5 +292,3 @@ def test_prefixes_are_off_by_default_and_a_closed_loop_keeps_none(target: Target
     assert loop.batch.prefixes.num_bytes > 0
     loop.close()
     assert loop.batch.prefixes.num_bytes == 0
-    with pytest.raises(ValueError, match="prefix_memory: 0 bytes given, 1 or more are allowed"):
-        DecodeLoop(target, prefix_memory=0)

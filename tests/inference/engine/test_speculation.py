@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import slow
-from scripted import HalfRightHead, LoadCosts, paths
+from scripted import LoadCosts, paths
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import Request
@@ -194,26 +194,6 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
     assert of_prompt > 0 if caught_up else of_prompt == 0
     assert {length: tree for length, tree in alone.trees.items() if length in drafter.trees} == drafter.trees
     assert len(drafter.trees) > 40
-
-
-@pytest.mark.slow
-def test_a_loop_with_costs_and_a_useful_head_writes_the_same_text(target: TargetModel) -> None:
-    """Nothing is given here: the observed acceptance decides."""
-    requests = [LONG, *(replace(SHORT, sampling=Sampling(1.0, seed=seed)) for seed in range(4))]
-    alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
-    whole = [request.prompt + text for request, text in zip(requests, alone, strict=True)]
-    loop = DecodeLoop(target, HeadDrafter(HalfRightHead(target, *whole), GROWTH), 3, costs=LoadCosts())
-    for request in requests:
-        loop.submit(request)
-    drafted = []
-    while not loop.idle:
-        rows, before = len(loop.batch.rows), sum(found.stats.drafted for found in loop.generations.values())
-        loop.step()
-        drafted.append((rows, sum(found.stats.drafted for found in loop.generations.values()) > before))
-    assert [loop.generations[number].tokens for number in range(5)] == alone
-    assert sum(drafts for rows, drafts in drafted if rows == 3) <= 2 * PATIENCE_STEPS  # once more after a rest
-    assert sum(not drafts for rows, drafts in drafted if rows == 3) > 20
-    assert sum(drafts for rows, drafts in drafted if rows == 1) > 5
 
 
 def accepted(tokens: int) -> list[Accepted]:

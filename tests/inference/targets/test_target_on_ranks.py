@@ -17,7 +17,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
 from headstart.inference.targets.ranks import refuse_split
-from headstart.recipes import Recipe, load_recipe
+from headstart.recipes import Recipe
 from headstart.trainers.parallel.launch import refuse_lone_decoding
 
 TENSOR = "target.split=tensor"
@@ -112,21 +112,6 @@ def test_attention_heads_that_ranks_cannot_share_evenly_are_refused(heads: int, 
 def test_a_family_without_a_tensor_parallel_plan_is_refused() -> None:
     with pytest.raises(ValueError, match=r"no plan for a 'gpt2' model; choose layers"):
         refuse_split(GPT2Config(), 2)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "why"),
-    [
-        (
-            ["target.split=tensor", "data.online=[auto]"],
-            r"target\.split: .* only layers or null is allowed",
-        ),
-        (["data.online=[cpu]", "target.split=layers"], r"target\.split: .* null"),
-    ],
-)
-def test_recipes_that_contradict_a_shared_target_are_refused(harvested: Path, overrides: list[str], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        load_recipe(harvested / "recipe.yaml", overrides)
 
 
 def test_decoding_on_the_main_rank_alone_is_refused(make_recipe: Callable[..., Recipe]) -> None:
