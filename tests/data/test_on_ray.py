@@ -51,7 +51,7 @@ class PretendedRay:
         self.lost, self.places, self.started = lost, places, 0
 
     def remote(self, kind: type) -> Any:
-        def start(*arguments: object) -> SimpleNamespace:
+        def start(*arguments: object) -> "Handle":
             self.started += 1
             name = f"process {self.started} on a"
             about = {**running_code(), "the run's folder": "the same folder"}
