@@ -200,7 +200,7 @@ def test_a_hybrid_decodes_without_the_lines_of_transformers_on_missing_kernels(m
     monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))
     logging.warning_once.cache_clear()  # each is told once in a process
     monkeypatch.setattr(MISSING_KERNELS, "packages", set())
-    monkeypatch.setattr(check, "FOUND", {})
+    monkeypatch.setattr(check, "KNOWN_METHODS", {})
     generate(TargetModel(make_family("qwen3_next"), ()), [5, 17, 3], 4)
     assert seen == []
     assert MISSING_KERNELS.packages == {"causal_conv1d", "flash-linear-attention"}
