@@ -37,7 +37,7 @@ from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, loop_of
@@ -209,14 +209,9 @@ def decode_step(
         taps=torch.zeros(rows, 3, 3 * target.config.hidden_size, dtype=target.dtype, device=DEVICE),
         next_tokens=torch.zeros(rows, 3, dtype=torch.long, device=DEVICE),
         roots=torch.zeros(rows, 1, dtype=torch.long, device=DEVICE),
-        starts=[setting.prompt - 3] * rows,
-        counts=[3] * rows,
-        drafted=[0] * rows,
-        remaining=[growth.depth] * rows,
         sampling=BatchSampling([replace(sampling or Sampling(), seed=row) for row in range(rows)], DEVICE),
         history=None,
-        texts=[[]] * rows,
-        keys=[0] * rows,
+        rows=[VerifiedRow([], setting.prompt - 3, 3, growth.depth)] * rows,
     )
     return partial(StaticStep(target, drafter, cache), verified)
 

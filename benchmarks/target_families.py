@@ -81,7 +81,7 @@ class PartlyRight:
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        rows = [self.row(text, left) for text, left in zip(verified.texts, verified.remaining, strict=True)]
+        rows = [self.row(row.text, row.remaining) for row in verified.rows]
         longest = max(len(tokens) for tokens, _ in rows)
         tokens = [own + [own[0]] * (longest - len(own)) for own, _ in rows]
         parents = [own + [-1] * (longest - len(own)) for _, own in rows]

@@ -35,7 +35,6 @@ from headstart.data_pipelines.stages.shard_work import (
     parts_at_work,
     refuse_other_code,
     refuse_parts_at_work,
-    replace_parts,
     start_processes,
 )
 from headstart.data_pipelines.stages.stage import Stage
@@ -132,7 +131,9 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
         if shared is not None and shared.resolve() != recipe.run_dir.resolve():  # another recipe may fill it already
             stack.enter_context(hold_folder(state, "data.folder", shared, "harvest", wait=True))
         recipe.run_dir.mkdir(parents=True, exist_ok=True)
-        on_all_ranks(lambda: replace_parts(recipe.data_folder) if state.is_main_process else None)
+        on_all_ranks(lambda: refuse_parts_at_work(recipe.data_folder) if state.is_main_process else None)
+        if state.is_main_process:
+            forget_parts(recipe.data_folder)  # continue from their results
         weights = replace(TargetOrigin.of(folder_of(recipe.target)), source=None)  # model cards may differ
         refuse_differences(state, {"config and weights of target.path": str(weights)})
         yield stack.enter_context(harvest_of(recipe, state))

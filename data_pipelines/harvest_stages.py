@@ -255,16 +255,15 @@ class Harvest:
 
     def make(self, shards: Sequence[ShardPrompts]) -> None:
         """Make the responses and then the features of these shards; existing files are kept."""
-        recipe, missing = self.recipe, [shard for shard in shards if not responses_path(self.recipe, shard).exists()]
-        if missing:
-            self.make_responses(missing)
+        recipe = self.recipe
+        if unanswered := [shard for shard in shards if not responses_path(recipe, shard).exists()]:
+            self.make_responses(unanswered)
         if shards and recipe.data.online is None and not self.ending():
             identities = self.identities(shards)
             remove_grown_shards(recipe, shards, identities)
-            folder, names = recipe.features_dir, [shard.features_file for shard in shards]
-            complete = [name for name in names if shard_is_whole(folder / name, identities[name])]
-            if len(complete) < len(names):
-                self.make_features([shard for shard in shards if shard.features_file not in complete], identities)
+            paths = {recipe.features_dir / shard.features_file: shard for shard in shards}
+            if missing := [paths[path] for path in paths if not shard_is_whole(path, identities[path.name])]:
+                self.make_features(missing, identities)
 
     def identities(self, shards: Sequence[ShardPrompts], texts: Mapping[str, str] | None = None) -> dict[str, str]:
         """The identity of the inputs of each shard of features, by file name: its own texts, not the others.
@@ -297,22 +296,17 @@ class Harvest:
     def missing(self) -> list[ShardPrompts]:
         """The shards without responses, or without features of these responses."""
         pull(self.recipe.data_folder)
-        recipe, shards = self.recipe, self.shards
-        made = {path.name for path in files_in(recipe.features_dir, ".safetensors")}
+        recipe, is_online = self.recipe, self.recipe.data.online is not None
+        features = {path.name: path for path in files_in(recipe.features_dir, ".safetensors")}
 
         def is_there(shard: ShardPrompts) -> bool:
-            has_features = recipe.data.online is not None or shard.features_file in made
-            return has_features and responses_path(recipe, shard).exists()
+            return responses_path(recipe, shard).exists() and (is_online or shard.features_file in features)
 
-        absent = [shard for shard in shards if not is_there(shard)]
-        if absent or recipe.data.online is not None:
+        absent = [shard for shard in self.shards if not is_there(shard)]
+        if absent or is_online:
             return absent
-        identities = self.identities(shards)
-        return [
-            shard
-            for shard in shards
-            if made_from(recipe.features_dir / shard.features_file) != identities[shard.features_file]
-        ]
+        changed = {name for name, its in self.identities(self.shards).items() if made_from(features[name]) != its}
+        return [shard for shard in self.shards if shard.features_file in changed]
 
 
 def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:

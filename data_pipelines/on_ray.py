@@ -37,7 +37,6 @@ from headstart.data_pipelines.stages.shard_work import (
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
 from headstart.data_pipelines.together import PAGE, Facts, folder_fact
 from headstart.recipes import Recipe
-from headstart.recipes.schema import DataSection
 
 COMMAND = "harvest --on ray"
 WORKER_LOCK_SUFFIX = ".worker"
@@ -57,7 +56,7 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
     with only_run_in(folder, COMMAND) as owner, harvest_of(recipe, state) as stages:
         refuse_parts_at_work(folder, allowed_suffix=WORKER_LOCK_SUFFIX)
         with Workers(recipe, owner.token) as workers:
-            for _ in workers.carry_out([Task("the prompts", "begin")]):
+            for _ in workers.carry_out([Task("begin")]):
                 pull(folder)
                 prompts = prompts_stage(recipe)
             while (done := stages.finish(prompts, responses_stage(recipe, prompts))) is None:
@@ -69,9 +68,10 @@ def harvest_on_ray(recipe: Recipe, state: PartialState) -> Stage:
 def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]) -> None:
     """Let the workers make the missing shards, and show the progress."""
     samples = sum(len(shard.rows) for shard in missing)
-    size = shards_in_task(stages.recipe.data, len(missing), workers.capacity())
+    full = math.ceil(BATCHES_PER_TASK * stages.recipe.data.generate_batch / stages.recipe.data.shard_samples)
+    size = max(1, min(full, len(missing) // (TASKS_PER_WORKER_MIN * workers.capacity())))  # shards in a task
     groups = [missing[start : start + size] for start in range(0, len(missing), size)]
-    tasks = {Task(described(group), "make", tuple(shard.name for shard in group)): group for group in groups}
+    tasks = {Task("make", tuple(shard.name for shard in group)): group for group in groups}
     total, started, tokens = sum(len(shard.rows) for shard in stages.shards), time.perf_counter(), 0
     with Progress("responses and features", total, "samples", done=total - samples) as progress:
         workers.say = progress.say
@@ -81,24 +81,17 @@ def make_shards(workers: "Workers", stages: Harvest, missing: list[ShardPrompts]
             progress.advance(sum(len(shard.rows) for shard in tasks[task]), f"{speed:,.0f} tokens/s, {workers.count()}")
 
 
-def shards_in_task(data: DataSection, missing: int, workers: int) -> int:
-    """How many shards a worker makes at a time."""
-    full = math.ceil(BATCHES_PER_TASK * data.generate_batch / data.shard_samples)
-    return max(1, min(full, missing // (TASKS_PER_WORKER_MIN * workers)))
-
-
-def described(group: Sequence[ShardPrompts]) -> str:
-    first, last = group[0].name, group[-1].name
-    return first if first == last else f"{first} to {last}"
-
-
 @dataclass(frozen=True)
 class Task:
     """A call of a worker's method."""
 
-    label: str  # names its result, for messages
     method: str
     names: tuple[str, ...] = ()  # of shards
+
+    @property
+    def label(self) -> str:
+        """Its result, for messages."""
+        return " to ".join(dict.fromkeys((self.names[0], self.names[-1]))) if self.names else "the prompts"
 
 
 class Worker:

@@ -59,10 +59,9 @@ def check_harvest(recipe: Recipe, is_here: bool = True) -> TargetConfig:
 
 def refuse_size_mistakes(recipe: Recipe, folder: Path) -> None:
     """Raise ValueError for sizes that do not fit a target on the hub; a local one was checked with the recipe."""
-    values = recipe.model_dump(mode="json")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    values, config = recipe.model_dump(mode="json"), json.loads((folder / "config.json").read_text(encoding="utf-8"))
     lines = []
-    for path, allowed_and_advice in size_mistakes(config, values):
+    for path, allowed_and_advice in size_mistakes(config, dict(recipe)):
         section, _, key = path.partition(".")
         lines.append(f"{path}: {values[section][key]} given, {allowed_and_advice}")
     if lines:

@@ -24,6 +24,7 @@ from headstart.common.remote import publish
 MODEL = "model.safetensors"
 SAFETENSORS = (MODEL, "medusa_lm_head.safetensors")
 PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,10 @@ class BlockKeys(Keys):
     use_swa: bool | None = None
     swa_window_size: Size | None = None
     markov_rank: Annotated[int, Field(ge=0)] | None = None
+    conv_kernel_size: Annotated[int, Field(ge=0)] | None = None
+    conv_group_size: Size | None = None
+    selector_rank: Annotated[int, Field(ge=0)] | None = None
+    selector_top_k: Size | None = None
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None

@@ -207,11 +207,12 @@ class Attention(Projections):
         rotary: Float[Tensor, "*batch seq double"],
         mask: Float[Tensor, "*axes seq keys"] | None,
         cache: AttentionCache | None,
+        layer: int = 0,
     ) -> Float[Tensor, "batch seq hidden"]:
         cosines, sines = rotary.unsqueeze(-3).chunk(2, dim=-1)  # [(batch,) 1, seq, head_dim]
         query, key, value = (self.by_head(project(inputs)) for project in (self.q_proj, self.k_proj, self.v_proj))
         query, key = rotate(query, cosines, sines), rotate(key, cosines, sines)
-        mixed = attention(query, key, value, mask) if cache is None else cache.attend(0, query, key, value, mask)
+        mixed = attention(query, key, value, mask) if cache is None else cache.attend(layer, query, key, value, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 

@@ -84,7 +84,7 @@ def dot(first: Tensor, second: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class UnrollCache:
-    """The keys and values of one layer during an unroll (training-time test: EAGLE-3, section 3.2).
+    """The keys and values of a head's layers during an unroll (training-time test: EAGLE-3, section 3.2).
 
     Step 0 is ordinary causal attention. At step k, index t sees the step-0 keys up to t and the key at index t of each
     step 1..k. That is exactly what drafting sees k tokens after the last verified one. In packed rows, attention stays
@@ -92,14 +92,20 @@ class UnrollCache:
     """
 
     def __init__(
-        self, keys: Sequence[Tensor] = (), values: Sequence[Tensor] = (), documents: Documents | None = None
+        self,
+        keys: Sequence[Sequence[Tensor]] = (),
+        values: Sequence[Sequence[Tensor]] = (),
+        documents: Documents | None = None,
     ) -> None:
-        """`keys` and `values` are those of earlier steps, [batch, kv_heads, seq, head_dim] each."""
-        self.keys, self.values, self.documents = list(keys), list(values), documents
+        """`keys` and `values` are each layer's, of earlier steps, [batch, kv_heads, seq, head_dim] each."""
+        self.keys, self.values = [list(layer) for layer in keys], [list(layer) for layer in values]
+        self.documents = documents
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        assert layer == 0
         assert mask is None
-        self.keys.append(key)
-        self.values.append(value)
-        return unroll_attention(query, self.keys, self.values, self.documents)
+        if layer == len(self.keys):
+            self.keys.append([])
+            self.values.append([])
+        self.keys[layer].append(key)
+        self.values[layer].append(value)
+        return unroll_attention(query, self.keys[layer], self.values[layer], self.documents)

@@ -78,7 +78,7 @@ def talk(options: ChatOptions) -> None:
             print(fetch(folder, "auto"), flush=True)
     interactive = options.prompt is None and sys.stdin.isatty()
     console = Console(highlight=False, color_system="auto" if interactive or options.prompt is not None else None)
-    sampling = Sampling(options.temperature or 0.0, seed=options.seed, rule=names.decode.acceptance)
+    sampling = Sampling(options.temperature or 0.0, seed=options.seed)
     model, template, section = load_model(names)
     assert model.drafter is not None
     defaults, longest = TargetDefaults.of(model.target, temperature=0.0), names.decode.max_new_tokens

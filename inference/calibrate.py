@@ -24,6 +24,7 @@ from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration, search_tree
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.for_heads import head_drafter
@@ -149,8 +150,11 @@ def score_taps(
     ids, column = head.vocab.ids.to(text.device), head.vocab.columns().to(text.device)
     for level, logits in enumerate(head.text_logits(head.project(taps), text, depth, shift)):
         at = torch.arange(level + 2, level + 2 + len(logits), device=text.device)
-        warped = batch.warp(logits.unsqueeze(0), None, ids)[0].float()
-        yield LevelScores(warped, batch.gumbel(at.unsqueeze(0), ids)[0], column[text[0, at]], at >= prompt)
+        warped = batch.scores(logits.unsqueeze(0), None, None, ids)[0].float()
+        noise = torch.zeros_like(warped)
+        if not batch.all_greedy:
+            warped, noise = warped.log_softmax(-1), gumbel_noise(batch.seeds, at.unsqueeze(0), ids)[0]
+        yield LevelScores(warped, noise, column[text[0, at]], at >= prompt)
 
 
 def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -> None:

@@ -3,7 +3,7 @@
 import difflib
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from headstart.common.remote import without_secrets
-from headstart.recipes.checks import recipe_mistakes
+from headstart.recipes.checks import file_mistakes, recipe_mistakes
 from headstart.recipes.fields import in_yaml, recipe_fields, recipe_sections, section_keys
 from headstart.recipes.schema import Recipe
+from headstart.recipes.values import Section
 
 NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)  # errors of PyYAML; a number of 5000 digits is a ValueError
 
@@ -93,15 +94,27 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     recipe = None
     try:
         recipe = Recipe.model_validate(raw.values)
+        sections = dict(recipe)
     except ValidationError as error:
         for details in error.errors():
             add_schema_mistake(raw, details)
-    for field_path, allowed_and_advice in recipe_mistakes(raw.values):
+        sections = valid_sections(raw.values, {details["loc"][0] for details in error.errors()})
+    for field_path, allowed_and_advice in (*file_mistakes(raw.values.get("data")), *recipe_mistakes(sections)):
         raw.add_mistake(field_path, allowed_and_advice)
     if recipe is None or raw.mistakes:
         count = "1 mistake" if len(raw.mistakes) == 1 else f"{len(raw.mistakes)} mistakes"
         raise RecipeError("\n  ".join([f"{path}: {count}", *raw.mistakes]))
     return recipe
+
+
+def valid_sections(values: dict[str, Any], invalid: Collection[object]) -> dict[str, Section]:
+    """The sections that are valid, although the recipe is not."""
+    sections = {}
+    for name, kinds in recipe_sections().items():
+        if name not in invalid:
+            section = values.get(name, {})
+            sections[name] = kinds[section.get("kind", "")].model_validate(section)
+    return sections
 
 
 def read_recipe_file(path: Path) -> RawRecipe:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 
 from headstart.common.remote import is_url, without_secrets
@@ -70,9 +71,10 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)
     parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
-    for name, about in (("count", "prompts to replay"), ("new_tokens", "new tokens per prompt"), ("depth", "depths")):
-        flag, default = f"--{name.replace('_', '-')}", getattr(Options, name)
-        parser.add_argument(flag, type=positive, default=default, help=f"{about} (default: %(default)s)")
+    add = partial(parser.add_argument, type=positive)
+    add("--count", default=Options.count, help="prompts to replay (default: %(default)s)")
+    add("--new-tokens", default=Options.new_tokens, help="new tokens per prompt (default: %(default)s)")
+    add("--depth", default=Options.depth, help="depths (default: %(default)s)")
     engine = "engine that serves EXPORT; default: the first it is meant for"
     parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
     return parser.parse_args(argv)

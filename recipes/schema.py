@@ -4,7 +4,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from headstart.recipes.sampling import TEMPERATURE_MAX
 from headstart.recipes.schema_heads import AnyHeadSection
@@ -166,7 +173,7 @@ class DataSection(Section):
         if len(writers) > 1:
             raise ValueError(f"one of states or server, draft_head and responses given is allowed; remove {writers[0]}")
         if self.online is not None and self.store is not None:
-            raise ValueError("online computes the features; remove store, or remove online")
+            raise ValueError("online allows no store, as it computes the features; remove store, or remove online")
         if self.states is not None and (self.online is not None or self.store is not None):
             raise ValueError("states is for features that are harvested; remove states, or remove online and store")
         if self.online is not None and "auto" in self.online and len(self.online) > 1:
@@ -233,11 +240,6 @@ class DecodeSection(Section):
         "same words earlier in the text, or the same token in any text. They cost almost nothing where a step waits "
         "for the target's weights, and no CUDA graph holds such a step.",
     )
-    acceptance: Literal["seeded", "rejection"] = Field(
-        default="seeded",
-        description="Acceptance rule when sampling. seeded: exactly the text of plain decoding with this seed; "
-        "rejection: the same distribution, by rejection sampling.",
-    )
     max_new_tokens: int = Field(default=512, gt=0, description="Longest output, in tokens.")
     max_batch: int = Field(default=16, gt=0, description="Sequences decoded together in one batch.")
 
@@ -247,12 +249,8 @@ class DecodeSection(Section):
             raise ValueError("drafter draft_model needs draft_model; give decode.draft_model")
         if self.drafter != "head" and self.growth not in ("chain", "dynamic"):
             raise ValueError(f"growth {self.growth} needs a trained head; {self.drafter} allows chain or dynamic")
-        if self.repeats and (self.drafter != "head" or self.acceptance != "seeded"):
-            given = f"{self.drafter} with {self.acceptance} is given"
-            raise ValueError(f"repeats needs drafter head and acceptance seeded; {given}; write repeats: 0")
-        if self.acceptance == "rejection" and self.growth not in ("chain", "searched"):
-            why = f"{self.growth} keeps or drops sampled tokens by their values, which would bias the output"
-            raise ValueError(f"acceptance rejection allows growth chain or searched; {why}")
+        if self.repeats and self.drafter != "head":
+            raise ValueError(f"repeats needs drafter head; {self.drafter} is given; write repeats: 0")
         return self
 
 

@@ -22,6 +22,7 @@ class Loss:
     regression_weight: float = 0.0  # of the distance between the head's and the target's features
     input_noise: float = 0.0  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
     text_weight: float = 0.0  # of the cross-entropy to the text
+    slot_text_weight: float = 0.0  # of the slots' own cross-entropy to the text, before a candidate selector
 
 
 class HeadSection(Section):
@@ -98,10 +99,9 @@ Taps = Annotated[
 ]
 
 
-class Eagle3Section(LayerSection):
-    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+class TappedSection(LayerSection):
+    """Fields shared by EAGLE-3 and P-EAGLE heads."""
 
-    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
     own_fields: ClassVar[frozenset[str]] = frozenset({"train.fitted_start", "train.input_noise"})
     hidden_size: int | None = Field(
         default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
@@ -116,6 +116,33 @@ class Eagle3Section(LayerSection):
         default=False,
         description="Normalise each tap before joining them, and the feature fed to the next draft level (EAGLE-3.1).",
     )
+
+
+class Eagle3Section(TappedSection):
+    """An EAGLE-3 draft head (arXiv 2503.01840)."""
+
+    kind: Literal["eagle3"] = Field(description="Architecture of the draft head.")
+
+
+class PEagleSection(TappedSection):
+    """A P-EAGLE draft head (arXiv 2602.01469): EAGLE-3 that drafts all levels in one pass."""
+
+    kind: Literal["peagle"] = Field(description="Architecture of the draft head.")
+    levels_field: ClassVar[str] = "depths"
+    num_layers: int = Field(default=4, gt=0, le=16, description="Decoder layers of the P-EAGLE head.")
+    depths: int = Field(default=8, gt=1, le=64, description="Levels that a pass drafts; it drafts no deeper.")
+    mask_token_id: int | None = Field(
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
+    )
+
+    @property
+    def levels(self) -> int:
+        return self.depths
+
+    @property
+    def unroll_decay(self) -> float:
+        """The paper takes the mean over all entries, whose number falls by this factor from depth to depth."""
+        return 0.7
 
 
 class MedusaSection(HeadSection):
@@ -141,7 +168,7 @@ class MedusaSection(HeadSection):
 
 class BlockSection(LayerSection):
     """A block head, which drafts all levels in one pass: DSpark (arXiv 2607.05147) or, by its fields, DFlash
-    (2602.06036) or JetSpec (2606.18394)."""
+    (2602.06036), DFlash2 or JetSpec (2606.18394)."""
 
     kind: Literal["block"] = Field(description="Architecture of the draft head.")
     script: ClassVar[str] = "trainers/block.py"
@@ -163,6 +190,18 @@ class BlockSection(LayerSection):
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
         "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
+    conv_kernel_size: int = Field(
+        default=0,
+        ge=0,
+        description="Slots that the convolutions around attention and MLP take in, in steps back from each slot "
+        "(DFlash2: 2); 0 is no convolutions.",
+    )
+    selector_rank: int = Field(
+        default=0,
+        ge=0,
+        description="Rank of the candidate selector, which scores the 16 likeliest tokens of a slot again given the "
+        "token before it (DFlash2: 256, with markov_rank 0); 0 is none.",
+    )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
         default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
@@ -172,6 +211,13 @@ class BlockSection(LayerSection):
         description="Target hidden states that the head reads, by index (0 is the embedding); null is five, spread "
         "from 2 to L-2 of L layers.",
     )
+
+    @field_validator("selector_rank")
+    @classmethod
+    def one_head_for_the_token_before(cls, selector_rank: int, section: ValidationInfo) -> int:
+        if selector_rank and (rank := section.data.get("markov_rank")):
+            raise ValueError(f"0 is allowed with markov_rank {rank}; set one of them to 0")
+        return selector_rank
 
     @property
     def sample_from_anchor(self) -> bool:
@@ -185,6 +231,8 @@ class BlockSection(LayerSection):
 
     @property
     def loss(self) -> Loss:
+        if self.selector_rank:  # not the published loss, which was reported to lose to DSpark (z-lab/dflash#171)
+            return Loss("total_variation", weight=0.9, text_weight=0.1, slot_text_weight=0.1)
         if self.markov_rank:  # DSpark: .9 of the L1 distance, which is 2 TV
             return Loss("total_variation", weight=1.8, text_weight=0.1)
         return Loss() if self.causal else Loss(weight=0.0, text_weight=1.0)  # JetSpec's or DFlash's
@@ -197,5 +245,6 @@ class BlockSection(LayerSection):
 
 
 AnyHeadSection = Annotated[
-    Eagle1Section | Eagle3Section | MedusaSection | BlockSection | MtpSection, Field(discriminator="kind")
+    Eagle1Section | Eagle3Section | PEagleSection | MedusaSection | BlockSection | MtpSection,
+    Field(discriminator="kind"),
 ]

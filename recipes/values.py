@@ -6,7 +6,15 @@ from datetime import date
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    field_validator,
+)
 
 from headstart.common.remote import is_url, mirror_of, shown
 from headstart.recipes.sampling import TEMPERATURE_MAX
@@ -84,7 +92,7 @@ def with_day_as_text(variables: object) -> object:
     try:
         return {**variables, "date": date.fromisoformat(str(variables["date"])).isoformat()}
     except ValueError:
-        raise ValueError("date is a day such as 2026-11-26; correct it, or remove it") from None
+        raise ValueError("a day such as 2026-11-26 is allowed as its date; correct it, or remove it") from None
 
 
 def refuse_other_schemes(url: str) -> str:
@@ -128,3 +136,11 @@ class Section(BaseModel):
     """Base of all sections of a recipe: unknown keys fail, types are strict, and nothing changes after loading."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def refuse_large_numbers(cls, value: object) -> object:
+        numbers = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):
+            raise ValueError("a number of fewer than 64 bits is allowed; lower it")
+        return value

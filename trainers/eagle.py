@@ -1,4 +1,4 @@
-"""Train an EAGLE-1 or EAGLE-3 draft head: run the stages before it that are missing, and reuse the others.
+"""Train an EAGLE-1, EAGLE-3 or P-EAGLE draft head: run the stages before it that are missing, and reuse the others.
 
     accelerate launch trainers/eagle.py recipes/tiny.yaml
     accelerate launch trainers/eagle.py recipes/llama3_8b.yaml train.learning_rate=1e-4

@@ -8,9 +8,10 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
+from headstart.heads.files import Tensors
 from headstart.inference.calibrate import fit_calibration
 from headstart.inference.core.request import DecodeStats, Request
-from headstart.inference.core.sampling import sampling_from_recipe
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
@@ -20,7 +21,6 @@ from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers.objectives.unrolled import HeadInTraining
-from headstart.trainers.run_checkpoints import Tensors
 
 HELD_OUT = "held out"  # decides which blocks of a held-out text are scored, the same ones at every measurement
 TEMPERATURES = {"tau": 0.0, "tau_t1": 1.0}  # metric of acceptance length -> the temperature it is measured at
@@ -45,7 +45,7 @@ class HeldOutDecoding:
 
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
-        sampling = sampling_from_recipe(self.recipe, temperature)
+        sampling = Sampling(temperature, seed=self.recipe.seed)
         requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))

@@ -8,19 +8,17 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
 
 from headstart.common.errors import RUN_AGAIN
 from headstart.common.files import remove, whole_folder, write_text
 from headstart.common.remote import fetch, url_of
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.data_pipelines.stages.stage import Json, Stage, differences
-from headstart.heads.files import write_safetensors
+from headstart.heads.files import Tensors, write_safetensors
 from headstart.recipes import Recipe
 
 STATE = "state.json"
 KEPT = 2  # newest checkpoints
-Tensors = dict[str, Tensor]
 # Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
 # additions, or only those that a run begins with.
 MAY_CHANGE_ON_RESUME = {

@@ -16,17 +16,21 @@ from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.evaluation import HELD_OUT, HeldOutDecoding
 from headstart.trainers.objectives.block import BlockSupervision, TrainedBlocks
-from headstart.trainers.objectives.medusa2 import JointHead, JointHeadOnRanks, TrainableTarget
+from headstart.trainers.objectives.medusa2 import JointHead, TrainableTarget
 from headstart.trainers.objectives.objective import Objective
+from headstart.trainers.objectives.peagle import ChainSupervision, TrainedChains
 from headstart.trainers.objectives.unrolled import HeadInTraining, Supervision, Teacher, UnrolledHead, input_noise
 from headstart.trainers.parallel.head_on_ranks import HeadOnRanks
+from headstart.trainers.parallel.joint import JointHeadOnRanks
 from headstart.trainers.parallel.launch import distribute_head
 from headstart.trainers.run_checkpoints import Checkpoints, Snapshot
 
 TRAINED: dict[str, type[HeadInTraining]] = {
     "unroll": UnrolledHead,
     "blocks": TrainedBlocks,
+    "mask entries": TrainedChains,
 }  # by DraftHead.trained_by
+AnySupervision = Supervision | BlockSupervision | ChainSupervision
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,6 @@ class Training:
         """Start a new run, or continue from a snapshot of this head."""
         if found is not None:
             head.load_state_dict(found.weights)
-            if inputs.target is not None:
-                inputs.target.restore(found.target)
         teacher = Teacher(inputs.frozen, head.vocab, getattr(torch, recipe.train.precision))
         head_on_ranks: HeadOnRanks
         if inputs.target is None:
@@ -67,6 +69,7 @@ class Training:
             head_on_ranks = JointHeadOnRanks(accelerator, joint, recipe.train)
         if found is not None:
             head_on_ranks.restore_optimizers(found.optimizers)
+            head_on_ranks.restore_target(found.target)
         return cls(recipe, inputs, accelerator, head_on_ranks)
 
     def autocast(self) -> torch.autocast:
@@ -81,8 +84,7 @@ class Training:
             store.finish_checks()
         whole, optimizers = self.head.whole(), self.head.optimizer_state()
         if whole is not None:
-            target = {} if self.inputs.target is None else self.inputs.target.state()
-            checkpoints.save(Snapshot(step, whole.head.state_dict(), optimizers, target))
+            checkpoints.save(Snapshot(step, whole.head.state_dict(), optimizers, self.head.target_state()))
         self.accelerator.wait_for_everyone()
 
 
@@ -197,7 +199,7 @@ class MicroBatch:
 
     numbers: list[int]  # numbers of its samples in the store
     lengths: tuple[int, ...]  # tokens of each sample
-    supervision: Supervision | BlockSupervision  # its last_hidden is empty while the features are not in memory
+    supervision: AnySupervision  # its last_hidden is empty while the features are not in memory
     features: Batch | None
 
 

@@ -7,7 +7,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 
 import torch
 from jaxtyping import Float
@@ -93,7 +92,7 @@ class BackgroundThread:
     def __enter__(self) -> "BackgroundThread":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
             while kind is None and self._unfinished:
                 self._unfinished.popleft().result()

@@ -85,7 +85,12 @@ def merge(into: Path, sources: list[Path]) -> Stage:
     A shard that several stores share is copied once. Raises ValueError if no store is given, if one is damaged, or if
     they differ in taps, dtype or target.
     """
-    refuse_sources(into, sources)
+    if not sources:
+        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
+        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
+    if into.exists():
+        needed = "a new folder is needed for the merged store; give another one first, or remove it"
+        raise ValueError(f"{into} exists already, {needed}")
     abouts = [read_manifest(source) for source in sources]
     values = [merge_values(about) for about in abouts]
     for source, its in zip(sources, values, strict=True):
@@ -120,17 +125,6 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
             shutil.copy(source / shard["file"], into / shard_name(split, index))
             shards.append({**shard, "file": shard_name(split, index)})
     return shards
-
-
-def refuse_sources(into: Path, sources: list[Path]) -> None:
-    """Raise ValueError for folders that cannot be merged into one, whatever they hold."""
-    if not sources:
-        example = f"headstart store merge {shlex.quote(str(into))} runs/tiny/features runs/more/features"
-        raise ValueError(f"store merge: only {into} given, one or more stores must follow it, as in {example}")
-    if into.exists():
-        raise ValueError(
-            f"{into} exists already, a new folder is needed for the merged store; give another one first, or remove it"
-        )
 
 
 def merge_values(about: Json) -> Json:

@@ -84,33 +84,31 @@ class UserTemplate:
 
     def _opening(self, system: str | None) -> Opening:
         try:
-            opening = self._around_words(system)
-            if opening is not None:
-                return opening
-            reason = "it does not show the user's words unchanged and once, between tokens of its own"
+            return self._around_words(system)
         except BadRow as error:
-            reason = str(error)
+            reason = error
         field, value, remedy = "data.self_system_prompts", repr(system), "remove it"
         if system is None:
             field, value, remedy = "data.prompts", SELF, f"choose a target with another template; {REMEDY}"
         raise ValueError(f"{field}: {value} given, which the chat template rules out: {reason}; {remedy}")
 
-    def _around_words(self, system: str | None) -> Opening | None:
-        """The tokens around the user's words; None if the template shows the words changed or not at all."""
+    def _around_words(self, system: str | None) -> Opening:
+        """The tokens around the user's words; raises BadRow if the template shows the words changed or not at all."""
+        hidden = "it does not show the user's words unchanged and once, between tokens of its own"
         steering = [] if system is None else [{"role": "system", "content": system}]
         text = self.chat.render(Conversation([*steering, {"role": "user", "content": STAND_IN}]), ask=True)
         before, _, after = text.partition(STAND_IN)
         if not after or STAND_IN in after:
-            return None
+            raise BadRow("chat template", hidden)
         start, end = len(before), len(before) + len(STAND_IN)
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         tokens, places = list(encoded["input_ids"]), list(encoded["offset_mapping"])
         first = next((number for number, (_, stop) in enumerate(places) if stop > start), len(tokens))
         last = next((number for number, (begin, _) in enumerate(places) if begin >= end), len(tokens))
-        if first == 0 or last == len(tokens) or places[last - 1][1] > end:
-            return None
-        space = text[places[first - 1][1] : start]
-        return None if space.strip() else Opening(tokens[:first], tokens[last], space)
+        space = text[places[first - 1][1] : start] if first else ""
+        if first == 0 or last == len(tokens) or places[last - 1][1] > end or space.strip():
+            raise BadRow("chat template", hidden)
+        return Opening(tokens[:first], tokens[last], space)
 
     def prompt(self, words: str) -> list[int]:
         """The tokens after which the target answers a user with these words."""
@@ -150,21 +148,20 @@ class CandidateWriter:
         written = generation.tokens[:-1] if generation.finish == "end" else generation.tokens
         words = str(self.template.tokenizer.decode(written, clean_up_tokenization_spaces=False))
         words = words.removeprefix(opening.space)
-        rejected = self._rejection(generation, words)
-        tokens = self.template.prompt(words) if rejected is None else []
-        if len(tokens) > self.recipe.data.prompt_tokens:
-            rejected, tokens = TOO_LONG, []
-        elif tokens and max(tokens) >= self.vocab_size:
-            rejected, tokens = MARKS, []
-        return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
-
-    def _rejection(self, generation: Generation, words: str) -> str | None:
-        """The reason why the words are unusable; None if they are usable."""
+        rejected, tokens = None, list[int]()
         if generation.finish != "end":
-            return CUT
-        if self.template.template.special.search(words):
-            return MARKS
-        return TOO_SHORT if sum(map(str.isalpha, words)) < LETTERS_MIN else None
+            rejected = CUT
+        elif self.template.template.special.search(words):
+            rejected = MARKS
+        elif sum(map(str.isalpha, words)) < LETTERS_MIN:
+            rejected = TOO_SHORT
+        elif len(prompt := self.template.prompt(words)) > self.recipe.data.prompt_tokens:
+            rejected = TOO_LONG
+        elif max(prompt) >= self.vocab_size:
+            rejected = MARKS
+        else:
+            tokens = prompt
+        return {"candidate": number, "turns": [words], "tokens": tokens, "rejected": rejected}
 
 
 def read_candidates(folder: Path) -> dict[int, Json]:

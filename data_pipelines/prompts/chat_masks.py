@@ -127,7 +127,10 @@ class ChatMasks:
         if mark and answer.count(mark[0]) > 1:
             raise BadRow("end mark", f"turn {place + 1} holds {mark[0]}, at which the target stops; remove it there")
         self.without_end += mark is None
-        self._count_added(answer, turn)
+        if not turn.get("reasoning_content") and not turn.get("tool_calls"):
+            added, words, _ = answer.partition(turn["content"].strip()[:40])
+            if words and added.strip():  # text that no part of the row says
+                self.added[added] += 1
         return answer
 
     def _start(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[int, str | None]:
@@ -154,13 +157,6 @@ class ChatMasks:
         if not is_shown or full[:end] != opening[:end]:
             raise BadRow("chat template", "the chat template changes the turns before an answer once it is there")
         return end, None
-
-    def _count_added(self, answer: str, turn: Json) -> None:
-        """Count text before the answer's own words that no part of the row says."""
-        if not turn.get("reasoning_content") and not turn.get("tool_calls"):
-            before, words, _ = answer.partition(turn["content"].strip()[:40])
-            if words and before.strip():
-                self.added[before] += 1
 
     def render(self, conversation: Conversation, ask: bool = False) -> str:
         """The conversation as text; with `ask`, up to where the target's answer begins."""

@@ -4,12 +4,12 @@ import fcntl
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from threading import Lock
+from queue import Empty, SimpleQueue
+from threading import Event, Lock
 
 import httpx
 
@@ -28,7 +28,6 @@ class Server:
     """One URL of data.server."""
 
     url: str
-    in_flight: int = 0  # requests of ours
     failure: str = ""  # the reason to stop using it
 
 
@@ -76,7 +75,7 @@ class Answer:
 
 
 class CompletionClient:
-    """Sends requests to servers of one model, several at a time, each to the server with the fewest of them in flight.
+    """Sends requests to servers of one model, several at a time; a server gets the next one once it has answered.
 
     A failed request is retried after 1, 2, 4, ... seconds if its error may be temporary. A server that still fails is
     named once and no longer used; its requests go to the others. Raises ValueError if no server is left, for permanent
@@ -85,7 +84,7 @@ class CompletionClient:
 
     def __init__(self, urls: Sequence[str], pause: Callable[[float], None] = time.sleep) -> None:
         self.servers, self.pause = [Server(url.rstrip("/").removesuffix("/v1")) for url in urls], pause
-        self._lock = Lock()  # of the servers' counts and failures
+        self._lock = Lock()  # of the servers' failures
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         weakref.finalize(self, self.client.close)
@@ -100,45 +99,45 @@ class CompletionClient:
 
         After a failure nothing more is asked for, and the error is raised after the answers that still arrive.
         """
+        waiting, answers, stopped = SimpleQueue[tuple[int, Json]](), SimpleQueue[tuple[int, Answer] | None](), Event()
+        for request in enumerate(bodies):
+            waiting.put(request)
+
+        def work(server: Server) -> None:
+            """Let a server answer what is waiting, one at a time; None among the answers says that this has ended."""
+            try:
+                while not stopped.is_set():
+                    number, body = waiting.get_nowait()
+                    if (answer := self.ask(server, body)) is None:
+                        return waiting.put((number, body))
+                    answers.put((number, answer))
+            except Empty:
+                pass
+            except BaseException:
+                stopped.set()
+                raise
+            finally:
+                answers.put(None)
+
         with ThreadPoolExecutor(max_workers=at_once * len(self.servers)) as pool:
-            waiting = enumerate(bodies)
-            in_flight: dict[Future[Answer], int] = {}
-            failure = None
-            while True:
-                if failure is None:
-                    free = max(at_once * len(self.live) - len(in_flight), 0)
-                    in_flight |= {pool.submit(self._complete, body): number for number, body in islice(waiting, free)}
-                if not in_flight:
-                    break
-                for future in wait(in_flight, return_when=FIRST_COMPLETED).done:
-                    number = in_flight.pop(future)
-                    if (error := future.exception()) is None:
-                        yield number, future.result()
-                    failure = failure or error
-            if failure is not None:
-                raise failure
+            try:
+                while not waiting.empty():
+                    if not self.live:
+                        raise self._none_left()
+                    workers = [pool.submit(work, server) for server in self.live for _ in range(at_once)]
+                    for _ in workers:
+                        yield from iter(answers.get, None)
+                    for worker in workers:
+                        worker.result()  # raises its error
+            finally:
+                stopped.set()
 
     def ask(self, server: Server, body: Json) -> Answer | None:
         """One server's answer to a completion; None if the server is no longer used."""
         response = self._ask(server, "POST", "/v1/completions", {"model": self.model, **body})
-        return (
-            None if response is None else Answer(server.url, response.json(), first_entry(server, response, "choices"))
-        )
-
-    def _complete(self, body: Json) -> Answer:
-        while True:
-            with self._lock:
-                if not self.live:
-                    raise self._none_left()
-                server = min(self.live, key=lambda each: each.in_flight)
-                server.in_flight += 1
-            try:
-                answer = self.ask(server, body)
-            finally:
-                with self._lock:
-                    server.in_flight -= 1
-            if answer is not None:
-                return answer
+        if response is None:
+            return None
+        return Answer(server.url, response.json(), first_entry(server, response, "choices"))
 
     def _served_by_all(self) -> str:
         """The model that every server serves; raises ValueError naming those that serve another than the first."""
@@ -171,15 +170,12 @@ class CompletionClient:
             reason = f"status {response.status_code}: {response.text[:200]}"
             if response.status_code not in RETRIED_STATUSES:
                 raise ValueError(f"data.server: {server.url}{path} gave no answer ({reason}); {REMEDY}")
-        self._give_up(server, f"{server.url}{path} gave no answer ({reason})")
-        return None
-
-    def _give_up(self, server: Server, reason: str) -> None:
+        reason = f"{server.url}{path} gave no answer ({reason})"
         with self._lock:
             is_first, server.failure = not server.failure, server.failure or reason
-            left = len(self.live)
-        if is_first and left:
+        if is_first and (left := len(self.live)):
             print(f"data.server: {reason}; stopped using it; {left} of {len(self.servers)} servers remain", flush=True)
+        return None
 
     def _none_left(self) -> ValueError:
         return ValueError(f"data.server: {' and '.join(server.failure for server in self.servers)}; {REMEDY}")

@@ -231,10 +231,12 @@ def parse_turns(turns: object, row: Json) -> Conversation:
     check_order(messages)
     before = len(messages) - len(listed)
     context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not weight_of(turn, place))
-    variables = row.get("chat_template_kwargs") or {}
+    variables, tools = row.get("chat_template_kwargs") or {}, row.get("tools")
     if not isinstance(variables, dict):
         raise BadRow("unknown form", f"chat_template_kwargs is {in_words(variables)}, an object is needed; correct it")
-    return Conversation(messages, parse_tools(row), variables, context_only)
+    if isinstance(tools, str) and tools.strip():
+        tools = parse_json(tools, "tools")
+    return Conversation(messages, list_of(dict, tools, "tools") if tools else None, variables, context_only)
 
 
 def weight_of(turn: Json, place: int) -> bool:
@@ -274,17 +276,14 @@ def text_of(content: object, number: int) -> str:
     if content is None:
         return ""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and is_text(part) for part in content):
+        parts = [part for part in content if isinstance(part, dict) and part.get("type") in TEXT_PARTS]
+        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+        if len(texts) < len(content):
             raise BadRow("unknown form", f"turn {number} contains parts that are not text; only text is supported")
-        return "".join(part["text"] for part in content)
+        return "".join(texts)
     if not isinstance(content, str):
         raise BadRow("unknown form", f"turn {number} is {in_words(content)}, text is needed")
     return content
-
-
-def is_text(part: Json) -> bool:
-    """Whether a part of a turn is plain text: one of another type, such as reasoning, may have a text too."""
-    return part.get("type") in TEXT_PARTS and isinstance(part.get("text"), str)
 
 
 def parse_call(call: Json, number: int) -> Json:
@@ -303,13 +302,6 @@ def parse_call(call: Json, number: int) -> Json:
         raise BadRow("unknown form", f"{field} are {in_words(arguments)}, an object is needed; correct them")
     identity = {"id": call["id"]} if call.get("id") else {}
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **identity}
-
-
-def parse_tools(row: Json) -> list[Json] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str) and tools.strip():
-        tools = parse_json(tools, "tools")
-    return list_of(dict, tools, "tools") if tools else None
 
 
 def parse_json(text: str, field: str) -> Any:

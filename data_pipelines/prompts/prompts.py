@@ -192,7 +192,10 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     """Read the prompts of both splits; training samples that are also held out are left out."""
     data = recipe.data
     if data.prompts == SELF:
-        return self_written_prompts(recipe, template)
+        selection = start_selection(recipe, template)
+        selection.take_all(read_candidates(recipe.prompts_dir))
+        assert not selection.missing
+        return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
     reports = [
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
@@ -202,14 +205,6 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
     held_out = {key_of(row) for row in heldout}
     train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size)
     return PromptRows(train, heldout, reports)
-
-
-def self_written_prompts(recipe: Recipe, template: ChatTemplate) -> PromptRows:
-    """The prompts selected from the candidates that the target has written."""
-    selection = start_selection(recipe, template)
-    selection.take_all(read_candidates(recipe.prompts_dir))
-    assert not selection.missing
-    return PromptRows(selection.train, selection.heldout, selection.reports, selection.rejections())
 
 
 def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:

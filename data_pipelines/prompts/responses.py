@@ -206,18 +206,20 @@ def describe_responses(recipe: Recipe, stage: Stage) -> str:
     return "; ".join(parts)
 
 
-def target_writer(recipe: Recipe, target: TargetModel, ending: Ending = never) -> Writer:
-    """Write responses with our own decoding, one seed per sample. All ranks must call this.
-
-    Raises ValueError for a target whose generation_config.json has unsupported settings.
-    """
-    return decoding_writer(recipe, target, None, texts_together(recipe, target, recipe.data.longest_sample), ending)
-
-
-def decoding_writer(
-    recipe: Recipe, target: TargetModel, drafter: Drafter | None, max_batch: int, ending: Ending
+def target_writer(
+    recipe: Recipe,
+    target: TargetModel,
+    ending: Ending = never,
+    drafter: Drafter | None = None,
+    max_batch: int | None = None,
 ) -> Writer:
-    """Write at most `max_batch` responses at a time; a drafter changes the speed, never the text."""
+    """Write responses with our own decoding, one seed per sample; a drafter changes the speed, never the text.
+
+    At most `max_batch` decode together, by default as many as fit. All ranks must call this. Raises ValueError for a
+    target whose generation_config.json has unsupported settings.
+    """
+    if max_batch is None:
+        max_batch = texts_together(recipe, target, recipe.data.longest_sample)
     defaults = TargetDefaults.of(target)  # a server applies them, too
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
@@ -237,7 +239,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     head = load_head_for(folder, target.frozen)
     max_batch = texts_together(recipe, target, recipe.data.longest_sample, Growth.from_section(recipe.decode).max_nodes)
     growth = growth_from_recipe(recipe.decode, target, head, batch=max_batch)
-    return decoding_writer(recipe, target, head_drafter(head, growth), max_batch, ending), target.ranks
+    return target_writer(recipe, target, ending, head_drafter(head, growth), max_batch), target.ranks
 
 
 def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = never) -> Writer:

@@ -117,7 +117,7 @@ def json_array(path: Path, first: bytes) -> list[Json | BadRow] | None:
     try:
         listed = json.loads(content.decode("utf-8-sig"))
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
-        if is_json(first):
+        if not isinstance(json_value(first), BadRow):
             return None
         problem = f"data: {path} starts as a JSON array but cannot be read as one ({error})"
         allowed = "a whole array or one JSON object on each line is allowed, so fix the file there or write it again"
@@ -125,20 +125,16 @@ def json_array(path: Path, first: bytes) -> list[Json | BadRow] | None:
     return [checked_object(row, has_escapes=rb"\u" in content) for row in listed]
 
 
-def is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except (json.JSONDecodeError, UnicodeError, RecursionError):
-        return False
-    return True
-
-
 def json_object(line: bytes) -> Json | BadRow:
+    row = json_value(line)
+    return row if isinstance(row, BadRow) else checked_object(row, has_escapes=rb"\u" in line)
+
+
+def json_value(line: bytes) -> object | BadRow:
     try:
-        row = json.loads(line.decode("utf-8"))
+        return json.loads(line.decode("utf-8"))
     except (json.JSONDecodeError, UnicodeError, RecursionError) as error:
         return BadRow("unreadable", f"not valid JSON ({error}); one JSON object on each line is needed")
-    return checked_object(row, has_escapes=rb"\u" in line)
 
 
 def checked_object(row: object, has_escapes: bool) -> Json | BadRow:

@@ -109,8 +109,12 @@ class Selection:
         is_heldout = len(self.heldout) < self.num_heldout
         rows, report = (self.heldout, self.reports[1]) if is_heldout else (self.train, self.reports[0])
         report.rows += 1
-        opening = candidate["turns"][0]
-        reason = candidate["rejected"] or self._repetition(candidate)
+        opening, reason = candidate["turns"][0], candidate["rejected"]
+        if reason is None:
+            if tuple(candidate["tokens"]) in self.held_out_keys or self.held_out_texts.has_similar(opening):
+                reason = HELD_OUT
+            elif self.openings.has_similar(opening):
+                reason = REPEATS
         if reason is None:
             self.openings.add(opening)
             rows.append({"id": len(rows), "tokens": candidate["tokens"], "cut": False})
@@ -124,13 +128,6 @@ class Selection:
         self.recent.append(reason is None)
         if len(self.recent) == RECENT_CANDIDATES and sum(self.recent) < RECENT_USABLE_MIN:
             raise ValueError(self._gives_up())
-
-    def _repetition(self, candidate: Json) -> str | None:
-        """The reason to leave out a candidate that repeats another prompt; None if it does not."""
-        opening = candidate["turns"][0]
-        if tuple(candidate["tokens"]) in self.held_out_keys or self.held_out_texts.has_similar(opening):
-            return HELD_OUT
-        return REPEATS if self.openings.has_similar(opening) else None
 
     def rejections(self) -> dict[str, int]:
         """The rejected candidates by reason."""

@@ -187,12 +187,6 @@ def refuse_other_code(folder: Path) -> None:
         raise ValueError(f"{lines}\n{remedy}")
 
 
-def replace_parts(folder: Path) -> None:
-    """Continue from the results of parts; raises ValueError naming the parts at work."""
-    refuse_parts_at_work(folder)
-    forget_parts(folder)
-
-
 def forget_parts(folder: Path) -> None:
     """Remove the files of parts that have ended; only the holder of the folder may call this."""
     remove(folder / PARTS / CODE)

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 from headstart.heads.base import DraftHead
 from headstart.heads.formats.subject import ServedTarget
@@ -38,13 +39,13 @@ def in_yaml(path: Path) -> str:
     return str(path) if quote(str(path)) == str(path) else in_python(path)
 
 
-def vllm_command(method: str, head: DraftHead, target: ServedTarget, folder: Path) -> str:
-    """vLLM's command for its `method` of drafting."""
+def vllm_command(method: str, head: DraftHead, target: ServedTarget, folder: Path, **more: Any) -> str:
+    """vLLM's command for its `method` of drafting, with `more` options of it."""
     served, options = f"{quote(target.name)}{revision_option(target)}", {"method": method, "model": str(folder)}
     if head.is_target_layer:
         served, options = quote(str(folder)), {"method": method}
     tokens = min(target.draft_tokens, head.max_levels or target.draft_tokens)
-    config = json.dumps({**options, "num_speculative_tokens": tokens})
+    config = json.dumps({**options, "num_speculative_tokens": tokens, **more})
     return f"```\nvllm serve {served} --speculative-config {quote(config)}\n```"
 
 

@@ -49,11 +49,11 @@ def layer_options(subject: Subject, engine: str) -> Iterator[Violation]:
             yield config_error(engine, key, subject.config[key], f"only {allowed!r} is allowed")
 
 
-def one_llama_layer(subject: Subject, engine: str) -> Iterator[Violation]:
+def llama_layers(subject: Subject, engine: str) -> Iterator[Violation]:
     config = subject.config
     for key, allowed, when_absent in (
         ("model_type", "llama", None),
-        ("num_hidden_layers", 1, None),
+        ("num_hidden_layers", subject.layout.kind.max_layers or config.get("num_hidden_layers"), None),
         ("tie_word_embeddings", False, False),
     ):
         if config.get(key, when_absent) != allowed:

@@ -2,11 +2,11 @@
 
     headstart convert path/to/head runs/imported --target meta-llama/Llama-3.1-8B-Instruct
 
-Reads EAGLE-1, EAGLE-3, Medusa, DFlash and DSpark heads in the layouts that vLLM reads, from safetensors or pickles,
-sharded or not. From a full target it takes the MTP layer. The layout is recognised from the files. Facts that the files
-do not state, such as the rotary base or the hidden states that the head reads, are inferred and printed: check them
-against the head's documentation. A head that headstart cannot represent is refused with every reason at once. Nothing
-in the folder is executed: a pickle may hold only tensors.
+Reads EAGLE-1, EAGLE-3, P-EAGLE, Medusa, DFlash and DSpark heads in the layouts that vLLM reads, from safetensors or
+pickles, sharded or not. From a full target it takes the MTP layer. The layout is recognised from the files. Facts that
+the files do not state, such as the rotary base or the hidden states that the head reads, are inferred and printed:
+check them against the head's documentation. A head that headstart cannot represent is refused with every reason at
+once. Nothing in the folder is executed: a pickle may hold only tensors.
 """
 
 import pickle

@@ -45,7 +45,7 @@ def gguf_files(head: DraftHead, target: ServedTarget) -> Files:
 def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
     """The files that speculators and vLLM load as one model, which names its target (their "verifier")."""
     for layout in LAYOUTS:
-        if layout.write is not None and isinstance(head, layout.kind):
+        if layout.write is not None and type(head) is layout.kind:
             return layout.write(head, target)
     raise not_in_speculators(head)
 
@@ -59,7 +59,7 @@ def serving_sections(
     head: DraftHead, target: ServedTarget, folder: Path, violations: dict[str, list[Violation]]
 ) -> Iterator[str]:
     """A heading for each engine that reads the layout, followed by its command or by the reasons why it has none."""
-    layout = next(each for each in LAYOUTS if isinstance(head, each.kind) and violations.keys() <= each.rules.keys())
+    layout = next(each for each in LAYOUTS if type(head) is each.kind and violations.keys() <= each.rules.keys())
     for engine, broken in violations.items():
         yield f"### {ENGINE_NAMES[engine]}"
         errors = [violation for violation in broken if violation.severity == "error"]

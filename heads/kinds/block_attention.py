@@ -3,7 +3,7 @@
 On a GPU one slot of all blocks is computed at a time, by the fused causal kernel.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -124,10 +124,13 @@ class BlockCache:
     group.
     """
 
-    def __init__(self, blocks: Blocks, reaches: tuple[Reach, ...]) -> None:
+    def __init__(
+        self, blocks: Blocks, reaches: tuple[Reach, ...], keys: Sequence[Tensor] = (), values: Sequence[Tensor] = ()
+    ) -> None:
+        """`keys` and `values` are the context's in the first layers, if they are known."""
         self.blocks, self.reaches = blocks, reaches
-        self.keys: list[Float[Tensor, "batch kv_heads seq head_dim"]] = []
-        self.values: list[Float[Tensor, "batch kv_heads seq head_dim"]] = []
+        self.keys: list[Float[Tensor, "batch kv_heads seq head_dim"]] = [*keys]
+        self.values: list[Float[Tensor, "batch kv_heads seq head_dim"]] = [*values]
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take in the context of the next layer."""

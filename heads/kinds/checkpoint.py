@@ -22,6 +22,7 @@ from headstart.heads.kinds.eagle1 import Eagle1Head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.kinds.medusa import MedusaHead
 from headstart.heads.kinds.mtp import MtpHead
+from headstart.heads.kinds.peagle import PEagleHead
 from headstart.heads.target_config import Rope, TargetConfig, TargetOrigin
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import HeadSection
@@ -29,7 +30,7 @@ from headstart.recipes.values import Dtype
 
 SHOWN = 12  # wrong tensors that a message names
 KINDS: dict[str, type[DraftHead]] = {
-    each.kind: each for each in (Eagle1Head, Eagle3Head, MedusaHead, BlockHead, MtpHead)
+    each.kind: each for each in (Eagle1Head, Eagle3Head, PEagleHead, MedusaHead, BlockHead, MtpHead)
 }
 
 

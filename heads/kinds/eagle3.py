@@ -14,7 +14,7 @@ from headstart.heads.kinds.linear_start import LeastSquares, LinearStart
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema_heads import Eagle3Section
+from headstart.recipes.schema_heads import TappedSection
 
 TAPS = "eagle_aux_hidden_state_layer_ids"
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc", "norm_before_residual")  # absent from the first heads
@@ -93,11 +93,11 @@ class Eagle3Head(LinearStart, LevelHead):
         return "draft_vocab_size" in config or any("Eagle3" in name for name in architectures)
 
     @classmethod
-    def scales_taps(cls, section: Eagle3Section) -> bool:
+    def scales_taps(cls, section: TappedSection) -> bool:
         return not section.norms  # which do that
 
     @classmethod
-    def section_taps(cls, section: Eagle3Section, target: TargetConfig) -> tuple[int, ...]:
+    def section_taps(cls, section: TappedSection, target: TargetConfig) -> tuple[int, ...]:
         return target.default_taps() if section.taps is None else section.taps
 
     @classmethod
@@ -108,10 +108,9 @@ class Eagle3Head(LinearStart, LevelHead):
         return tuple(named or [layer + 1 for layer in outputs] or target.default_taps())
 
     @classmethod
-    def from_section(cls, section: Eagle3Section, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
-        target = frozen.config
+    def section_shape(cls, section: Any, target: TargetConfig) -> Eagle3Shape:
         hidden_size = section.hidden_size or target.hidden_size
-        shape = Eagle3Shape.from_section(
+        return Eagle3Shape.from_section(
             section,
             target,
             hidden_size,
@@ -120,13 +119,15 @@ class Eagle3Head(LinearStart, LevelHead):
             norm_output=section.norms,
             own_embedding=hidden_size != target.hidden_size,
         )
-        return cls(shape, target, vocab, frozen.embedding)
 
     @classmethod
-    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
-        target = frozen.config
-        vocab = DraftVocab.from_tensors(tensors, target.vocab_size)
-        shape = Eagle3Shape.from_config(
+    def from_section(cls, section: TappedSection, frozen: FrozenTarget, vocab: DraftVocab) -> "Eagle3Head":
+        return cls(cls.section_shape(section, frozen.config), frozen.config, vocab, frozen.embedding)
+
+    @classmethod
+    def config_shape(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetConfig) -> Eagle3Shape:
+        """The shape that a config.json describes; raises ValueError for missing sizes."""
+        return Eagle3Shape.from_config(
             config,
             target,
             taps=cls.config_taps(config, target),
@@ -136,7 +137,11 @@ class Eagle3Head(LinearStart, LevelHead):
             norm_before_fc=config.get("norm_before_fc", False),
             norm_before_residual=config.get("norm_before_residual", False),
         )
-        return cls(shape, target, vocab, frozen.embedding)
+
+    @classmethod
+    def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
+        vocab = DraftVocab.from_tensors(tensors, frozen.config.vocab_size)
+        return cls(cls.config_shape(config, tensors, frozen.config), frozen.config, vocab, frozen.embedding)
 
     @classmethod
     def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:

@@ -244,14 +244,12 @@ class Sequence:
     text: list[int]  # prompt and output; the last token is the root, which the target has not read yet
     unread: Unread
     started: float  # time.perf_counter() before prefill
-    drafted: int = 0  # draft tokens that the last target step verified
     kept_from: int = 0  # positions whose states are known without this row
     kept: list[Tensor] = field(default_factory=list)  # the taps from there on, if prefixes are kept
     trace: Trace | None = None  # if finished texts are kept for training
     constraint: GuardedState | None = None
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
-    nodes: list[int] = field(default_factory=list)  # the tokens of the last tree, root and padding included
-    choices: list[int] = field(default_factory=list)  # the target's choice at each of them
+    accepted: Accepted | None = None  # the path of the last tree; None after prefill
     ended: bool = False
     key: int = field(default_factory=count().__next__)  # unlike the number, unique among all loops
 
@@ -280,7 +278,7 @@ class Sequence:
             self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
         else:
             self.unread.add(taps)
-        self.drafted, self.nodes, self.choices = accepted.drafted, accepted.nodes, accepted.choices
+        self.accepted = accepted
         added = self.add_tokens(accepted.tokens, scores)
         path = accepted.path[: len(added) + 1]  # without nodes accepted after the end of the text
         self.generation.stats.count_step(len(path) - 1, len(added), accepted.drafted)

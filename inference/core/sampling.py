@@ -3,13 +3,13 @@
 If g is Gumbel noise, argmax(log p + g) is an exact sample from p. Our Gumbel noise is a pure function of three keys:
 the row's seed, the absolute position of the token to be chosen, and the token id. It does not depend on the batch, the
 drafter or the device. So plain decoding and the verification of any drafter's tree choose the same token at the same
-position, and under the seeded acceptance rule their outputs are token-identical. A drafter that sees the same Gumbel
-noise predicts the target's choice better (the coupling of Daliri et al., arXiv 2408.07978).
+position, and their outputs are token-identical. A drafter that sees the same Gumbel noise predicts the target's choice
+better (the coupling of Daliri et al., arXiv 2408.07978).
 
-Three methods of BatchSampling build on each other; rows are sequences of a batch, nodes are those of a draft tree:
+Two methods of BatchSampling build on each other; rows are sequences of a batch, nodes are those of a draft tree:
 
-    warp      log p after bias, penalties, temperature and truncation; greedy: the logits after bias and penalties
-    scores    warp plus the Gumbel noise of each node's position; greedy: the same as warp
+    scores    log p after bias, penalties, temperature and truncation, up to a constant per node, plus the Gumbel noise
+              of the node's position; greedy: the logits after bias and penalties
     choose    the argmax of the scores, which is the chosen token
 """
 
@@ -18,18 +18,15 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.inference.core.gumbel import GumbelTable, gumbel_noise, uniform_numbers
+from headstart.inference.core.gumbel import GumbelTable, gumbel_noise
 from headstart.inference.core.history import History, apply_penalties
 from headstart.recipes.sampling import SamplingFields
-from headstart.recipes.schema import Recipe
 
-AcceptanceRule = Literal["seeded", "rejection"]
 TEMPERATURE_MIN = 1e-8  # below, logits / temperature would overflow: the likeliest token is chosen, as for 0
 SCORES_AT_ONCE = 2**25  # 128 MiB in float32, and a few times as much for intermediate results
 TOP_K_OFF = 2.0**24  # as a setting; float32 represents integers exactly up to this
@@ -52,7 +49,6 @@ class Sampling:
     frequency_penalty: float = 0.0  # subtracted once per occurrence of the token in the output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token, value added to its logit); -inf forbids the token
     seed: int = 0  # keys the Gumbel noise
-    rule: AcceptanceRule = "seeded"  # how draft tokens are accepted
 
     def __post_init__(self) -> None:
         SamplingFields.checked({name: getattr(self, name) for name in SamplingFields.model_fields})
@@ -65,9 +61,6 @@ class Sampling:
                 f"logit_bias: {self.logit_bias} given, a token id of at least 0 with a bias below infinity is allowed; "
                 f"leave it out for ()"
             )
-        if self.rule not in get_args(AcceptanceRule):
-            allowed = ", ".join(get_args(AcceptanceRule))
-            raise ValueError(f"rule: {self.rule} given, one of {allowed} is allowed; leave it out for 'seeded'")
 
     @property
     def needs_history(self) -> bool:
@@ -97,11 +90,6 @@ class Sampling:
             self.frequency_penalty,
             self.presence_penalty,
         )
-
-
-def sampling_from_recipe(recipe: Recipe, temperature: float) -> Sampling:
-    """The sampling of a recipe's evaluations at one temperature."""
-    return Sampling(temperature, seed=recipe.seed, rule=recipe.decode.acceptance)
 
 
 @dataclass(frozen=True)
@@ -135,15 +123,7 @@ class SamplingGroup:
         return self.settings[:, number, None, None]
 
     def warp(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
-        """BatchSampling.warp for the group's rows."""
-        shaped = self.shaped(logits, history, tokens)
-        if not self.form.sampled:
-            return shaped
-        log_p = torch.log_softmax(shaped.float(), dim=-1)
-        return torch.where(self.column(TEMPERATURE) == 0, shaped.float(), log_p) if self.form.greedy else log_p
-
-    def shaped(self, logits: Tensor, history: History | None, tokens: Tensor | None) -> Tensor:
-        """`warp`, but unnormalised: choices do not depend on a constant per node."""
+        """`scores` without noise."""
         form = self.form
         if self.bias is not None:
             logits = add_bias(logits.float(), self.bias, tokens)
@@ -174,15 +154,10 @@ class SamplingGroup:
         table: GumbelTable | None,
         gumbel_weight: float,
     ) -> Tensor:
-        """BatchSampling.scores for the group's rows; `table` is the whole batch's.
-
-        Without positions, or when greedy, no Gumbel noise is added.
-        """
-        if positions is None:
-            return self.warp(logits, history, tokens)
-        shaped = self.shaped(logits, history, tokens)
-        if not self.form.sampled:
-            return shaped
+        """BatchSampling.scores for the group's rows; `table` is the whole batch's."""
+        warped = self.warp(logits, history, tokens)
+        if positions is None or not self.form.sampled:
+            return warped
         if table is not None:
             noise = table.at(positions, self.rows, tokens)  # a copy
         else:
@@ -192,26 +167,18 @@ class SamplingGroup:
             noise = noise.mul_(gumbel_weight)
         if self.form.greedy:
             noise = noise.masked_fill_(self.column(TEMPERATURE) == 0, 0)
-        return noise.add_(shaped) if noise.shape == shaped.shape else noise + shaped  # one position may serve all nodes
+        return noise.add_(warped) if noise.shape == warped.shape else noise + warped  # one position may serve all nodes
 
 
 class BatchSampling:
     """Chooses tokens for all rows of a batch, each by its own Sampling.
 
     Built when rows enter or leave the batch, then used in every step without a host synchronisation.
-    Raises ValueError for rows with different acceptance rules.
     """
 
     def __init__(self, samplings: Sequence[Sampling], device: torch.device | str, captured: Form | None = None) -> None:
         """With `captured`, all rows are computed in that form, and `take` may replace their settings."""
         self.samplings = tuple(samplings)
-        rules = sorted({sampling.rule for sampling in samplings})
-        if len(rules) != 1:
-            raise ValueError(
-                f"rule: {', '.join(rules) or 'none'} given in one batch, one acceptance rule for all rows is allowed; "
-                f"put the requests of each rule in a batch of their own"
-            )
-        self.rule = rules[0]
         self.seeds = torch.tensor([sampling.seed for sampling in samplings], device=device)
         self.settings = torch.tensor([sampling.settings for sampling in samplings], device=device)
         members: dict[Form, list[int]] = {}
@@ -220,7 +187,7 @@ class BatchSampling:
         self.forms = tuple(members)
         self.needs_history = any(form.penalised for form in members)
         self.all_greedy = not any(form.sampled for form in members)
-        # If true, warp and scores return the logits unchanged, so the fastest kind of step has no overhead.
+        # If true, the scores are the logits themselves, so the fastest kind of step has no overhead.
         self.keeps_logits = self.all_greedy and not any(form.penalised or form.biased for form in members)
         self.gumbel_table: GumbelTable | None = None
         self.groups = []
@@ -254,10 +221,6 @@ class BatchSampling:
         """0 for a greedy row."""
         return self.settings[:, TEMPERATURE]
 
-    @property
-    def greedy(self) -> Bool[Tensor, " batch"]:
-        return self.temperatures == 0
-
     def with_gumbel(
         self, first: Int[Tensor, " batch"], count: int, vocab_size: int, last: GumbelTable | None = None
     ) -> "BatchSampling":
@@ -276,33 +239,32 @@ class BatchSampling:
         prepared.gumbel_table = GumbelTable(first, gumbel_noise(self.seeds, positions, tokens))
         return prepared
 
-    def warp(
-        self,
-        logits: Float[Tensor, "batch nodes vocab"],
-        history: History | None = None,
-        tokens: Int[Tensor, " vocab"] | None = None,
-    ) -> Float[Tensor, "batch nodes vocab"]:
-        """Log-probabilities to sample from, float32, -inf for excluded tokens; for greedy rows, logits after bias and
-        penalties.
-
-        When the columns are a draft vocabulary, `tokens` holds the target's token id of each column.
-        """
-        return self._by_group(logits, history, tokens, None)
-
     def scores(
         self,
         logits: Float[Tensor, "batch nodes vocab"],
-        positions: Int[Tensor, "batch nodes_or_1"],
+        positions: Int[Tensor, "batch nodes_or_1"] | None,
         history: History | None = None,
         tokens: Int[Tensor, " vocab"] | None = None,
         gumbel_weight: float = 1.0,
     ) -> Float[Tensor, "batch nodes vocab"]:
-        """`warp` up to a constant per node, plus Gumbel noise; the argmax is the token chosen at an absolute position.
+        """The score of each token at an absolute position; the highest one is chosen. -inf for excluded tokens.
 
-        Give one position per node, or one for all nodes of a row. With a `gumbel_weight` other than 1 the argmax is not
-        the chosen token, but a drafter may rank tokens by these scores.
+        Give one position per node, or one for all nodes of a row; None for scores without Gumbel noise. With a
+        `gumbel_weight` other than 1 the highest is not the chosen token, but a drafter may rank tokens by these scores.
+        When the columns are a draft vocabulary, `tokens` holds the target's token id of each column.
         """
-        return self._by_group(logits, history, tokens, positions, gumbel_weight)
+        if self.keeps_logits:
+            return logits
+        if len(self.groups) == 1:
+            return self.groups[0].scores(logits, history, tokens, positions, self.gumbel_table, gumbel_weight)
+        scores = torch.empty(logits.shape, device=logits.device)
+        for group in self.groups:
+            rows = group.rows
+            assert rows is not None
+            selected = history.select(rows) if history is not None and group.form.penalised else None
+            at = None if positions is None else positions[rows]
+            scores[rows] = group.scores(logits[rows], selected, tokens, at, self.gumbel_table, gumbel_weight).float()
+        return scores
 
     def choose(
         self,
@@ -316,43 +278,6 @@ class BatchSampling:
             return self.scores(logits, positions, history).max(-1).indices  # as argmax, slow in bfloat16 on a CPU
         parts = zip(logits.split(at_once, 1), positions.split(at_once, 1), strict=True)
         return torch.cat([self.scores(part, at).max(-1).indices for part, at in parts], dim=1)
-
-    def gumbel(
-        self, positions: Int[Tensor, "batch nodes"], tokens: Int[Tensor, " vocab"], stream: int = 0
-    ) -> Float[Tensor, "batch nodes vocab"]:
-        """Gumbel noise keyed by each row's seed, position and token; zero in greedy rows.
-
-        Streams are independent of each other; `choose` uses stream 0.
-        """
-        if self.all_greedy:
-            return torch.zeros(*positions.shape, len(tokens), device=positions.device)
-        return gumbel_noise(self.seeds, positions, tokens, stream).masked_fill(self.greedy[:, None, None], 0)
-
-    def uniform(self, positions: Int[Tensor, "batch nodes"], stream: int) -> Float[Tensor, "batch nodes"]:
-        """One uniform number in (0, 1) per position, in float64, keyed by each row's seed and the position."""
-        return uniform_numbers(self.seeds, positions, positions.new_zeros(1), stream).squeeze(-1)
-
-    def _by_group(
-        self,
-        logits: Tensor,
-        history: History | None,
-        tokens: Tensor | None,
-        positions: Tensor | None,
-        gumbel_weight: float = 1.0,
-    ) -> Tensor:
-        """Score each group and scatter the results back to its rows; a single group needs no copy."""
-        if self.keeps_logits:
-            return logits
-        if len(self.groups) == 1:
-            return self.groups[0].scores(logits, history, tokens, positions, self.gumbel_table, gumbel_weight)
-        scores = torch.empty(logits.shape, device=logits.device)
-        for group in self.groups:
-            rows = group.rows
-            assert rows is not None
-            selected = history.select(rows) if history is not None and group.form.penalised else None
-            at = None if positions is None else positions[rows]
-            scores[rows] = group.scores(logits[rows], selected, tokens, at, self.gumbel_table, gumbel_weight).float()
-        return scores
 
 
 def check_bias(bias: Sequence[tuple[int, float]], vocab_size: int) -> None:

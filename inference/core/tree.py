@@ -17,14 +17,6 @@ HOST_MASK_NODES_MAX = 64  # of all rows together; up to these the host is faster
 
 
 @dataclass(frozen=True)
-class Proposals:
-    """The sampled child of each node of a tree, and the distribution that it was sampled from."""
-
-    tokens: Int[Tensor, "batch nodes"]  # the sampled child's token id in the target; -1 if the node has none
-    log_q: Float[Tensor, "batch nodes vocab"]  # log q' over the target's vocabulary; ignored if the node has none
-
-
-@dataclass(frozen=True)
 class Tree:
     """Tokens and parents. Node 0 is the root, the last token that is certain; parents precede their children.
 
@@ -33,7 +25,6 @@ class Tree:
 
     tokens: Int[Tensor, "batch nodes"]
     parents: Int[Tensor, "batch nodes"]
-    proposals: Proposals | None = None  # how the children were sampled, for acceptance by rejection sampling
     deepest: int | None = None  # upper bound on the depth, if one is known
     levels: int | None = None  # sequential draft steps, if fewer than the depth
     log_chances: Float[Tensor, "batch drafts"] | None = None  # log P(the target accepts the node), without the root

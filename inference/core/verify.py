@@ -1,11 +1,4 @@
-"""Verification: the path of a tree that the target accepts, and the input of the next draft.
-
-Under rejection sampling draft tokens are sampled too, and the output keeps the target's distribution. Of a node's k
-children, k - 1 are the likeliest tokens of the draft distribution q. The last one is sampled from q', which is q
-without those, renormalised (arXiv 2502.18779; k = 1 gives a chain, arXiv 2211.17192). The target's choice is
-distributed as p and maximally coupled to the sampled child, so that following the choices down the tree accepts as
-often as any lossless rule could with these children.
-"""
+"""Verification: the path of a tree that the target accepts, and the input of the next draft."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
@@ -15,14 +8,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.constraint import GrammarStates, LevelConstraint
+from headstart.inference.core.constraint import ConstraintState, LevelConstraint
 from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Proposals, Tree, take
-
-# `BatchSampling.choose` uses stream 0 of the random numbers. Sampling a child, accepting it and choosing another token
-# instead must be independent of each other, so each has a stream of its own.
-DRAFT_STREAM, ACCEPT_STREAM = 1, 2
+from headstart.inference.core.tree import Tree, take
 
 BONUS = 0  # the draft depth of the bonus token, which the target adds after the accepted draft tokens
 
@@ -51,16 +40,13 @@ def verify(
     sampling: BatchSampling,
     history: History | None,
 ) -> list[Accepted]:
-    """Accept a path of each row's tree, by the acceptance rule that the rows share.
+    """Accept the path of each row's tree that follows the target's choices.
 
     `logits` are the target's at each node, `roots` the positions of the roots; `history` covers the tokens before them.
     """
     positions = roots.unsqueeze(1) + tree.depths + 1  # of the choices
     if history is not None:
         history = history.followed_by(tree.tokens, tree.ancestors)
-    if sampling.rule == "rejection" and tree.proposals is not None:
-        log_p = sampling.warp(logits, history)
-        return accept(tree, rejection_choices(log_p, positions, tree.proposals, sampling))
     return accept(tree, sampling.choose(logits, positions, history))
 
 
@@ -113,8 +99,12 @@ class Verified(ABC):
         """Commit the newly verified positions just written to the slots, except the `already` committed ones."""
 
     @abstractmethod
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        """How many positions are newly verified in each row."""
+
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
         """The hidden states at each row's last newly verified position."""
+        return take(hidden, self.num_verified().unsqueeze(1) - 1)
 
     def constraint(self) -> LevelConstraint | None:
         """The tokens that may follow each row's root; None if no row has a constraint."""
@@ -126,51 +116,60 @@ class Verified(ABC):
 
 
 @dataclass(frozen=True)
+class VerifiedRow:
+    """One row on the host, with what the last target step verified in it."""
+
+    text: list[int]  # prompt and output, the root included
+    start: int  # the first newly verified position
+    count: int  # newly verified positions
+    remaining: int  # draft tokens that the row can still use
+    key: int = 0  # unique in this process: a drafter may store data of a row by its key
+    accepted: Accepted | None = None  # the path of the last tree; None after prefill
+    constraint: ConstraintState | None = None
+
+    @property
+    def end(self) -> int:
+        """The position after the newly verified ones."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True)
 class VerifiedOnHost(Verified):
     """All counts are known on the host. Drafters without static shapes only get this class."""
 
-    starts: list[int]  # the first newly verified position of each row
-    counts: list[int]  # newly verified positions
-    drafted: list[int]  # draft tokens of the last tree; 0 after prefill
-    remaining: list[int]  # draft tokens that a row can still use
-    texts: list[list[int]]  # prompt and output, the root included
-    keys: list[int]  # one per row, unique in this process: a drafter may store data of a row by its key
-    nodes: list[list[int]] = field(default_factory=list)  # the tokens of the last tree, padding included
-    choices: list[list[int]] = field(default_factory=list)  # the target's choice at each of them
-    constraints: GrammarStates = ()  # one per row; empty if no row has a constraint
-
-    @property
-    def grammar_states(self) -> GrammarStates:
-        return self.constraints or [None] * len(self.texts)
+    rows: list[VerifiedRow]
 
     def levels(self, most: int) -> int:
-        return min(most, max(self.remaining))
+        return min(most, max(row.remaining for row in self.rows))
 
     def constraint(self) -> LevelConstraint | None:
-        return LevelConstraint.at_root(self.constraints) if self.constraints else None
+        states = [row.constraint for row in self.rows]
+        return LevelConstraint.at_root(states) if any(state is not None for state in states) else None
 
     def rewind(self, slots: Slots, read: int = 0) -> None:
-        slots.set_lengths([start + read for start in self.starts])
+        slots.set_lengths([row.start + read for row in self.rows])
 
     def advance(self, slots: Slots, already: int = 0) -> None:
-        slots.advance([count - already for count in self.counts])
+        slots.advance([row.count - already for row in self.rows])
+
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return torch.tensor([row.count for row in self.rows], device=self.roots.device)
 
     def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        if len(hidden) == 1:
-            return hidden[:, self.counts[0] - 1 : self.counts[0]]
-        return take(hidden, torch.tensor(self.counts, device=hidden.device).unsqueeze(1) - 1)
+        if len(hidden) > 1:
+            return super().last(hidden)
+        return hidden[:, self.rows[0].count - 1 : self.rows[0].count]
 
     def finished(self, level: int) -> Bool[Tensor, " batch"] | None:
-        if min(self.remaining) > level:
-            return None
-        return torch.tensor([left <= level for left in self.remaining], device=self.roots.device)
+        finished = [row.remaining <= level for row in self.rows]
+        return torch.tensor(finished, device=self.roots.device) if any(finished) else None
 
 
 @dataclass(frozen=True)
 class VerifiedOnDevice(Verified):
     """For a captured step, whose shapes never change. The host rewinds the head's slots before the step begins."""
 
-    counts: Int[Tensor, " batch"]  # as in `VerifiedOnHost`
+    counts: Int[Tensor, " batch"]  # these two as in `VerifiedRow`
     remaining: Int[Tensor, " batch"]
 
     def levels(self, most: int) -> int:
@@ -183,55 +182,8 @@ class VerifiedOnDevice(Verified):
     def advance(self, slots: Slots, already: int = 0) -> None:
         slots.shift(self.counts - already if already else self.counts)  # saves a kernel
 
-    def last(self, hidden: Float[Tensor, "batch count size"]) -> Float[Tensor, "batch 1 size"]:
-        return take(hidden, self.counts.unsqueeze(1) - 1)
+    def num_verified(self) -> Int[Tensor, " batch"]:
+        return self.counts
 
     def finished(self, level: int) -> Bool[Tensor, " batch"]:
         return self.remaining <= level
-
-
-def propose(
-    log_q: Float[Tensor, "batch nodes draft_vocab"],
-    positions: Int[Tensor, "batch nodes"],
-    sampling: BatchSampling,
-    ids: Int[Tensor, " draft_vocab"],
-    children: int,
-) -> tuple[Int[Tensor, "batch nodes {children}"], Float[Tensor, "batch nodes draft_vocab"]]:
-    """Draft each node's children: the likeliest ones, then one sampled from the rest. Returns them and log q'.
-
-    `log_q` are the draft's logits after `sampling.warp`, `positions` the children's, and `ids` the target's token id of
-    each draft column. Children are returned as draft columns. Greedy rows get their likeliest tokens.
-    """
-    assert children <= log_q.shape[-1], f"{children} children of {log_q.shape[-1]} tokens"
-    likeliest = log_q.topk(children - 1, dim=-1).indices
-    rest = log_q.scatter(-1, likeliest, -torch.inf)
-    # If truncation left only the likeliest tokens, any q' keeps the output exact; take it uniform over the others.
-    rest = rest.masked_fill(rest.amax(-1, keepdim=True) == -torch.inf, 0).scatter(-1, likeliest, -torch.inf)
-    rest = torch.log_softmax(rest, dim=-1)
-    sampled = (rest + sampling.gumbel(positions, ids, DRAFT_STREAM)).argmax(-1, keepdim=True)
-    return torch.cat([likeliest, sampled], dim=-1), rest
-
-
-def rejection_choices(
-    log_p: Float[Tensor, "batch nodes vocab"],
-    positions: Int[Tensor, "batch nodes"],
-    proposals: Proposals,
-    sampling: BatchSampling,
-) -> Int[Tensor, "batch nodes"]:
-    """The target's choice at each node: distributed as p for any q', and the sampled child as often as possible.
-
-    `log_p` are the target's logits after `sampling.warp`. A node without a sampled child gets the choice that
-    `sampling.choose` would make, and a greedy row gets its argmax. Source: Leviathan et al., arXiv 2211.17192.
-    """
-    if sampling.all_greedy:
-        return log_p.argmax(-1)
-    sampled = (proposals.tokens >= 0) & ~sampling.greedy.unsqueeze(1)
-    child = proposals.tokens.long().clamp(min=0)
-    log_p_child, log_q_child = (of.gather(-1, child.unsqueeze(-1)).squeeze(-1) for of in (log_p, proposals.log_q))
-    accepted = sampled & (sampling.uniform(positions, ACCEPT_STREAM).log() < log_p_child - log_q_child)
-    residual = (log_p.exp() - proposals.log_q.exp()).clamp(min=0)  # unnormalised; sampled from after a rejection
-    # The residual is zero everywhere if p equals q'. Then only rounding can have rejected, and p itself is exact.
-    has_residual = sampled & (residual.amax(-1) > 0)
-    gumbel = sampling.gumbel(positions, torch.arange(log_p.shape[-1], device=log_p.device))
-    others = (torch.where(has_residual.unsqueeze(-1), residual.log(), log_p) + gumbel).argmax(-1)
-    return torch.where(accepted, child, others)

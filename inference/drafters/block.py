@@ -1,7 +1,7 @@
 """Drafting with a block head: one pass gives the scores of all levels, and a tree is drawn from them.
 
-With a Markov head the children of a node follow from the node's own token (a conditional tree). Without one all nodes
-of a level have the same children (a tree of marginals).
+With a Markov head or a candidate selector the children of a node follow from the node's own token (a conditional tree).
+Without one all nodes of a level have the same children (a tree of marginals).
 """
 
 import torch
@@ -18,7 +18,25 @@ from headstart.inference.drafters.head import Frontier, LevelMasks, TreeDrafter,
 from headstart.inference.drafters.repeats import Repeats
 
 
-class BlockDrafter(TreeDrafter):
+class OnePassDrafter(TreeDrafter):
+    """Scores all levels in `read`, in one pass, as `slot_logits`; all nodes of a level have the same scores."""
+
+    slot_logits: Float[Tensor, "batch levels draft_vocab"]
+
+    def expand(
+        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
+    ) -> Float[Tensor, "batch 1 draft_vocab"]:
+        """The scores of the level's slot, which all nodes share."""
+        return self.slot_logits[:, level : level + 1]
+
+    def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
+        return hidden if frontier.history is None else for_all_nodes(hidden, frontier)  # penalties differ by node
+
+    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+        return features.expand(-1, tokens.shape[1], -1)
+
+
+class BlockDrafter(OnePassDrafter):
     """Reads the target's features of the newly verified positions, then fills one block after them.
 
     The head's cache holds verified positions only: no node of a tree has a slot there.
@@ -26,7 +44,7 @@ class BlockDrafter(TreeDrafter):
 
     def __init__(self, head: BlockHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         super().__init__(head, growth, repeats)
-        self.markov_head = head.markov_head
+        self.is_conditional = head.is_conditional
         device, size = self.ids.device, head.shape.block_size
         # No distance between the slots: a window begins at the same position for all of them.
         depths = torch.zeros(1, size, dtype=torch.long, device=device)
@@ -68,16 +86,7 @@ class BlockDrafter(TreeDrafter):
         window = None if reach.window is None else reach.window + 1  # a block's own window counts the anchor too
         return block_mask(slots, self.blocks[reach], self.head.embedding.dtype, window)
 
-    def expand(
-        self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
-    ) -> Float[Tensor, "batch 1 draft_vocab"]:
-        """The scores of the level's slot, which all nodes share."""
-        return self.slot_logits[:, level : level + 1]
-
     def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
-        if self.markov_head is None:
-            return hidden if frontier.history is None else for_all_nodes(hidden, frontier)  # penalties differ by node
-        return hidden + self.markov_head(self.states[:, level : level + 1], frontier.tokens)
-
-    def feedback(self, hidden: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
-        return features.expand(-1, tokens.shape[1], -1)
+        if not self.is_conditional:
+            return super().level_logits(hidden, frontier, level)
+        return self.head.conditional_logits(hidden, self.states[:, level : level + 1], frontier.tokens)

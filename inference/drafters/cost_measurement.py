@@ -28,7 +28,7 @@ from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
-from headstart.inference.core.verify import VerifiedOnHost, accept
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -244,14 +244,9 @@ class Bench:
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
             next_tokens=torch.zeros(self.batch, 2, dtype=torch.long, device=device),
             roots=torch.zeros(self.batch, 1, dtype=torch.long, device=device),
-            starts=[self.context - 2] * self.batch,
-            counts=[2] * self.batch,
-            drafted=[0] * self.batch,
-            remaining=[levels] * self.batch,
             sampling=self.rows[GREEDY],
             history=None,
-            texts=[[]] * self.batch,
-            keys=[*range(self.batch)],
+            rows=[VerifiedRow([], self.context - 2, 2, levels)] * self.batch,
         )
         return partial(drafter.draft, verified, self.cache)
 

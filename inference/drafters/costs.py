@@ -107,8 +107,7 @@ class Situation:
 
     @classmethod
     def of(cls, verified: VerifiedOnHost) -> "Situation":
-        ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
-        return cls(max(ends), len(ends), verified.sampling.all_greedy)
+        return cls(max(row.end for row in verified.rows), len(verified.rows), verified.sampling.all_greedy)
 
 
 @dataclass(frozen=True)

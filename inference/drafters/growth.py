@@ -1,18 +1,15 @@
 """Growth policies: which nodes each level expands, and which of all draft tokens the target verifies."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.history import History
-from headstart.inference.core.sampling import BatchSampling
-from headstart.inference.core.tree import Proposals, Tree
-from headstart.inference.core.verify import Verified, propose
+from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Verified
 from headstart.recipes.schema import DecodeSection
 
 LEAST_REPEAT_CHANCE = 0.15  # of a further token that policies without costs verify
@@ -94,7 +91,6 @@ class Growth:
     nodes: int  # draft tokens that are verified; the root does not count
     is_searched: bool = False  # the shape was fitted to the head
     weighs_costs: bool = False  # depth and size follow from measured step times
-    is_fixed: bool = False  # a chain of one shape, as rejection sampling needs it
 
     @classmethod
     def from_section(cls, section: DecodeSection, max_levels: int | None = None) -> "Growth":
@@ -104,15 +100,14 @@ class Growth:
             depth = min(depth, max_levels)
         is_searched = section.growth in ("searched", "searched_cost_aware")
         weighs_costs = section.growth in ("cost_aware", "searched_cost_aware")
-        is_fixed = section.acceptance == "rejection" and not is_searched
         if section.growth == "chain":
-            return cls.chain(depth, is_fixed=is_fixed)
+            return cls.chain(depth)
         most = depth if section.width == 1 and not is_searched else section.nodes
-        return cls(depth, section.width, min(section.nodes, most), is_searched, weighs_costs, is_fixed)
+        return cls(depth, section.width, min(section.nodes, most), is_searched, weighs_costs)
 
     @classmethod
-    def chain(cls, depth: int, **rules: bool) -> "Growth":
-        return cls(depth, 1, depth, **rules)
+    def chain(cls, depth: int) -> "Growth":
+        return cls(depth, 1, depth)
 
     @property
     def is_chain(self) -> bool:
@@ -129,7 +124,7 @@ class Growth:
             return self
         if self.weighs_costs:
             return Growth(self.depth, 1, min(self.nodes, self.depth), weighs_costs=True)
-        return Growth.chain(self.depth, is_fixed=self.is_fixed)
+        return Growth.chain(self.depth)
 
     def __str__(self) -> str:
         if self.is_chain:
@@ -142,7 +137,7 @@ class Growth:
         """The policy that needs neither a fitted tree nor costs."""
         assert not self.is_searched
         assert not self.weighs_costs
-        return Fixed.chain(self.depth) if self.is_fixed else Dynamic(self.depth, self.width, self.nodes)
+        return Dynamic(self.depth, self.width, self.nodes)
 
 
 class GrowthPolicy:
@@ -227,10 +222,6 @@ class Fixed(GrowthPolicy):
         self.expanded += [[path for path in level if (*path, 0) in known] for level in self.by_level[:-1]]
         self.width = max(*map(len, self.expanded), *map(self.children, levels))
 
-    @classmethod
-    def chain(cls, depth: int) -> "Fixed":
-        return cls((0,) * (level + 1) for level in range(depth))
-
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Fixed) and self.paths == other.paths
 
@@ -239,10 +230,6 @@ class Fixed(GrowthPolicy):
 
     def children(self, level: int) -> int:
         return max(path[-1] for path in self.by_level[level]) + 1
-
-    def child_counts(self, level: int) -> list[int]:
-        """Children of each expanded node of a level."""
-        return [sum(path[:-1] == parent for path in self.by_level[level]) for parent in self.expanded[level]]
 
     def places(self, level: int, wanted: list[tuple[int, ...]]) -> list[int]:
         """The places of a level's paths among all children of its expanded nodes."""
@@ -266,59 +253,3 @@ class Fixed(GrowthPolicy):
             offset += tokens.shape[1]
         index = self._index(tuple(places), roots.device)
         return pool.tree(roots, index.expand(len(roots), -1), torch.cat(pool.scores, dim=1))
-
-
-class SampledChildren:
-    """Children for acceptance by rejection sampling: the k - 1 likeliest tokens, and one drawn from the rest.
-
-    The tree's shape must not depend on the drawn tokens (non-anticipation), so only a fixed shape is allowed.
-    """
-
-    def __init__(self, growth: GrowthPolicy, vocab: DraftVocab) -> None:
-        if not isinstance(growth, Fixed):
-            raise ValueError(
-                f"decode.growth: a {type(growth).__name__.lower()} tree chooses its nodes after it has drawn them, "
-                f"which rejection sampling does not allow; use chain or searched, or decode.acceptance=seeded"
-            )
-        self.growth, self.vocab = growth, vocab
-        self.tokens: list[Int[Tensor, "batch frontier"]] = []
-        self.log_q: list[Float[Tensor, "batch frontier vocab"]] = []
-
-    def draw(
-        self, level: int, logits: Tensor, positions: Tensor, sampling: BatchSampling, history: History | None
-    ) -> tuple[Tensor, Tensor]:
-        """Log chances and columns of each node's children, each [batch, frontier, children].
-
-        A node with fewer children than others has arbitrary entries at the end.
-        """
-        ids = self.vocab.ids.to(logits.device)
-        log_q = sampling.warp(logits, history, ids).float()
-        counts = self.growth.child_counts(level)
-        columns = torch.zeros(*logits.shape[:2], max(counts), dtype=torch.long, device=logits.device)
-        rest = torch.empty_like(log_q)
-        for count in set(counts):
-            nodes = torch.tensor([i for i, children in enumerate(counts) if children == count], device=logits.device)
-            drawn, left = propose(log_q[:, nodes], positions[:, nodes], sampling, ids, count)
-            columns[:, nodes, :count] = drawn
-            rest[:, nodes] = left
-        last = torch.tensor(counts, device=logits.device).expand(len(logits), -1).unsqueeze(-1) - 1
-        self.tokens.append(ids[columns.gather(2, last).squeeze(-1)])
-        over_target = torch.full((*rest.shape[:2], self.vocab.target_size), -torch.inf, device=rest.device)
-        over_target[..., ids] = rest
-        self.log_q.append(over_target)
-        return log_q.gather(-1, columns), columns
-
-    def label(self, tree: Tree, verified: Verified) -> Tree:
-        """The same tree with the distributions from which its children were drawn."""
-        batch, nodes = tree.shape
-        tokens = torch.full((batch, nodes), -1, device=tree.tokens.device)
-        log_q = torch.zeros(batch, nodes, self.log_q[0].shape[-1], device=tokens.device)
-        above = [path for level in self.growth.by_level for path in level]  # in the tree's order, without the root
-        number = {path: i for i, path in enumerate([(), *above])}
-        for level, (drawn, level_log_q) in enumerate(zip(self.tokens, self.log_q, strict=True)):
-            index = torch.tensor([number[path] for path in self.growth.expanded[level]], device=tokens.device)
-            # A row that is finished before this level has no children there.
-            finished = verified.finished(level)
-            tokens[:, index] = drawn if finished is None else torch.where(finished[:, None], -1, drawn)
-            log_q[:, index] = level_log_q
-        return replace(tree, proposals=Proposals(tokens, log_q))

@@ -17,7 +17,7 @@ from headstart.inference.core.history import History
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import PendingTokens, Tree, additive, block_mask, causal_block, take
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import GrowthPolicy, Pool, SampledChildren
+from headstart.inference.drafters.growth import GrowthPolicy, Pool
 from headstart.inference.drafters.repeats import Repeats
 
 
@@ -79,7 +79,7 @@ class TreeDrafter(ABC):
     head: Any  # a DraftHead, or a model with the methods of a LevelHead
 
     def __init__(self, head: Any, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
-        """`repeats` are added to the head's trees, where the acceptance rule is seeded.
+        """`repeats` are added to the head's trees.
 
         Raises ValueError for a tree wider than the head's vocabulary, or deeper than it has levels.
         """
@@ -155,21 +155,14 @@ class TreeDrafter(ABC):
         if levels < 1:
             return Tree.root_only(verified.roots)
         frontier, masks, pool = Frontier.at_root(verified), self.level_masks(cache), Pool()
-        samples = SampledChildren(self.growth, self.head.vocab) if verified.sampling.rule == "rejection" else None
         for level in range(levels):
             if level:
                 hidden = self.expand(features, frontier, masks, level, cache)
             logits, count = self.level_logits(hidden, frontier, level), self.growth.children(level)
             if frontier.constraint is not None:
                 logits = frontier.constraint.masked(for_all_nodes(logits, frontier), self.columns)
-            if samples is not None:
-                logits = for_all_nodes(logits, frontier)
-                positions = positions_after(cache.target.starts, level + 1, frontier)
-                values, columns = samples.draw(level, logits, positions, verified.sampling, frontier.history)
-            else:
-                chances = self.chances(level, logits, cache.target.starts, verified.sampling, frontier)
-                best = chances.topk(count, dim=-1)
-                values, columns = for_all_nodes(best.values, frontier), for_all_nodes(best.indices, frontier)
+            best = self.chances(level, logits, cache.target.starts, verified.sampling, frontier).topk(count, dim=-1)
+            values, columns = for_all_nodes(best.values, frontier), for_all_nodes(best.indices, frontier)
             tokens = columns if self.columns is None else self.ids[columns]
             if frontier.constraint is not None and self.columns is not None:
                 # The only token that may follow can be one that the head does not score.
@@ -195,10 +188,10 @@ class TreeDrafter(ABC):
             constraint = None if frontier.constraint is None else frontier.constraint.extend(parents, tokens)
             frontier = Frontier(tokens, first + chosen, totals, mask, history, constraint)
         tree = self.growth.prune(pool, verified.roots)
-        if self.repeats is not None and verified.sampling.rule == "seeded":
-            assert isinstance(verified, VerifiedOnHost)
-            return self.repeats.extend(tree, verified, self.growth)
-        return tree if samples is None else samples.label(tree, verified)
+        if self.repeats is None:
+            return tree
+        assert isinstance(verified, VerifiedOnHost)
+        return self.repeats.extend(tree, verified, self.growth)
 
     def parents_of(self, count: int) -> Int[Tensor, " children"]:
         """The parent of each child on a level, by its place in the frontier, with `count` children per node."""
@@ -216,25 +209,18 @@ class TreeDrafter(ABC):
     ) -> Float[Tensor, "batch frontier draft_vocab"]:
         """Log of the estimated chance that the target chooses each token, given its Gumbel noise at that position."""
         greedy, sampled, gumbel_weight = self.calibration[level]
-        if sampling.all_greedy:
-            scores = sampling.warp(logits, frontier.history, self.columns).float()
-            scores = scores if greedy == 1 else scores * greedy
-        else:
-            # All nodes of a level are at one position.
-            positions = (roots + level + 1).unsqueeze(1)
-            scores = sampling.scores(logits, positions, frontier.history, self.columns, gumbel_weight).float()
-            multipliers = sampling.greedy * greedy + sampling.temperatures * sampled  # a greedy row's temperature is 0
-            scores = scores * multipliers[:, None, None]
+        # All nodes of a level are at one position.
+        positions = None if sampling.all_greedy else (roots + level + 1).unsqueeze(1)
+        scores = sampling.scores(logits, positions, frontier.history, self.columns, gumbel_weight).float()
+        if not sampling.all_greedy:
+            temperatures = sampling.temperatures  # 0 in a greedy row
+            scores = scores * ((temperatures == 0) * greedy + temperatures * sampled)[:, None, None]
+        elif greedy != 1:
+            scores = scores * greedy
         chances = torch.log_softmax(scores, dim=-1)
         if frontier.constraint is not None:  # the head may score none of the allowed tokens
             chances = chances.masked_fill(chances.isnan(), -torch.inf)
         return chances
-
-
-def positions_after(roots: Int[Tensor, " batch"], distance: int, frontier: Frontier) -> Int[Tensor, "batch frontier"]:
-    """The position `distance` after each row's root, for every node of the frontier."""
-    positions = (roots + distance).unsqueeze(1)
-    return positions if frontier.tokens.shape[1] == 1 else positions.expand_as(frontier.tokens)
 
 
 def for_all_nodes(values: Shaped[Tensor, "batch nodes size"], frontier: Frontier) -> Shaped[Tensor, "batch all size"]:
@@ -281,7 +267,7 @@ class HeadDrafter(TreeDrafter):
         self, features: Tensor, frontier: Frontier, masks: LevelMasks, level: int, cache: KVCache
     ) -> Float[Tensor, "batch frontier hidden"]:
         """Run the head on a level. Each node sees the verified tokens, its ancestors and itself."""
-        slots, positions = cache.head, positions_after(cache.roots, level - 1, frontier)
+        slots, positions = cache.head, (cache.roots + level - 1).unsqueeze(1).expand_as(frontier.tokens)
         if slots is None:
             return self.head(features, frontier.tokens, positions, level=level)
         mask = None

@@ -24,13 +24,12 @@ class Lookup(NoDrafter):
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        rows = zip(verified.texts, verified.remaining, verified.grammar_states, strict=True)
-        tries = [Trie(text[-1], min(remaining, self.depth), state) for text, remaining, state in rows]
+        tries = [Trie(row.text[-1], min(row.remaining, self.depth), row.constraint) for row in verified.rows]
         for row, trie in enumerate(tries):
             self.grow(trie, verified, row)
         return batch_tries(tries, self.max_nodes, verified.roots.device)
 
     def grow(self, trie: Trie, verified: VerifiedOnHost, row: int) -> None:
         """Add the draft tokens of one row to its trie."""
-        matches, _ = Continuations.of_longest_match(verified.texts[row], self.ngram)
+        matches, _ = Continuations.of_longest_match(verified.rows[row].text, self.ngram)
         grow_best_first(trie, matches, self.growth, GumbelRow(verified, row))

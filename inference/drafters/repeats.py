@@ -143,7 +143,7 @@ class GumbelRow:
         if sampling.gumbel_table is not None:  # drawn once per step, starting at the position after the root
             return sampling.gumbel_table.values[row, depth, tokens].tolist()
         # Drawing it on the host is faster than waiting for the device.
-        position = torch.tensor([[len(self.verified.texts[row]) + depth]])
+        position = torch.tensor([[len(self.verified.rows[row].text) + depth]])
         seed = torch.tensor([sampling.samplings[row].seed])
         return gumbel_noise(seed, position, torch.tensor(tokens))[0, 0].tolist()
 
@@ -262,23 +262,23 @@ class Repeats:
         """The tree with as many further nodes as the growth policy finds worth verifying."""
         samplings = verified.sampling.samplings
         self.rows = {
-            key: self.rows.get(key) or Repeated(sampling.temperature)
-            for key, sampling in zip(verified.keys, samplings, strict=True)
+            row.key: self.rows.get(row.key) or Repeated(sampling.temperature)
+            for row, sampling in zip(verified.rows, samplings, strict=True)
         }
-        for drafted, nodes, choices in zip(verified.drafted, verified.nodes, verified.choices, strict=True):
-            if drafted:
-                self.followers.learn(nodes, choices)
+        for row in verified.rows:
+            if row.accepted is not None and row.accepted.drafted:
+                self.followers.learn(row.accepted.nodes, row.accepted.choices)
         # In batches with sampled rows, noise is drawn for the head's levels only.
         depth = max(self.depth, growth.depth) if verified.sampling.all_greedy else growth.depth
         drawn = zip(tree.tokens.tolist(), tree.parents.tolist(), chances_of(tree), strict=True)
         tries, chances = [], []
-        for row, (nodes_of_row, repeated) in enumerate(zip(drawn, self.rows.values(), strict=True)):
-            text = verified.texts[row]
-            trie = Trie(text[-1], min(verified.remaining[row], depth), verified.grammar_states[row])
+        for number, (row, nodes_of_row) in enumerate(zip(verified.rows, drawn, strict=True)):
+            repeated = self.rows[row.key]
+            trie = Trie(row.text[-1], min(row.remaining, depth), row.constraint)
             known = add_tree(trie, *nodes_of_row)
-            path = repeated.next_path(text, trie, GumbelRow(verified, row))
+            path = repeated.next_path(row.text, trie, GumbelRow(verified, number))
             tries.append(trie)
-            chances.append(self._grow(trie, known, path, repeated.rate, samplings[row].temperature))
+            chances.append(self._grow(trie, known, path, repeated.rate, samplings[number].temperature))
         drafted = max(len(trie) - len(added) for trie, added in zip(tries, chances, strict=True)) - 1
         count = self._worth(chances, drafted, growth)
         if not count:

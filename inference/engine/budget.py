@@ -25,11 +25,6 @@ def check_request(target: TargetModel, request: Request) -> None:
     """Raise ValueError for a request that does not fit the target's positions or vocabulary."""
     check_length(target, request.prompt, request.max_new_tokens)
     check_vocabulary(target, request.prompt)
-    if request.constraint is not None and request.sampling.rule != "seeded":
-        raise ValueError(
-            f"decode.acceptance: {request.sampling.rule} given, only seeded is allowed for a request with a "
-            f"constraint; leave one of the two out"
-        )
     check_bias(request.sampling.logit_bias, target.config.vocab_size)
 
 

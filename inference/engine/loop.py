@@ -185,9 +185,8 @@ class DecodeLoop:
         return not (self.waiting or self.batch.members)
 
     def submit(self, request: Request) -> int:
-        """Queue a request; returns its number. Raises ValueError for one that does not fit the target or the others."""
+        """Queue a request; returns its number. Raises ValueError for one that does not fit the target."""
         check_request(self.target, request)
-        self._refuse_other_rule(request)
         batch = self.batch
         batch.budget.refuse_too_long(request, batch.nodes)
         if batch.budget.memory is None and (not batch.is_open or request.length + batch.nodes > batch.limit):
@@ -309,13 +308,6 @@ class DecodeLoop:
         if self.record is not None:
             self.record(row)
         self.batch.end(row)
-
-    def _refuse_other_rule(self, request: Request) -> None:
-        if self.idle:
-            return
-        other = self.batch.members[0].request if self.batch.members else self.waiting.first
-        if request.sampling.rule != other.sampling.rule:  # all others agree already
-            raise ValueError("the requests of a batch must agree on decode.acceptance; decode them in separate calls")
 
 
 class Queue:

@@ -15,7 +15,7 @@ from headstart.inference.core.request import EmittedTokens, Request, Sequence, T
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
-from headstart.inference.core.verify import Accepted, VerifiedOnHost, accept, verify
+from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accept, verify
 from headstart.inference.drafters.costs import Costly, CostTable, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
@@ -86,8 +86,8 @@ class DecodeStep:
         requests = [row.request for row in rows]
         self.sampling = BatchSampling([request.sampling for request in requests], self.target.device)
         self.history = start_history(requests, [row.generation.tokens[:-1] for row in rows], self.target)
-        static = self.batch.static
-        self.is_captured = static is not None and not constraints_of(rows) and static.serves(self.sampling)
+        # Penalties and grammars need the host within a step.
+        self.is_captured = self.batch.static is not None and not constraints_of(rows) and self.history is None
         self.with_logits = any(request.logprobs for request in requests)
 
     def _prepare_drafts(self, may_draft: bool) -> bool:
@@ -168,11 +168,21 @@ class DecodeStep:
         rows, device = self.batch.rows, self.target.device
         # A row that the drafter lags behind only fills the batch's shape and gets no drafts.
         new_taps = [row.unread.taps[:1] if row.unread.is_behind else row.unread.taps for row in rows]
-        counts, starts = [len(new) for new in new_taps], [row.unread.start for row in rows]
+        verified = [
+            VerifiedRow(
+                row.text,
+                row.unread.start,
+                len(taps),
+                0 if row.unread.is_behind else row.usable_drafts,
+                row.key,
+                row.accepted,
+                row.constraint,
+            )
+            for row, taps in zip(rows, new_taps, strict=True)
+        ]
         # The token after the last newly verified position is the root.
-        spans = zip(rows, starts, counts, strict=True)
-        tokens = [row.text[start + 1 : start + 1 + count] for row, start, count in spans]
-        next_tokens = padded_rows(tokens).to(device, non_blocking=True)
+        next_tokens = padded_rows([row.text[row.start + 1 : row.end + 1] for row in verified])
+        next_tokens = next_tokens.to(device, non_blocking=True)
         is_static = self.batch.static is not None
         return VerifiedOnHost(
             taps=new_taps[0].unsqueeze(0) if len(rows) == 1 else pad_sequence(new_taps, batch_first=True),
@@ -180,15 +190,7 @@ class DecodeStep:
             roots=next_tokens[:, -1:] if len(rows) == 1 else self._roots(),
             sampling=self.sampling if is_static else self._with_gumbel(self.sampled_depth + 1),
             history=self.history,
-            starts=starts,
-            counts=counts,
-            drafted=[row.drafted for row in rows],
-            remaining=[0 if row.unread.is_behind else row.usable_drafts for row in rows],
-            texts=[row.text for row in rows],
-            keys=[row.key for row in rows],
-            nodes=[row.nodes for row in rows],
-            choices=[row.choices for row in rows],
-            constraints=constraints_of(rows),
+            rows=verified,
         )
 
     def _record(

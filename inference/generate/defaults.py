@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from headstart.common.errors import wrong_value
 from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.request import Request
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.settings import (
     OF_TARGET,
     Settings,
@@ -35,7 +35,7 @@ class TargetDefaults:
     vocab_size: int
 
     @classmethod
-    def of(cls, target: TargetModel, rule: AcceptanceRule = "seeded", temperature: float = 1.0) -> "TargetDefaults":
+    def of(cls, target: TargetModel, temperature: float = 1.0) -> "TargetDefaults":
         """The settings of this target; `temperature` applies if the file has neither temperature nor do_sample.
 
         Unlike in `generate`, which follows transformers, top_k is off unless the file sets it. Raises ValueError naming
@@ -48,10 +48,7 @@ class TargetDefaults:
             if (strings := settings.stop_strings) is not None:
                 raise wrong_value("stop_strings", strings, "null is", "set it to null, and name them in requests")
             ends = tuple(token for token in target.end_tokens if token < vocab_size)
-            sampling = forbid(read_sampling(settings, rule), read_forbidden(settings, ends, vocab_size))
-            if not read_rules(settings, [], 0, 1, ends, vocab_size).forbid_nothing and rule != "seeded":
-                allowed = "only seeded is allowed with rules about a text, such as no_repeat_ngram_size"
-                raise ValueError(f"decode.acceptance: {rule} given, {allowed}; set them to null in the file")
+            sampling = forbid(read_sampling(settings), read_forbidden(settings, ends, vocab_size))
             if not own.keys().isdisjoint({"do_sample", "temperature"}):
                 temperature = 0.0 if own.get("do_sample") is False else own.get("temperature", 1.0)
             return cls(replace(sampling, temperature=temperature), settings, ends, vocab_size)
@@ -68,9 +65,9 @@ class TargetDefaults:
         return min(left, own if new is None else new)
 
     def applied(self, request: Request) -> Request:
-        """The request with the target's settings for everything but temperature, seed, rule and length."""
+        """The request with the target's settings for everything but temperature, seed and length."""
         own = request.sampling
-        sampling = replace(self.sampling, temperature=own.temperature, seed=own.seed, rule=own.rule)
+        sampling = replace(self.sampling, temperature=own.temperature, seed=own.seed)
         ends = self.ends if request.end_tokens is None else request.end_tokens
         rules = self.rules(request.prompt, request.max_new_tokens, ends)
         return replace(request, sampling=sampling, constraint=rules)

@@ -7,13 +7,15 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int, Shaped
 from pydantic import ValidationError
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+from transformers.generation import BaseStreamer
 
 from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
@@ -23,14 +25,13 @@ from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
-from headstart.inference.core.sampling import AcceptanceRule, BatchSampling, Sampling
+from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.tree import padded_rows
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
-    Config,
     Fields,
     Settings,
     forbid,
@@ -46,15 +47,6 @@ from headstart.inference.generate.settings import (
 from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
-
-
-@runtime_checkable  # the shape checks in tests use isinstance
-class Streamer(Protocol):
-    """transformers' BaseStreamer."""
-
-    def put(self, value: Tensor) -> None: ...
-
-    def end(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,6 @@ class SpeculativeModel:
         target: TargetModel,
         drafter: Drafter | None = None,
         tokenizer: Any = None,
-        rule: AcceptanceRule = "seeded",
         max_batch: int = 16,
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
@@ -92,7 +83,6 @@ class SpeculativeModel:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise wrong_value("max_batch", max_batch, "a whole number, 1 or more, is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
-        self.rule = Sampling(rule=rule).rule  # checked
 
     @classmethod
     def from_folders(
@@ -107,7 +97,7 @@ class SpeculativeModel:
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
         Without a head, `decode.drafter` names another drafter, such as draft_model or prompt_lookup.
-        `decode` also gives the shape of drafts, the acceptance rule and max_batch. `section` holds fields of the
+        `decode` also gives the shape of drafts and max_batch. `section` holds fields of the
         recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
         also gives its last hidden state, which training needs.
 
@@ -128,21 +118,21 @@ class SpeculativeModel:
             taps = {*load_head_for(head, frozen).taps, *([frozen.config.num_layers] if last_hidden else [])}
             model = TargetModel.load(fields, tuple(sorted(taps)))
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
-        return cls(model, drafter, tokenizer, decode.acceptance, decode.max_batch)
+        return cls(model, drafter, tokenizer, decode.max_batch)
 
     def generate(
         self,
         input_ids: Int[Tensor, "batch seq"] | None = None,
         *,
         attention_mask: Shaped[Tensor, "rows columns"] | None = None,
-        generation_config: Config | None = None,
-        streamer: Streamer | None = None,
+        generation_config: GenerationConfig | None = None,
+        streamer: BaseStreamer | None = None,
         **overrides: Any,
     ) -> Int[Tensor, "texts total"] | SpeculativeOutput:
         """Continue prompts that are padded on the left; returns prompts and continuations, padded on the right.
 
-        Greedy output equals that of transformers' `generate`, token for token. Under the seeded acceptance rule,
-        sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
+        Greedy output equals that of transformers' `generate`, token for token.
+        Sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
         `seed` is one number or one per prompt; with num_return_sequences, the i-th sequence of a prompt uses seed + i.
         Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
         """
@@ -191,7 +181,7 @@ class SpeculativeModel:
         input_ids: Int[Tensor, "1 seq"],
         *,
         attention_mask: Shaped[Tensor, "rows columns"] | None = None,
-        generation_config: Config | None = None,
+        generation_config: GenerationConfig | None = None,
         **overrides: Any,
     ) -> Iterator[list[int]]:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
@@ -201,7 +191,7 @@ class SpeculativeModel:
         loop = loop_of(self.target, requests, self.drafter)
         return (block.tokens for block in loop.run())
 
-    def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
+    def _read_settings(self, config: GenerationConfig | None, overrides: Fields) -> Settings:
         """The settings of a call, with eos_token_id and pad_token_id resolved."""
         settings = read_settings(config, overrides, self.target.generation_config)
         vocab_size = self.target.config.vocab_size
@@ -218,7 +208,7 @@ class SpeculativeModel:
         assert input_ids is not None
         width = input_ids.shape[1]
         seeds = read_seeds(settings.seed, len(prompts))
-        sampling, copies = read_sampling(settings, self.rule), settings.num_return_sequences
+        sampling, copies = read_sampling(settings), settings.num_return_sequences
         copies = 1 if copies is None else copies
         if copies < 1:
             raise wrong_value("num_return_sequences", copies, "1 or more is", "leave it out for 1")
@@ -281,7 +271,7 @@ def processed_scores(request: Request, generation: Generation, renormalize: bool
         if state is not None:
             row = masked_roots([state], row)
             state.advance([token])
-        rows.append(sampling.groups[0].shaped(row, history, None)[0, 0].float())
+        rows.append(sampling.scores(row, None, history)[0, 0].float())
         history.count(0, [token])
     scores = torch.stack(rows)
     return scores.log_softmax(-1) if renormalize else scores

@@ -6,12 +6,13 @@ import reprlib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, ValidationError
+from transformers import GenerationConfig
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.sampling import AcceptanceRule, Sampling
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.generate.text_rules import TextRules
 from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
@@ -95,18 +96,15 @@ SUPPORTED = Settings.model_fields.keys()
 SAMPLING_NAMES = SamplingFields.model_fields.keys() - {"seed"}  # which may be a list
 IGNORED = frozenset({"bos_token_id", "transformers_version", "_from_model_config"})  # no effect when a prompt is given
 # In a target's configuration these do not concern its text, but encoders, beams, assistants or speed.
-IGNORED_IN_TARGET = frozenset(
-    {
-        *IGNORED,
-        *("eos_token_id", "pad_token_id"),  # which TargetModel holds
-        *("decoder_start_token_id", "early_stopping", "length_penalty", "use_mtp", "is_assistant", "speculation_type"),
-        *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-        *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
-        *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
-        *("use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size"),
-        *("low_memory", "continuous_batching_config"),
-    }
-)
+IGNORED_IN_TARGET = IGNORED | {
+    *("eos_token_id", "pad_token_id"),  # which TargetModel holds
+    *("decoder_start_token_id", "early_stopping", "length_penalty", "use_mtp", "is_assistant", "speculation_type"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size"),
+    *("use_cache", "cache_config", "max_cache_len", "compile_config", "disable_compile", "prefill_chunk_size"),
+    *("low_memory", "continuous_batching_config"),
+}
 ONLY_WHEN_SAMPLING = frozenset({"typical_p", "top_h", "epsilon_cutoff", "eta_cutoff"})  # besides supported ones
 OF_TARGET = "the target's generation_config.json"
 DEFAULT_NEW_TOKENS = 20
@@ -133,14 +131,9 @@ ALLOWED_WHEN_GREEDY: dict[str, tuple[Any, ...]] = {
 }
 
 
-@runtime_checkable  # the shape checks in tests use isinstance
-class Config(Protocol):
-    """transformers' GenerationConfig."""
-
-    def to_dict(self) -> dict[str, Any]: ...
-
-
-def read_settings(config: Config | None, overrides: Fields, target: Config | None = None) -> Settings:
+def read_settings(
+    config: GenerationConfig | None, overrides: Fields, target: GenerationConfig | None = None
+) -> Settings:
     """The settings of a call: the target's own, overridden by a configuration, then by call arguments.
 
     As in transformers, None in a GenerationConfig keeps the default, and None in the call switches a field off.
@@ -173,18 +166,18 @@ def read_settings(config: Config | None, overrides: Fields, target: Config | Non
     return settings
 
 
-def target_fields(config: Config | None) -> dict[str, Any]:
+def target_fields(config: GenerationConfig | None) -> dict[str, Any]:
     """The sampling and length fields of a target's configuration; like transformers, without unknown fields."""
     known = {} if config is None else type(config)().to_dict()
     fields = config_fields(config).items()
     return {name: value for name, value in fields if name in known and name not in IGNORED_IN_TARGET}
 
 
-def config_fields(config: Config | None) -> dict[str, Any]:
+def config_fields(config: GenerationConfig | None) -> dict[str, Any]:
     """The fields that a GenerationConfig sets; raises ValueError for an object of another type."""
     if config is None:
         return {}
-    if isinstance(config, type) or not isinstance(config, Config):
+    if not isinstance(config, GenerationConfig):
         remedy = "write GenerationConfig(**fields), or give the fields to the call: generate(input_ids, **fields)"
         raise wrong_value("generation_config", reprlib.repr(config), "a GenerationConfig of transformers is", remedy)
     defaults = type(config)().to_dict()
@@ -229,7 +222,7 @@ def conflicts(settings: Settings, explicit: Set[str]) -> dict[str, str]:
     return lines
 
 
-def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampling:
+def read_sampling(settings: Settings) -> Sampling:
     """The sampling fields of a call, without its seed."""
     values = settings.model_dump(include=SAMPLING_NAMES, exclude_none=True)
     if settings.do_sample:
@@ -238,7 +231,7 @@ def read_sampling(settings: Settings, rule: AcceptanceRule = "seeded") -> Sampli
         values = {name: value for name, value in values.items() if name not in ALLOWED_WHEN_GREEDY}
     by_sequence = {token: bias for (token,), bias in (settings.sequence_bias or {}).items()}
     bias = (*by_sequence.items(), *(settings.logit_bias or {}).items())
-    return Sampling(**values, logit_bias=bias, rule=rule)
+    return Sampling(**values, logit_bias=bias)
 
 
 def forbid(sampling: Sampling, tokens: Iterable[int]) -> Sampling:
@@ -267,18 +260,16 @@ def read_end_tokens(settings: Settings, targets: Sequence[int] | None, vocab_siz
     if "eos_token_id" not in settings.model_fields_set:
         return in_vocabulary(targets, vocab_size)  # some checkpoints also name ids outside it
     ends = tuple(settings.eos_token_id or ())
-    if not all(0 <= token < vocab_size for token in ends):
-        raise wrong_value("eos_token_id", [*ends], f"0 to {vocab_size - 1} is", "or give None for no end token")
+    refuse_outside("eos_token_id", ends, vocab_size, "correct it, or give None for no end token")
     return ends
 
 
 def read_pad_token(settings: Settings, targets: int | None, ends: Sequence[int], vocab_size: int) -> int | None:
     """The call's pad_token_id, else the target's own if its vocabulary has it, else the first end token, else None."""
-    pad = settings.pad_token_id
-    if pad is not None and not 0 <= pad < vocab_size:
-        raise wrong_value("pad_token_id", pad, f"0 to {vocab_size - 1} is", "leave it out for the target's own")
-    own = targets if targets is not None and 0 <= targets < vocab_size else next(iter(ends), None)
-    return own if pad is None else pad
+    if (pad := settings.pad_token_id) is not None:
+        refuse_outside("pad_token_id", [pad], vocab_size, "leave it out for the target's own")
+        return pad
+    return targets if targets is not None and 0 <= targets < vocab_size else next(iter(ends), None)
 
 
 def read_max_new_tokens(settings: Settings, width: int, max_positions: int) -> int:
@@ -308,10 +299,8 @@ def read_rules(
     """
     words = tuple(tuple(word) for word in settings.bad_words_ids or () if word not in [[end] for end in ends])
     forced = settings.forced_eos_token_id
-    named = {"bad_words_ids": [token for word in words for token in word], "forced_eos_token_id": [forced or 0]}
-    for name, tokens in named.items():
-        if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise wrong_value(name, wrong[0], f"token ids 0 to {vocab_size - 1} of the target are", "leave it out")
+    refuse_outside("bad_words_ids", [token for word in words for token in word], vocab_size, "leave it out")
+    refuse_outside("forced_eos_token_id", [forced or 0], vocab_size, "leave it out")
     least = settings.min_new_tokens
     return TextRules(
         tuple(prompt),
@@ -324,6 +313,12 @@ def read_rules(
         begin_suppress_tokens=in_vocabulary(settings.begin_suppress_tokens, vocab_size),
         forced_eos=forced,
     )
+
+
+def refuse_outside(name: str, tokens: Iterable[int], vocab_size: int, remedy: str) -> None:
+    """Raise ValueError for a token id that the target does not have."""
+    if (wrong := next((token for token in tokens if not 0 <= token < vocab_size), None)) is not None:
+        raise wrong_value(name, wrong, f"token ids 0 to {vocab_size - 1} of the target are", remedy)
 
 
 def in_vocabulary(tokens: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:

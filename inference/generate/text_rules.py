@@ -57,7 +57,7 @@ class TextRulesState:
             forbidden |= {*rules.begin_suppress_tokens}
         longest = max(rules.no_repeat_ngram_size, *(len(word) for word in rules.bad_words), 1) - 1
         recent = (*self.text[max(len(self.text) - longest, 0) :], *path)
-        forbidden |= {word[-1] for word in rules.bad_words if ends_with(recent, word[:-1])}
+        forbidden |= {word[-1] for word in rules.bad_words if recent[len(recent) - len(word) + 1 :] == word[:-1]}
         size = rules.no_repeat_ngram_size
         if size and len(recent) >= size - 1:
             last = recent[len(recent) - size + 1 :]
@@ -101,7 +101,3 @@ class TextRulesState:
 
 def ngrams(tokens: Path, size: int) -> list[Path]:
     return [tokens[first : first + size] for first in range(len(tokens) - size + 1)]
-
-
-def ends_with(tokens: Path, last: Path) -> bool:
-    return tokens[len(tokens) - len(last) :] == last if len(tokens) >= len(last) else False

@@ -41,7 +41,7 @@ from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
 from headstart.heads.target_config import TargetOrigin, folder_of
-from headstart.inference.core.sampling import Sampling, sampling_from_recipe
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import check_length, check_vocabulary, refuse_trees_of
 from headstart.inference.generate.loading import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
@@ -143,7 +143,7 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
     num_methods = sum(len(able_to_batch(benchmark.methods, batch)) for batch in section.batches)
     with Progress("report", turns * num_methods * len(section.temperatures), "texts") as progress:
         for temperature, batch in product(section.temperatures, section.batches):
-            sampling = sampling_from_recipe(recipe, temperature)
+            sampling = Sampling(temperature, seed=recipe.seed)
             groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, WARMUP_PROMPTS, progress))
             progress.console.print(short_table(groups[-1]))
         progress.console.print(LEGEND, highlight=False)

@@ -8,7 +8,6 @@ import numpy
 from numpy.typing import NDArray
 
 from headstart.inference.core.request import DecodeStats
-from headstart.inference.core.sampling import AcceptanceRule
 from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method
 from headstart.inference.report.rounds import Round, seconds_and_tokens, texts_of
@@ -43,7 +42,6 @@ class Outcome:
     method: str
     temperature: float
     batch: int
-    rule: AcceptanceRule
     stats: DecodeStats  # its seconds are wall time
     new_tokens: int
     forced: Forced | None  # None for texts that were sampled with other random numbers than plain decoding's
@@ -86,17 +84,15 @@ class Comparison:
         prompts = [prompt for each in self.rounds for prompt in each.prompts]
         stats = DecodeStats.sum_of(each for run in runs for each in run.stats)
         stats.seconds = sum(run.seconds for run in runs)
-        # Texts sampled with other random numbers than plain decoding's are equally likely, but different.
-        draws_otherwise = method.transformers or (sampling.rule == "rejection" and stats.drafted > 0)
         judged: list[tuple[str, Forced]] | None = None
-        if not draws_otherwise or sampling.temperature == 0:
+        # Texts that transformers sampled with its own random numbers are equally likely, but different.
+        if not method.transformers or sampling.temperature == 0:
             pairs = zip(prompts, texts, strict=True)
             judged = [(prompt.category, self.forcing.judge(prompt.tokens, text)) for prompt, text in pairs]
         return Outcome(
             method.name,
             sampling.temperature,
             self.batch,
-            sampling.rule,
             stats,
             new_tokens=sum(run.tokens for run in runs),
             forced=None if judged is None else Forced.sum_of(forced for _, forced in judged),

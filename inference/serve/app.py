@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.routing import APIRoute
@@ -38,7 +38,6 @@ from headstart.inference.serve.traffic import Adaptation, Traffic
 from headstart.inference.serve.transport import (
     CLIENT_GONE,
     KEEP_ALIVE,
-    ClientGoneError,
     EventStream,
     Front,
     JsonRoute,
@@ -74,7 +73,7 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.router.route_class = JsonRoute
-    for kind in (ApiError, RequestValidationError, HTTPException, Exception):
+    for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer_error)
     add_completions(app, service)
     add_tokens(app, service)
@@ -119,8 +118,6 @@ async def complete(
     try:
         await unless_gone(gather(exchange), request.receive)
         return JSONResponse(answer.full())
-    except ClientGoneError:
-        return Response(status_code=CLIENT_GONE)
     finally:
         await service.finish(exchange, log_entry(request))
 
@@ -205,20 +202,19 @@ EXPIRY_SECONDS = 10.0  # between checks for requests that are too old
 
 
 def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> None:
-    @app.get("/adapt")
-    async def facts(request: Request) -> dict[str, Any]:
-        refuse_others(request)
+    local = [Depends(refuse_others)]
+
+    @app.get("/adapt", dependencies=local)
+    async def facts() -> dict[str, Any]:
         return adaptation.facts()
 
-    @app.get("/adapt/traffic")
-    async def traffic(request: Request, since: int = 0) -> Response:
-        refuse_others(request)
+    @app.get("/adapt/traffic", dependencies=local)
+    async def traffic(since: int = 0) -> Response:
         page = await asyncio.to_thread(adaptation.traffic.page, since)
         return Response(page, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
 
-    @app.post("/adapt/head")
-    async def head(fields: HeadRequest, request: Request) -> dict[str, Any]:
-        refuse_others(request)
+    @app.post("/adapt/head", dependencies=local)
+    async def head(fields: HeadRequest) -> dict[str, Any]:
         folder = Path(fields.folder)
         try:
             changed = service.worker.change_loop(partial(adaptation.load, folder))
@@ -231,7 +227,7 @@ def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> No
         return adaptation.facts()
 
 
-def refuse_others(request: Request) -> None:
+async def refuse_others(request: Request) -> None:
     """Raise ApiError unless the request comes from this machine, and not through a proxy on it.
 
     The traffic holds the prompts of all clients, so a client's API key is not enough.
@@ -273,8 +269,8 @@ async def answer_error(request: Request, error: Exception) -> Response:
     for each in (error, cause):
         if isinstance(each, ApiError):
             return error_response(each)
-    if isinstance(cause, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
+        if isinstance(each, ClientDisconnect):
+            return Response(status_code=CLIENT_GONE)
     if isinstance(error, HTTPException) and error.status_code == 400:
         return error_response(not_json(cause))
     if isinstance(error, HTTPException):

@@ -88,7 +88,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         target=target,
         template=template,
         make_loop=loop_with(model.drafter),
-        defaults=TargetDefaults.of(target, model.rule),
+        defaults=TargetDefaults.of(target),
         max_depth=model.drafter.depth,
         about={
             "target": Path(section.path).name,

@@ -7,9 +7,9 @@ from contextlib import suppress
 
 from headstart.inference.serve.api.encode import Encoded
 from headstart.inference.serve.api.errors import ApiError, stopping
-from headstart.inference.serve.api.output import Choice, End, Output, RequestProgress, Update
+from headstart.inference.serve.api.output import Choice, End, Event, Output, RequestProgress, Update
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.serve.worker import Event, Job, Worker, internal_error
+from headstart.inference.serve.worker import Worker, internal_error
 
 
 class Exchange(RequestProgress):
@@ -18,12 +18,10 @@ class Exchange(RequestProgress):
     def __init__(self, encoded: Encoded, worker: Worker, settings: ServerSettings) -> None:
         super().__init__(encoded)
         self.worker, self.settings = worker, settings
-        self.events: asyncio.Queue[tuple[Job, Event]] = asyncio.Queue()
-        jobs = [Job(choice, self.events) for choice in self.choices]
-        self.running = {*jobs}  # those that the worker has not ended
+        self.running = {*self.choices}  # those that the worker has not ended
         self.is_too_late = False
-        for job in jobs:
-            worker.submit(job)
+        for choice in self.choices:
+            worker.submit(choice)
 
     async def outputs(self, pause: float | None = None) -> AsyncIterator[tuple[Choice, Output] | None]:
         """What each step adds; None after `pause` silent seconds. Raises ApiError if the worker or a limit ends it."""
@@ -31,12 +29,12 @@ class Exchange(RequestProgress):
             yield await self._next(pause)
 
     def cancel(self) -> None:
-        """Cancel the jobs that are still running."""
-        for job in self.running:
-            self.worker.cancel(job)
+        """Cancel the choices that are still running."""
+        for choice in self.running:
+            self.worker.cancel(choice)
 
     async def settle(self) -> None:
-        """Cancel the jobs that are still running, and wait until the worker has ended them."""
+        """Cancel the choices that are still running, and wait until the worker has ended them."""
         if self.worker.alive:
             self.cancel()
         while self.running and (self.worker.alive or not self.events.empty()):
@@ -61,14 +59,13 @@ class Exchange(RequestProgress):
         self.cancel()
         return None
 
-    def _take(self, job: Job, event: Event) -> tuple[Choice, Output]:
-        choice = job.choice
+    def _take(self, choice: Choice, event: Event) -> tuple[Choice, Output]:
         if isinstance(event, Update):
             if self.first is None:
                 self.first, self.prefill = event.at, event.at - event.seconds
             self.last = event.at
         else:
-            self.running.discard(job)
+            self.running.discard(choice)
             self.ended = time.perf_counter()
         if isinstance(event, ApiError):
             choice.finish = "error"
@@ -81,5 +78,5 @@ class Exchange(RequestProgress):
             choice.finish = "error"
             raise internal_error(error) from error
         if isinstance(event, Update) and choice.is_over:
-            self.worker.cancel(job)  # unless the loop has ended the text itself
+            self.worker.cancel(choice)  # unless the loop has ended the text itself
         return choice, output

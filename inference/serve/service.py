@@ -12,13 +12,13 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.api.encode import Encoded, PromptEncoder, RequestEncoder
 from headstart.inference.serve.api.errors import ApiError, stopping
-from headstart.inference.serve.api.output import End, Update
+from headstart.inference.serve.api.output import Choice, End, Event, Update
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.serve.transport import figures
-from headstart.inference.serve.worker import Event, Job, Worker
+from headstart.inference.serve.worker import Worker
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
@@ -52,9 +52,7 @@ class Service:
     def __init__(self, served: Served, settings: ServerSettings, log: Callable[[str], None]) -> None:
         self.served, self.settings = served, settings
         self.worker = Worker(served.thread, served.make_loop, self.observe)
-        self.metrics = Metrics(settings.names[0], self.worker, served.promised)
-        if served.adaptation is not None:
-            self.metrics.show_adaptation(served.adaptation)
+        self.metrics = Metrics(settings.names[0], self._gauges())
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
         self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions)
@@ -66,6 +64,21 @@ class Service:
         self.open: set[Exchange] = set()  # requests whose answer is not complete
         self.mean_seconds = 1.0  # of a choice, as a moving average
         self.draining = False
+
+    def _gauges(self) -> dict[str, Callable[[], float]]:
+        gauges: dict[str, Callable[[], float]] = {
+            "vllm:num_requests_running": lambda: self.running,
+            "vllm:num_requests_waiting": lambda: self.waiting,
+            "vllm:kv_cache_usage_perc": lambda: self.worker.cache_usage,
+            "headstart:engine_failures": lambda: self.worker.failures,
+        }
+        if (promised := self.served.promised) is not None:
+            gauges["headstart:promised_acceptance_length"] = lambda: promised
+        if (adaptation := self.served.adaptation) is not None:
+            gauges["headstart:head_swaps"] = lambda: adaptation.swaps
+            gauges["headstart:head_version"] = lambda: adaptation.version
+            gauges["headstart:traffic_bytes"] = lambda: adaptation.traffic.num_bytes
+        return gauges
 
     @property
     def ready(self) -> bool:
@@ -82,10 +95,10 @@ class Service:
     def admit(self, count: int) -> None:
         """Raise ApiError unless `count` more choices may decode or wait."""
         if not self.ready:
-            self.metrics.reject("stopping")
+            self.metrics.count("admission_rejections", 1, "stopping")
             raise stopping()
         if self.running + self.waiting + count > self.max_choices:
-            self.metrics.reject("queue_full")
+            self.metrics.count("admission_rejections", 1, "queue_full")
             turns = self.waiting / self.settings.max_batch + 1 / max(self.running, 1)
             seconds = min(max(math.ceil(self.mean_seconds * turns), 1), 60)  # until a choice is expected to end
             allowed = f"at most {self.max_choices} are allowed (--max-batch and --max-queue)"
@@ -105,9 +118,8 @@ class Service:
         """Submit a request to the worker."""
         self.admit(len(encoded.requests))
         exchange = Exchange(encoded, self.worker, self.settings)
-        self.metrics.count_prompts(exchange.num_prompt_tokens)
+        self.metrics.count("prompt_tokens", exchange.num_prompt_tokens)
         self.waiting += len(encoded.requests)
-        self.metrics.set_load(self.running, self.waiting)
         self.open.add(exchange)
         return exchange
 
@@ -118,22 +130,21 @@ class Service:
         self.metrics.count_request(exchange)
         entry |= figures(exchange)
 
-    def observe(self, job: Job, event: Event) -> None:
+    def observe(self, choice: Choice, event: Event) -> None:
         """Count an event of the worker."""
         if isinstance(event, Update):
-            if not job.started:
-                job.started = True
+            if not choice.has_begun:
+                choice.has_begun = True
                 self.waiting, self.running = self.waiting - 1, self.running + 1
-            self.metrics.count_update(event, event.at - job.latest)
+            self.metrics.count_update(event, event.at - choice.latest)
             self.acceptance.count(event)
-            job.latest = event.at
-        elif job.started:
+            choice.latest = event.at
+        elif choice.has_begun:
             self.running -= 1
             if isinstance(event, End):
                 self.mean_seconds += 0.1 * (event.stats.seconds - self.mean_seconds)
         else:
             self.waiting -= 1
-        self.metrics.set_load(self.running, self.waiting)
         self.metrics.set_prefixes(*self.worker.prefixes)
 
     async def drain(self, timeout: float) -> None:

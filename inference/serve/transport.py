@@ -19,7 +19,7 @@ import h11
 import uvicorn
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -38,10 +38,6 @@ REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 GUARDED = ("/v1", "/tokenize", "/detokenize", "/adapt")
 # Requested every few seconds, or by the chat page: logged only if they fail.
 QUIET = frozenset({"/health", "/ready", "/ping", "/metrics", "/v1/models", "/adapt", "/", "/style.css", "/page.js"})
-
-
-class ClientGoneError(Exception):
-    """The client has closed the connection."""
 
 
 def figures(exchange: Exchange) -> dict[str, Any]:
@@ -229,12 +225,12 @@ async def until_gone(receive: Receive) -> None:
 
 
 async def unless_gone(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
-    """The result of the work; cancels it and raises ClientGoneError if the client disconnects first."""
+    """The result of the work; cancels it and raises ClientDisconnect if the client disconnects first."""
     working, gone = asyncio.create_task(work), asyncio.create_task(until_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            raise ClientGoneError
+            raise ClientDisconnect
         return working.result()
     finally:
         for task in (working, gone):
@@ -258,9 +254,9 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await unless_gone(self._write(send), receive)
-        except ClientGoneError:
+        except ClientDisconnect:
             if not self.begun:
-                await Response(status_code=CLIENT_GONE)(scope, receive, send)
+                raise
         finally:
             await self.events.aclose()  # if the client disconnected before the first event
 

@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, wait
-from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -14,23 +13,9 @@ from headstart.inference.core.constraint import NoWayOnError
 from headstart.inference.core.request import EmittedTokens
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.serve.api.errors import ApiError, stopping
-from headstart.inference.serve.api.output import Choice, End, Update
+from headstart.inference.serve.api.output import Choice, End, Event, Update
 
-Event = Update | End | ApiError  # after an error no event follows
-Observe = Callable[["Job", Event], None]
-
-
-@dataclass(eq=False)
-class Job:
-    """One choice that is decoded. Its events are put into `events`, in asyncio's thread."""
-
-    choice: Choice  # the worker only reads its request
-    events: asyncio.Queue[tuple["Job", Event]]
-    # Used in asyncio's thread only:
-    latest: float = field(default_factory=time.perf_counter)  # when it was submitted, then its last update
-    started: bool = False  # whether it has its first token
-    # Used in the worker's thread only:
-    number: int | None = None  # of the request in the decode loop
+Observe = Callable[[Choice, Event], None]
 
 
 class Worker:
@@ -47,7 +32,7 @@ class Worker:
         self.thread, self.make_loop, self.observe = thread, make_loop, observe
         self.orders: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.next: tuple[Callable[[], DecodeLoop], Future[None]] | None = None  # the loop to change to
-        self.jobs: dict[int, Job] = {}
+        self.choices: dict[int, Choice] = {}
         self.running = True
         self.ended: Future[None] | None = None
         self.prefixes = 0, 0  # tokens of prompts that were looked up among earlier texts, and those in the cache
@@ -65,14 +50,14 @@ class Worker:
         self.ended = self.thread.submit(self._run)
         self.thread.shutdown(wait=False)  # so that a second worker on this thread fails instead of waiting forever
 
-    def submit(self, job: Job) -> None:
+    def submit(self, choice: Choice) -> None:
         if not self.alive:
             raise ApiError(503, "the decode loop has stopped; restart the server")
-        self.orders.put(partial(self._submit, job))
+        self.orders.put(partial(self._submit, choice))
 
-    def cancel(self, job: Job) -> None:
-        """End a job, whether it waits or runs; its End follows, unless it has ended already."""
-        self.orders.put(partial(self._cancel, job))
+    def cancel(self, choice: Choice) -> None:
+        """End a choice, whether it waits or runs; its End follows, unless it has ended already."""
+        self.orders.put(partial(self._cancel, choice))
 
     def change_loop(self, prepare: Callable[[], Callable[[], DecodeLoop]]) -> Future[None]:
         """Change to another loop once the running texts are finished; no text starts until then.
@@ -86,7 +71,7 @@ class Worker:
         return done
 
     def stop(self) -> None:
-        """End the thread after the current step; the remaining jobs end in an error."""
+        """End the thread after the current step; the remaining choices end in an error."""
         self.orders.put(self._stop)
         if self.ended is not None:
             wait([self.ended])
@@ -119,22 +104,23 @@ class Worker:
         except Empty:
             pass
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, choice: Choice) -> None:
         if not self.running:
-            self._report([(job, stopping())])
+            self._report([(choice, stopping())])
             return
         try:
-            job.number = self.loop.submit(job.choice.request)
+            choice.number = self.loop.submit(choice.request)
         except ValueError as error:
-            self._report([(job, ApiError(400, str(error)))])
+            self._report([(choice, ApiError(400, str(error)))])
         except Exception as error:
-            self._report([(job, internal_error(error))])
+            self._report([(choice, internal_error(error))])
         else:
-            self.jobs[job.number] = job
+            self.choices[choice.number] = choice
 
-    def _cancel(self, job: Job) -> None:
-        if job.number is not None and self.jobs.get(job.number) is job:  # a new loop numbers requests from 0 again
-            self.loop.cancel(job.number)
+    def _cancel(self, choice: Choice) -> None:
+        number = choice.number
+        if number is not None and self.choices.get(number) is choice:  # a new loop numbers requests from 0 again
+            self.loop.cancel(number)
             self.cache_usage = self.loop.batch.cache_usage
             self._report(self._ends())
 
@@ -153,7 +139,7 @@ class Worker:
     def _change_loop(self, make_loop: Callable[[], DecodeLoop], done: Future[None]) -> None:
         """Start the other loop with the waiting requests; keep this one if the other cannot be made."""
         self.next = None
-        waiting = [self.jobs.pop(number) for number in self.loop.withdraw()]
+        waiting = [self.choices.pop(number) for number in self.loop.withdraw()]
         self.loop.close()
         try:
             self.loop = make_loop()
@@ -162,8 +148,8 @@ class Worker:
         except Exception as error:
             self.loop = self.make_loop()
             done.set_exception(error)
-        for job in waiting:
-            self._submit(job)
+        for choice in waiting:
+            self._submit(choice)
 
     def _stop(self) -> None:
         self.running = False
@@ -174,7 +160,7 @@ class Worker:
         except Exception as error:  # such as too little memory: these requests fail, later ones get a new loop
             traceback.print_exc()
             self.failures += 1
-            lost = f"a step failed ({type(error).__name__}); its {len(self.jobs)} requests get an error"
+            lost = f"a step failed ({type(error).__name__}); its {len(self.choices)} requests get an error"
             print(lost, file=sys.stderr, flush=True)
             self._fail_all(ApiError(500, "decoding failed; the server's log has the reason"))
             self.cache_usage = 0.0
@@ -183,7 +169,7 @@ class Worker:
         now = time.perf_counter()
         self.prefixes = self.loop.prefix_counts
         self.cache_usage = self.loop.batch.cache_usage
-        events = [(self.jobs[block.number], self._update(block, now)) for block in blocks]
+        events = [(self.choices[block.number], self._update(block, now)) for block in blocks]
         self._report([*events, *self._ends()])
 
     def _update(self, block: EmittedTokens, now: float) -> Update:
@@ -200,29 +186,29 @@ class Worker:
             prompt=generation.prompt_scores if first == 0 else None,
         )
 
-    def _ends(self) -> list[tuple[Job, Event]]:
-        """The jobs that have ended since the last call; the loop forgets them."""
-        ends: list[tuple[Job, Event]] = []
+    def _ends(self) -> list[tuple[Choice, Event]]:
+        """The choices that have ended since the last call; the loop forgets them."""
+        ends: list[tuple[Choice, Event]] = []
         for number, generation in self.loop.take_ended():
             event: Event = End(generation.finish, generation.stats)
             if generation.error is not None:
                 is_clients = isinstance(generation.error, NoWayOnError)
                 event = ApiError(400, str(generation.error)) if is_clients else internal_error(generation.error)
-            ends.append((self.jobs.pop(number), event))
+            ends.append((self.choices.pop(number), event))
             self.loop.forget(number)
         return ends
 
     def _fail_all(self, error: ApiError) -> None:
-        jobs, self.jobs = self.jobs, {}
-        self._report([(job, error) for job in jobs.values()])
+        choices, self.choices = self.choices, {}
+        self._report([(choice, error) for choice in choices.values()])
 
-    def _report(self, events: list[tuple[Job, Event]]) -> None:
-        """Put each event into its job's queue, all in one iteration of asyncio's loop."""
+    def _report(self, events: list[tuple[Choice, Event]]) -> None:
+        """Put each event into its choice's queue, all in one iteration of asyncio's loop."""
 
         def put() -> None:
-            for job, event in events:
-                self.observe(job, event)
-                job.events.put_nowait((job, event))
+            for choice, event in events:
+                self.observe(choice, event)
+                choice.events.put_nowait((choice, event))
 
         if events and not self.asyncio.is_closed():
             self.asyncio.call_soon_threadsafe(put)

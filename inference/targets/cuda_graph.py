@@ -146,11 +146,6 @@ class StaticStep:
             torch.zeros(rows, dtype=torch.long, device=device),
         )
 
-    @staticmethod
-    def serves(sampling: BatchSampling) -> bool:
-        """Whether shapes stay fixed: not with penalties or rejection sampling."""
-        return sampling.rule == "seeded" and not sampling.needs_history
-
     @torch.inference_mode()
     def __call__(self, verified: VerifiedOnHost, with_logits: bool = False, held: Sequence[int] = ()) -> StepOutput:
         """Draft, and let the target choose. `held` is as in `verify`."""
@@ -159,7 +154,7 @@ class StaticStep:
         if self.cache.head is not None:
             verified.rewind(self.cache.head)
         device, short = self.target.device, self.drafter.depth + 1 - verified.next_tokens.shape[1]
-        rows, more = len(verified.counts), self.more_rows(len(verified.counts))
+        rows, more = len(verified.rows), self.more_rows(len(verified.rows))
         with self.padded_rows(more, held):
             output = self.draft(
                 rows,
@@ -167,13 +162,12 @@ class StaticStep:
                 padded(verified.taps, 0, 0, 0, short, 0, more),
                 padded(verified.next_tokens, 0, short, 0, more),
                 padded(verified.roots, 0, 0, 0, more),
-                torch.tensor([*verified.counts, *[1] * more]).to(device, non_blocking=True),
-                torch.tensor([*verified.remaining, *[0] * more]).to(device, non_blocking=True),
+                torch.tensor([*(row.count for row in verified.rows), *[1] * more]).to(device, non_blocking=True),
+                torch.tensor([*(row.remaining for row in verified.rows), *[0] * more]).to(device, non_blocking=True),
                 with_logits=with_logits,
             )
         if self.cache.head is not None:  # inside the step, the lengths advanced on the device alone
-            ends = [start + count for start, count in zip(verified.starts, verified.counts, strict=True)]
-            self.cache.head.set_lengths(ends)
+            self.cache.head.set_lengths([row.end for row in verified.rows])
         return output
 
     def draft(self, rows: int, sampling: BatchSampling, *inputs: Tensor, with_logits: bool = False) -> StepOutput:

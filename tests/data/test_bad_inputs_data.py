@@ -32,16 +32,10 @@ ROWS = table(
     r"""
 a torn line | {"prompt": "cut
     not valid JSON ( | one JSON object on each
-a comment line | // prompts
-    not valid JSON | one JSON object on each line
-two objects on a line | {"prompt": "x"} {}
-    Extra data | one JSON object on
 brackets without end | {brackets}
     not valid JSON | one JSON object on each
 a number as a row | 7
     a number (7) | a JSON object is needed
-text as a row | "hello"
-    the row is text | a JSON object is needed
 half a surrogate pair | {"prompt": "\ud800"}
     not text | surrogates not allowed
 only nulls | {"prompt": null, "text": null}
@@ -50,8 +44,6 @@ unknown fields | {"instruction": "why?", "output": "so"}
     ['instruction', 'output'] | NEEDS
 text that is a number | {"text": 5}
     text is a number (5) | text is needed
-a prompt that is an object | {"prompt": {"a": 1}}
-    an object | text is needed
 a prompt of token ids | {"prompt": [1, 2]}
     prompt is a list | text is needed
 a prompt of blanks | {"prompt": " \n\t"}
@@ -66,10 +58,6 @@ messages of texts | {"messages": ["hi"]}
     text at place 1 | a list of objects
 no messages | {"messages": []}
     no user turn to answer | give at least one
-only an answer | {"messages": [{reply}]}
-    no user turn to answer | give at least one
-a turn by nobody | {"messages": [{"content": "x"}]}
-    turn 1 is by None | ROLES
 a turn by a list | {"messages": [{"role": ["user"], "content": "x"}]}
     turn 1 is by ['user'] | ROLES
 a turn by a bot | {"messages": [{user}, {"role": "bot", "content": "x"}]}
@@ -78,26 +66,18 @@ a turn without words | {"messages": [{user}, {"role": "assistant", "content": ""
     turn 2 by assistant is empty | give it text
 a turn of a number | {"messages": [{"role": "user", "content": 3}]}
     turn 1 is a number (3) | text is needed
-a turn with an image | {"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}
-    contains parts that are not text | only text is supported
 a part with reasoning | {"messages": [{user}, {"role": "assistant", "content": [{"type": "reasoning", "text": "x"}]}]}
     contains parts that are not text | only text is supported
 reasoning in a list | {"messages": [{user}, {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]}
     the reasoning of turn 2 is a list | text is needed
-two answers in a row | {"messages": [{user}, {reply}, {reply}]}
-    turn 3 is by assistant right after a turn by assistant | ORDER
 an answer first | {"messages": [{reply}, {user}]}
     right after the start | ORDER
-a late system turn | {"messages": [{user}, {"role": "system", "content": "x"}]}
-    turn 2 is by system | ORDER
 tools that are not JSON | {"messages": [{user}], "tools": "{"}
     tools: not valid JSON | Expecting
 tool calls that are a number | {"messages": [{user}, {"role": "assistant", "tool_calls": 3}]}
     tool_calls is a number | a list of objects
 a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
     turn 2 has a tool call | without a function name
-tokens that are text | {"tokens": "1 2"}
-    tokens is text | a list of whole numbers
 tokens with a fraction | {"tokens": [1, 2.0]}
     a number (2.0) at place 2 | whole numbers
 tokens of true and false | {"tokens": [true]}
@@ -112,16 +92,8 @@ a mask of labels | {"tokens": [1, 2], "loss_mask": [-100, 1]}
     loss_mask holds -100 | 0 and 1 are allowed
 labels | {"input_ids": [1, 2], "labels": [-100, 1]}
     the row has labels | write loss_mask, with 1 for each token whose label is not -100
-assistant masks | {"input_ids": [1, 2], "assistant_masks": [0, 1]}
-    the row has assistant_masks | rename it to loss_mask
-an attention mask | {"input_ids": [1, 2], "loss_mask": [0, 1], "attention_mask": [1, 1]}
-    the row has attention_mask | remove it, and every token for which it is 0
-functions | {"messages": [{user}], "functions": [{"name": "add"}]}
-    the row has functions | write tools: [{type: function
 images of a row | {"messages": [{user}], "images": ["a.png"]}
     the row has images | not supported | remove the field if the text is right without it
-documents of a turn | {"messages": [{user}, {"role": "assistant", "content": "x", "documents": [{"text": "x"}]}]}
-    turn 2 has documents | not supported | remove the field if the text is right without it
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function
 a turn by function_call | {"conversations": [{user}, {"from": "function_call", "value": "{}"}]}
@@ -138,8 +110,6 @@ an answer in addition to messages | {"messages": [{user}, {reply}], "response": 
     response is given in addition to messages | append it to them | or remove it
 given: a prompt and a null response | {"prompt": "x", "response": null}
     fields ['prompt', 'response'] | GIVEN | CHOOSE
-given: preferences | {"prompt": "x", "chosen": "y", "rejected": "z"}
-    ['chosen', 'prompt', 'rejected'] | GIVEN | CHOOSE
 given: an empty response | {"prompt": "x", "response": ""}
     response is empty | NEEDS
 given: a completion that is a list of texts | {"prompt": "x", "completion": ["a", "b"]}
@@ -192,8 +162,6 @@ FILES = table(
     r"""
 a file of blank lines | rows.jsonl | b'\n \n'
     rows.jsonl | has no prompts | 0 rows read | give at
-an empty text file | rows.txt | b'\n\n'
-    rows.txt | has no prompts | 0 rows read | give at
 an empty array | rows.json | b'[]\n'
     rows.json | has no prompts | 0 rows read | give at
 UTF-16, as PowerShell writes | rows.jsonl | b'\xff\xfe{\0}\0\n\0'
@@ -206,16 +174,12 @@ an array without its end | rows.json | b'[\n  {"prompt": "x"},\n  {"prompt": \n'
     rows.json | starts as a JSON array but cannot be read as one | a whole array or one | fix the file
 an array of texts | rows.json | b'[\n  "one",\n  "two"\n]\n'
     rows.json row 1 | the row is text | a JSON object is needed | FIX
-rows inside an object | rows.json | b'{"data": [{"prompt": "x"}]}'
-    rows.json line 1 | fields ['data'] | NEEDS | FIX
 an indented object | rows.json | b'{\n  "prompt": "x"\n}\n'
     rows.json line 1 | not valid JSON | one JSON object on each line | FIX
 a pickle | rows.pkl | b'\x80\x04.'
     data: | rows.pkl given | SUFFIXES | convert it
 a compressed file | rows.jsonl.gz | b'\x1f\x8b'
     data: | .jsonl.gz given | SUFFIXES | convert
-a file without a suffix | rows | b'{}\n'
-    data: | rows given | SUFFIXES | convert it
 parquet in name only | rows.parquet | b'PAR1 and nothing else'
     rows.parquet | cannot be read as parquet | a whole parquet file is needed | write it again
 """,
@@ -256,11 +220,10 @@ def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) 
     pytest.importorskip("datasets")
     (place / "rows").mkdir()
     (place / "rows" / "a.jsonl").write_text('{"prompt": "x"}\n')
-    for prompts, facts in (
-        (place / "rows", "data: | is not a dataset | a folder written by save_to_disk | or a file"),
-        ("hf:/no/such/dataset", "data.prompts: 'hf:/no/such/dataset' given | hf:org/name:split | correct the name"),
-    ):
-        assert_refused(headstart("inspect", place / "recipe.yaml", f"data.prompts={prompts}"), facts)
+    folder = headstart("inspect", place / "recipe.yaml", f"data.prompts={place / 'rows'}")
+    assert_refused(folder, "data: | is not a dataset | a folder written by save_to_disk | or a file")
+    hub = headstart("inspect", place / "recipe.yaml", "data.prompts=hf:/no/such/dataset")
+    assert_refused(hub, "data.prompts: 'hf:/no/such/dataset' given | hf:org/name:split | correct the name")
 
 
 @pytest.mark.parametrize(
@@ -289,227 +252,145 @@ def rows_of(path: Path, *rows: object) -> Path:
     return path
 
 
-def texts(first: int, last: int) -> list[dict[str, str]]:
-    return [{"prompt": f"prompt {number}"} for number in range(first, last)]
-
-
-Rows = list[dict[str, Any]]
-LONG = {"messages": [{"role": "system", "content": "be very brief"}, {"role": "user", "content": "w" * 30}]}
-HUMAN = {"conversations": [{"from": "human", "value": "prompt 1"}]}
-WORDS = [{"text": f"text {number}"} for number in range(5)]
-# The training rows, the held-out rows, data.num_prompts, data.responses, and the facts.
-SPLITS_REFUSED: dict[str, tuple[Rows, Rows, int, str, Says]] = {
-    "a quarter of the rows is held out too": (
-        texts(0, 12),
-        texts(9, 15),
-        12,
-        "target",
-        Says("data.heldout_prompts", "3 of 12 rows", "(line 10, 11, 12), up to 10% are", "remove them from one"),
-    ),
-    "half of the rows is held out in another form": (
-        [*texts(0, 3), {"messages": [USER]}],
-        [{"messages": [USER, REPLY]}, HUMAN],
-        12,
-        "target",
-        Says("data.heldout_prompts", "2 of 4 rows", "(line 2, 4), up to 10%", "remove them from one of the two files"),
-    ),
-    "15 of 30 rows are unusable": (
-        texts(0, 15) + [{"question": "why"}] * 15,
-        texts(20, 24),
-        30,
-        "target",
-        Says("prompts.jsonl line 16", "15 of 30 rows are unusable", "up to 1% are allowed", FIX),
-    ),
-    "an unusable held-out row": (
-        texts(0, 12),
-        [*texts(20, 24), {"text": 5}],
-        12,
-        "target",
-        Says("heldout.jsonl line 5", "1 of 5 rows are unusable", "up to 1% are allowed", FIX),
-    ),
-    "all prompts are too long": (
-        [{"text": "word " * 90}] * 14,
-        [{"text": "another text"}],
-        12,
-        "given",
-        Says("prompts.jsonl", "has no prompts (14 rows read, 14 too long)", "at least one usable row", "give"),
-    ),
-    "held-out prompts without responses": (
-        [{"prompt": "p", "completion": "word"}],
-        texts(0, 1),
-        12,
-        "given",
-        Says("heldout.jsonl line 1", "fields ['prompt']", "needs response or completion", CHOOSE),
-    ),
-}
-SPLITS_TOLD: dict[str, tuple[Rows, Rows, int, str, Says]] = {
-    "one row is held out too": (
-        texts(0, 14),
-        [*texts(5, 6), *texts(20, 24)],
-        12,
-        "target",
-        Says("prompts.jsonl, 12 prompts kept", "13 rows read", "dropped 1 held out too", "its prompt is held out too"),
-    ),
-    "fewer rows than data.num_prompts": (
-        texts(0, 14),
-        texts(20, 24),
-        100,
-        "target",
-        Says("prompts.jsonl", "14 rows read", "14 prompts kept", "data.num_prompts=100 asks for more, but"),
-    ),
-    "prompts lose their system turn": (
-        [{"prompt": "v" * 40}, LONG, *texts(0, 4)],
-        texts(20, 24),
-        6,
-        "target",
-        Says("6 prompts kept", "cut the beginning of 2", "data.prompt_tokens=", "the system turn of 1"),
-    ),
-    "long texts are dropped and are not unusable": (
-        [{"text": "word " * 99}, *WORDS],
-        [{"text": "another text"}],
-        12,
-        "given",
-        Says("6 rows read", "5 prompts kept", "dropped 1 too long", "longer than data.prompt_tokens"),
-    ),
-    "a few unusable rows": (
-        [{"question": 1}, *texts(100, 250)],
-        texts(20, 24),
-        150,
-        "target",
-        Says("151 rows read", "150 prompts kept; dropped 1 unusable (unknown form 1)", "", "line"),
-    ),
+# The training rows, the held-out rows, data.num_prompts and data.responses: `0-12` stands for the prompts 0 to 11.
+SPLITS = table(
+    """
+refused: a quarter of the rows is held out too | 0-12 | 9-15 | 12 | target
+    data.heldout_prompts | 3 of 12 rows | (line 10, 11, 12), up to 10% are | remove them from one
+refused: half of the rows is held out in another form | 0-3 + {asked} | {answered} + {human} | 12 | target
+    data.heldout_prompts | 2 of 4 rows | (line 2, 4), up to 10% | remove them from one of the two files
+refused: half of the rows are unusable | 0-15 + {"question": "why"} * 15 | 20-24 | 30 | target
+    prompts.jsonl line 16 | 15 of 30 rows are unusable | up to 1% are allowed | FIX
+refused: an unusable held-out row | 0-12 | 20-24 + {"text": 5} | 12 | target
+    heldout.jsonl line 5 | 1 of 5 rows are unusable | up to 1% are allowed | FIX
+refused: all prompts are too long | {long} * 14 | {"text": "another text"} | 12 | given
+    prompts.jsonl | has no prompts (14 rows read, 14 too long) | at least one usable row | give
+refused: held-out prompts without responses | {"prompt": "p", "completion": "word"} | 0-1 | 12 | given
+    heldout.jsonl line 1 | fields ['prompt'] | needs response or completion | CHOOSE
+one row is held out too | 0-14 | 5-6 + 20-24 | 12 | target
+    prompts.jsonl, 12 prompts kept | 13 rows read | dropped 1 held out too | its prompt is held out too
+fewer rows than data.num_prompts | 0-14 | 20-24 | 100 | target
+    prompts.jsonl | 14 rows read | 14 prompts kept | data.num_prompts=100 asks for more, but
+prompts lose their system turn | {long_prompt} + {long_chat} + 0-4 | 20-24 | 6 | target
+    6 prompts kept | cut the beginning of 2 | data.prompt_tokens= | the system turn of 1
+long texts are dropped and are not unusable | {long} + {"text": "text 1"} * 5 | {"text": "another text"} | 12 | given
+    6 rows read | 5 prompts kept | dropped 1 too long | longer than data.prompt_tokens
+a few unusable rows | {"question": 1} + 100-250 | 20-24 | 150 | target
+    151 rows read | 150 prompts kept; dropped 1 unusable (unknown form 1) | line
+""",
+    FIX=FIX,
+    CHOOSE=CHOOSE,
+)
+SPLIT_ROWS = {
+    "asked": {"messages": [USER]},
+    "answered": {"messages": [USER, REPLY]},
+    "human": {"conversations": [{"from": "human", "value": "prompt 1"}]},
+    "long": {"text": "word " * 99},
+    "long_prompt": {"prompt": "v" * 40},
+    "long_chat": {"messages": [{"role": "system", "content": "be very brief"}, {"role": "user", "content": "w" * 30}]},
 }
 
 
-@pytest.mark.parametrize("symptom", [*SPLITS_REFUSED, *SPLITS_TOLD])
+def split_rows(text: str) -> list[object]:
+    """The rows that a cell of SPLITS stands for."""
+    rows: list[object] = []
+    for part in filled(text, **{name: json.dumps(row) for name, row in SPLIT_ROWS.items()}).split(" + "):
+        row, _, times = part.partition(" * ")
+        if row.startswith("{"):
+            rows += [json.loads(row)] * int(times or 1)
+        else:
+            rows += [{"prompt": f"prompt {number}"} for number in range(*map(int, row.split("-")))]
+    return rows
+
+
+@pytest.mark.parametrize("symptom", SPLITS)
 def test_rows_that_are_dropped_or_cut_are_counted_and_too_many_refused(
     place: Path, headstart: Command, symptom: str
 ) -> None:
-    train, heldout, count, responses, says = (SPLITS_REFUSED | SPLITS_TOLD)[symptom]
-    rows_of(place / "prompts.jsonl", *train)
-    rows_of(place / "heldout.jsonl", *heldout)
+    (train, heldout, count, responses), facts = SPLITS[symptom]
+    rows_of(place / "prompts.jsonl", *split_rows(train))
+    rows_of(place / "heldout.jsonl", *split_rows(heldout))
     overrides = f"data.num_prompts={count}", f"data.responses={responses}"
     outcome = headstart("inspect", place / "recipe.yaml", *overrides)
-    (assert_refused if symptom in SPLITS_REFUSED else assert_told)(outcome, says)
+    (assert_refused if symptom.startswith("refused: ") else assert_told)(outcome, facts)
 
 
 # Stages
 
 
-CONTINUES = "remove this file, and the same command continues with what is there: rm "
-STAGES = {  # the content of a stage.json -> why it cannot be read
-    ("prompts", ""): "Expecting value",
-    ("responses", '{"inputs": {"se'): "Unterminated string",
-    ("features", "[]"): "list indices must be integers",
-    ("prompts", '{"inputs": {}, "complete": true}'): "KeyError: 'facts'",
-}
+STAGE = "it must say what | remove this file, and the same command continues with what is there: rm "
+REPORT = "it must hold the report on the rows | rm "
+# A file of the run, its content, the command that reads it, the remedy, the file that it removes, and the cause.
+BROKEN = [
+    ("prompts/stage.json", "", "harvest", STAGE, "prompts/stage.json", "Expecting value"),
+    ("responses/stage.json", '{"inputs": {"se', "harvest", STAGE, "responses/stage.json", "Unterminated string"),
+    ("features/stage.json", "[]", "harvest", STAGE, "features/stage.json", "list indices must be integers"),
+    ("prompts/stage.json", '{"inputs": {}, "complete": true}', "harvest", STAGE, "prompts/stage.json", "'facts'"),
+    ("prompts/rows.json", "[1, 2]", "inspect", REPORT, "prompts/stage.json", "int"),
+]
 
 
-@pytest.mark.parametrize(("stage", "content"), STAGES)
-def test_a_broken_stage_file_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, headstart: Command, stage: str, content: str
+@pytest.mark.parametrize(("name", "content", "command", "remedy", "removed", "why"), BROKEN)
+def test_a_broken_file_of_a_run_is_named_and_the_remedy_works(
+    harvested: Path,
+    place: Path,
+    headstart: Command,
+    name: str,
+    content: str,
+    command: str,
+    remedy: str,
+    removed: str,
+    why: str,
 ) -> None:
     shutil.copytree(harvested / "run", place / "run")
-    path = place / "run" / stage / "stage.json"
-    path.write_text(content)
-    outcome = headstart("harvest", place / "recipe.yaml")
-    assert_refused(
-        outcome, Says(f"{path} cannot be read", STAGES[stage, content], "it must say what", f"{CONTINUES}{path}")
-    )
-    path.unlink()  # the remedy
-    done = headstart("harvest", place / "recipe.yaml")
-    assert_told(done, Says("complete in", str(place / "run" / "features"), "features: 12 training", ""))
-
-
-@pytest.mark.parametrize("content", ["{", "[1, 2]", None])
-def test_a_broken_report_on_the_rows_is_named_and_the_remedy_works(
-    harvested: Path, place: Path, headstart: Command, content: str | None
-) -> None:
-    shutil.copytree(harvested / "run", place / "run")
-    path = place / "run" / "prompts" / "rows.json"
-    path.unlink() if content is None else path.write_text(content)
-    stage = path.with_name("stage.json")
-    outcome = headstart("inspect", place / "recipe.yaml")
-    assert_refused(outcome, Says(f"{path} cannot be read", "", "it must hold the report on the rows", f"rm {stage}"))
-    stage.unlink()  # the remedy
-    assert_told(
-        headstart("inspect", place / "recipe.yaml"), Says("prompts.jsonl", "12 rows read", "12 prompts kept", "")
-    )
+    (place / "run" / name).write_text(content)
+    facts = f"{place / 'run' / name} cannot be read | {why} | {remedy}{place / 'run' / removed}"
+    assert_refused(headstart(command, place / "recipe.yaml"), facts)
+    (place / "run" / removed).unlink()  # the remedy
+    assert_told(headstart(command, place / "recipe.yaml"), "prompts.jsonl | 12 rows read | 12 prompts kept")
 
 
 # Stores
 
 
-def store(place: Path) -> Path:
-    return place / "run" / "features"
-
-
-def other_store(place: Path, **about: object) -> Path:
-    """A copy of the store whose manifest says something else."""
-    copy = place / "other"
-    shutil.copytree(store(place), copy)
-    path = copy / "manifest.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **about}))
-    return copy
-
-
-def store_of_tuned_layers(place: Path) -> Path:
-    """Made with weights that differ inside their files alone."""
-    target = json.loads((store(place) / "manifest.json").read_text())["target"]
-    return other_store(place, target={**target, "sampled": "0" * 64})
-
-
-def flipped_bit(place: Path) -> Path:
-    path = store(place) / "train-00001.safetensors"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-    return store(place)
-
-
-def without(place: Path, name: str) -> Path:
-    (store(place) / name).unlink()
-    return store(place)
-
-
-def damage(place: Path, kind: str, content: str) -> None:
-    """Change the store before a command is typed."""
-    manifest = store(place) / "manifest.json"
+def damage(store: Path, kind: str, content: str) -> None:
+    """Change the store, or make `other` from it, before a command is typed."""
+    manifest, shard = store / "manifest.json", store / "train-00001.safetensors"
+    about = json.loads(manifest.read_text())
     if kind == "flip":
-        flipped_bit(place)
+        shard.write_bytes(shard.read_bytes()[:-9] + b"x" * 9)
     elif kind == "remove":
-        without(place, content)
+        (store / content).unlink()
     elif kind == "foreign":
-        shutil.copy(store(place) / "train-00000.safetensors", store(place) / "train-00009.safetensors")
-    elif kind == "other":
-        other_store(place, **json.loads(filled(content, zeros="0" * 64)))
+        shutil.copy(shard, store / "train-00009.safetensors")
     elif kind == "manifest":
         manifest.write_text(content)
-    else:
-        about = json.loads(manifest.read_text())
+    elif kind == "unsized":
         del about["shards"][0]["bytes"]
         manifest.write_text(json.dumps(about))
+    else:
+        other = shutil.copytree(store, store.parents[1] / "other")
+        changes = {"target": {**about["target"], "sampled": "0" * 64}} if kind == "tuned" else json.loads(content)
+        (other / "manifest.json").write_text(json.dumps({**about, **changes}))
 
 
-# What is typed after `headstart store`, and the damage before it.
+# What is typed after `headstart store`, or the value of data.store, and the damage before it.
 STORES = table(
     """
 merge without stores | merge {new}
     store merge | only | one or more stores must follow it | as in headstart store merge
 merge of a store with itself, into itself | merge {store} {store}
     features | exists already | NEW_FOLDER | give another one first
-merge into a folder that is there | merge {place} {store}
-    merged store | exists already | NEW_FOLDER | give another one first
 merge of a folder that is not there | merge {new} {store} {place}/nowhere
     nowhere holds no features | no manifest.json | give a folder of features | headstart harvest RECIPE
 merge of a run instead of its features | merge {new} {place}/run
     run holds no features | no manifest.json | such as runs/tiny/features | headstart harvest RECIPE
 merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"}
     dtype: 'float32' in | 'int8' in | equal taps, dtype and target | harvest one of them again
-merge of different taps | merge {new} {store} {other} | other {"taps": [0]}
-    taps: [1, 2, 3] in | [0] in | equal taps, dtype and target | harvest one of them again
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
+merge of a target that was tuned in its middle | merge {new} {store} {other} | tuned
+    the target's weights, sampled: the content | cannot be merged | equal taps, dtype and target
 merge of a damaged store | merge {new} {store} | flip
     train-00001.safetensors | its checksum differs | 1 shard | harvest
 verify of a flipped bit | verify {store} | flip
@@ -520,21 +401,11 @@ verify of a foreign shard | verify {store} | foreign
     train-00009.safetensors | is not in the manifest | 1 shard | remove
 verify of two stores | verify {store} {store}
     store verify | 2 folders are given | one is allowed | once for each
-stats of two stores | stats {store} {place}
-    store stats | 2 folders are given | one is allowed | once for each
 stats of a lost shard | stats {store} | remove train-00000.safetensors
     train-00000.safetensors | missing on disk | which reuses undamaged shards | harvest again
-stats of a store without a manifest | stats {store} | remove manifest.json
-    holds no features | no manifest.json | give a folder of features | headstart harvest RECIPE
 an empty manifest | verify {store} | manifest
     manifest.json cannot be read | Expecting value | a harvest's manifest is needed | AGAIN
-a torn manifest | verify {store} | manifest {"shards": [
-    manifest.json cannot be read | Expecting value | a harvest's manifest is needed | AGAIN
 a manifest that is a list | verify {store} | manifest []
-    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
-a manifest without shards | verify {store} | manifest {"taps": [1]}
-    manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
-a manifest of names | verify {store} | manifest {"taps": [1], "shards": ["train-00000.safetensors"]}
     manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
 a manifest entry without its size | verify {store} | unsized
     manifest.json cannot be read | no list of shards | a harvest's manifest is needed | AGAIN
@@ -542,6 +413,20 @@ an unknown command | mend {store}
     command | 'mend' | choose from | verify
 no folder | stats
     arguments are required | folder | usage | store
+a recipe's store is nowhere | data.store={place}/nowhere
+    nowhere | no manifest.json | give a folder of features | headstart harvest RECIPE
+a recipe's store is a run | data.store={place}/run
+    run holds no features | no manifest.json | such as runs/tiny/features | headstart harvest RECIPE
+a recipe's store lacks a tap | data.store={store} head.taps=[0]
+    data.store | holds taps [1, 2, 3] | it lacks [0]; a new harvest of this text takes about | remove data.store
+a recipe's store is of another | data.store={other} | other {"target": {"path": "elsewhere", "sha256": "{zeros}"}}
+    data.store | elsewhere | give a store of this target | remove data.store to harvest one
+a recipe's store is of a target that was tuned in its middle | data.store={other} | tuned
+    data.store | made with other weights | give a store of this target | remove data.store to harvest one
+a recipe's store says nothing of its target | data.store={other} | other {"target": null}
+    data.store | None | give a store of this target | remove data.store to harvest one
+a recipe's store lost its stage.json | data.store={store} | remove stage.json
+    data.store | has no stage.json | a complete folder of features is needed | copy all of its files
 """,
     NEW_FOLDER="a new folder is needed for the merged store",
     AGAIN="harvest again, which reuses undamaged shards",
@@ -549,76 +434,18 @@ no folder | stats
 
 
 @pytest.mark.parametrize("symptom", STORES)
-def test_a_store_command_that_cannot_work_says_why(
+def test_a_store_that_a_command_cannot_use_is_named(
     harvested: Path, place: Path, headstart: Command, symptom: str
 ) -> None:
-    shutil.copytree(harvested / "run" / "features", store(place))
-    (command, *damages), facts = STORES[symptom]
+    store = shutil.copytree(harvested / "run" / "features", place / "run" / "features")
+    (line, *damages), facts = STORES[symptom]
     for each in damages:
         kind, _, content = each.partition(" ")
-        damage(place, kind, content)
-    places = {"place": place, "store": store(place), "new": place / "new", "other": place / "other"}
-    assert_refused(headstart("store", *filled(command, **places).split()), facts)
+        damage(store, kind, filled(content, zeros="0" * 64))
+    words = filled(line, place=place, store=store, new=place / "new", other=place / "other").split()
+    command = ["harvest", place / "recipe.yaml"] if line.startswith("data.store") else ["store"]
+    assert_refused(headstart(*command, *words), facts)
     assert not list(place.glob("new*"))
-
-
-def without_stage(place: Path) -> Path:
-    return without(place, "stage.json")
-
-
-USED: dict[str, tuple[Callable[[Path], Path], tuple[str, ...], Says]] = {
-    "data.store is nowhere": (
-        lambda place: place / "nowhere",
-        (),
-        Says("nowhere", "no manifest.json", "give a folder of features", "headstart harvest RECIPE"),
-    ),
-    "data.store is a run": (
-        lambda place: place / "run",
-        (),
-        Says("run holds no features", "no manifest.json", "such as runs/tiny/features", "headstart harvest RECIPE"),
-    ),
-    "data.store lacks a tap": (
-        store,
-        ("head.taps=[0]",),
-        Says(
-            "data.store",
-            "holds taps [1, 2, 3]",
-            "it lacks [0]; a new harvest of this text takes about",
-            "remove data.store",
-        ),
-    ),
-    "data.store is of another target": (
-        lambda place: other_store(place, target={"path": "elsewhere", "sha256": "0" * 64}),
-        (),
-        Says("data.store", "elsewhere", "give a store of this target", "remove data.store to harvest one"),
-    ),
-    "data.store is of a target that was tuned in its middle": (
-        store_of_tuned_layers,
-        (),
-        Says(
-            "data.store", "made with other weights", "give a store of this target", "remove data.store to harvest one"
-        ),
-    ),
-    "data.store says nothing of its target": (
-        lambda place: other_store(place, target=None),
-        (),
-        Says("data.store", "None", "give a store of this target", "remove data.store to harvest one"),
-    ),
-    "data.store lost its stage.json": (
-        without_stage,
-        (),
-        Says("data.store", "has no stage.json", "a complete folder of features is needed", "copy all of its files"),
-    ),
-}
-
-
-@pytest.mark.parametrize("symptom", USED)
-def test_a_store_that_a_recipe_cannot_use_is_named(
-    harvested: Path, place: Path, headstart: Command, symptom: str
-) -> None:
-    shutil.copytree(harvested / "run" / "features", store(place))
-    folder, overrides, says = USED[symptom]
-    assert_refused(headstart("harvest", place / "recipe.yaml", f"data.store={folder(place)}", *overrides), says)
 
 
 def test_a_target_without_a_chat_template_takes_prompts_with_responses(

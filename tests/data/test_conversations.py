@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
+from tiny_run import END_OF_TEXT, VOCAB_SIZE, build_run, build_target, build_tokenizer, tiny_recipe
+from transformers import PreTrainedTokenizerFast
 
 from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -17,7 +18,7 @@ from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
 from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join, parse_known
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
-from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, make_prompts, read_prompts
+from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, NotJson, read_rows
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -116,29 +117,16 @@ def tool_rows() -> list[dict[str, Any]]:
 
 
 def arrow_tables(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rows as tables of several writers: `json` is text of the type arrow.json, polars has 64-bit offsets."""
+    """The rows as tables of several writers: `json` is text of the type arrow.json."""
     pyarrow, datasets = pytest.importorskip("pyarrow"), pytest.importorskip("datasets")
     columns = {name: [row.get(name) for row in rows] for row in rows for name in row}
     features = {name: datasets.List(datasets.Json()) for name in ("messages", "tools")}
     whole = {"id": datasets.Value("int64"), "created": datasets.Value("null"), **features}
-    table = pyarrow.table(columns)
     return {
-        "pyarrow": table,
+        "pyarrow": pyarrow.table(columns),
         "datasets": datasets.Dataset.from_list(rows).data.table,
         "json": datasets.Dataset.from_dict(columns, features=datasets.Features(whole)).data.table,
-        "polars": table.cast(pyarrow.schema([field.with_type(large(field.type)) for field in table.schema])),
     }
-
-
-def large(kind: Any) -> Any:
-    """An Arrow type with 64-bit offsets throughout, as polars writes it."""
-    import pyarrow
-
-    if pyarrow.types.is_struct(kind):
-        return pyarrow.struct([field.with_type(large(field.type)) for field in kind])
-    if pyarrow.types.is_list(kind):
-        return pyarrow.large_list(large(kind.value_type))
-    return pyarrow.large_string() if pyarrow.types.is_string(kind) else kind
 
 
 def test_keys_that_arrow_adds_to_a_row_are_not_content(tmp_path: Path) -> None:
@@ -154,6 +142,7 @@ def test_keys_that_arrow_adds_to_a_row_are_not_content(tmp_path: Path) -> None:
     ("kind", "value", "found"),
     [
         (lambda pa: pa.map_(pa.string(), pa.int64()), [("a", 1), ("b", None)], {"a": 1, "b": None}),  # its own keys
+        (lambda pa: pa.large_list(pa.struct({"a": pa.large_string()})), [{"a": "b"}, {"a": None}], [{"a": "b"}, {}]),
         (lambda pa: pa.dictionary(pa.int8(), pa.string()), "a", "a"),
         (lambda pa: pa.json_(), '{"a": null}', {"a": None}),
         (lambda pa: pa.json_(), "{", "Expecting property name"),
@@ -175,14 +164,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
     assert parse_row(first) == parse_row({"prompt": "a"})  # a column that is not read may hold anything
     with pytest.raises(BadRow, match=f"prompt is Arrow data that JSON cannot hold .*{re.escape(found)}"):
         parse_row({"prompt": first["x"]})
-
-
-def test_each_line_of_a_text_file_is_a_text(tmp_path: Path) -> None:
-    (tmp_path / "texts.txt").write_text("one\n\ntwo \n")
-    assert [(row.line, row.fields) for row in read_rows(str(tmp_path / "texts.txt"))] == [
-        (1, {"text": "one"}),
-        (3, {"text": "two "}),
-    ]
 
 
 # Unusable rows
@@ -211,40 +192,16 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
 @pytest.mark.parametrize("responses", ["given", "target"])
 def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
     """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
-    build_run(tmp_path)
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["[PAD]"])
-    tokenizer.save_pretrained(tmp_path / "target")
     rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
     rows += [{"tokens": [5, 300, 7], "loss_mask": [0, 0, 1]}, {"prompt": "a", "response": "b"}]
-    prompts = write_rows(tmp_path / "prompts.jsonl", *rows)
-    heldout = write_rows(tmp_path / "heldout.jsonl", {"prompt": "x", "response": "y"})
-    recipe = tiny_recipe(
-        tmp_path, f"data.responses={responses}", f"data.prompts={prompts}", f"data.heldout_prompts={heldout}"
+    report = RowReport(str(write_rows(tmp_path / "prompts.jsonl", *rows)))
+    read_prompts(
+        ChatTemplate(tokenizer), section(responses=responses, prompt_tokens=60), None, report, vocab_size=VOCAB_SIZE
     )
-    with pytest.raises(ValueError, match=r"3 of 4 rows are unusable"):
-        make_prompts(recipe)
-    [train, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
-    assert [row["line"] for row in train["bad_rows"]] == [1, 2, 3]
-    for row in train["bad_rows"]:
-        assert row["kind"] == "unknown token"
-        assert re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"])
-
-
-def test_a_stage_with_too_many_unusable_rows_stops_and_leaves_its_report(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.write('{"prompt": "cut')
-    count = "data.num_prompts=99"
-    with pytest.raises(ValueError, match=r"1 of 15 rows are unusable(.|\n)*prompts\.jsonl line 15: not valid JSON"):
-        make_prompts(tiny_recipe(tmp_path, count))
-    report = json.loads((tmp_path / "run" / "prompts" / ROW_REPORT).read_text())
-    assert [row["line"] for row in report[0]["bad_rows"]] == [15]
-    with (tmp_path / "prompts.jsonl").open("a") as file:
-        file.writelines(f'\n{{"prompt": "prompt {number}"}}' for number in range(85))
-    stage = make_prompts(tiny_recipe(tmp_path, count))
-    assert stage.facts()["train"] == 99
-    assert stage.facts()["bad"] == 1
+    assert [(row["line"], row["kind"]) for row in report.bad] == [(line, "unknown token") for line in (1, 2, 3)]
+    assert all(re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"]) for row in report.bad)
 
 
 def test_messages_need_a_chat_template() -> None:
@@ -279,31 +236,40 @@ def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> N
 # Conversations as they are
 
 
-def given_run(folder: Path, *overrides: str) -> Recipe:
-    """A run on two conversations, a text, and tokens with a mask; the last row is too long."""
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A harvest of two conversations, a text, and tokens with a mask; the last row is too long."""
+    folder = tmp_path_factory.mktemp("given")
     build_run(folder)
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = CHATML
+    tokenizer = chatml_tokenizer()
     build_target(folder / "target", vocab_size=len(tokenizer))
     tokenizer.save_pretrained(folder / "target")
     rows = [{"messages": turns("a", "first words", "b", "last words")}, {"text": "plain text"}]
     rows += [{"tokens": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1]}, {"messages": turns("c" * 120, "too much")}]
     write_rows(folder / "prompts.jsonl", *rows)
     write_rows(folder / "heldout.jsonl", {"messages": turns("a", "other words", "b", "last words")})
-    sizes = [
-        "data.prompt_tokens=60",
-        "data.response_tokens=60",
-        "head.draft_vocab_size=null",
-    ]
+    harvest(given_recipe(folder))
+    return folder
+
+
+def given_recipe(folder: Path, *overrides: str) -> Recipe:
+    sizes = "data.prompt_tokens=60", "data.response_tokens=60", "head.draft_vocab_size=null"
     return tiny_recipe(folder, "data.responses=given", *sizes, *overrides)
 
 
-@pytest.mark.parametrize("which", ["all", "last"])
-def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_path: Path, which: str) -> None:
-    recipe = given_run(tmp_path, f"data.turns={which}")
+def chatml_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = build_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+@pytest.mark.parametrize("which", ["all", "last"])
+def test_given_conversations_become_features_masked_to_the_assistants_words(
+    given: Path, tmp_path: Path, which: str
+) -> None:
+    recipe = given_recipe(given, *(["data.turns=last", f"run_dir={tmp_path}"] if which == "last" else []))
+    tokenizer = chatml_tokenizer()
     harvest(recipe)
     store = FeatureStore(recipe.features_dir, "train")
     trained_on = [tokenizer.decode(sample.tokens[sample.loss_mask]) for sample in (store[n] for n in range(len(store)))]
@@ -315,6 +281,22 @@ def test_given_conversations_become_features_masked_to_the_assistants_words(tmp_
     [report, _] = json.loads((recipe.prompts_dir / ROW_REPORT).read_text())
     assert report["too_long"] == [4]
     assert store.about["mask_rule"] == f"{which} turns of the assistant"
+    [row] = read_jsonl(recipe.prompts_dir / "heldout.jsonl")  # its prompt ends where its last answer begins
+    assert str(tokenizer.decode(row["tokens"])).endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize("harvested", [False, True])
+def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
+    given: Path, tmp_path: Path, harvested: bool
+) -> None:
+    screen = io.StringIO()
+    recipe = given_recipe(given, *([] if harvested else [f"run_dir={tmp_path}"]))
+    inspect(recipe, Console(file=screen, force_terminal=True, width=200))
+    shown = screen.getvalue()
+    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown)
+    assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
+    assert "too long" in shown
+    assert "tokens per sample" in shown
 
 
 def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
@@ -334,74 +316,7 @@ def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: 
         harvest(tiny_recipe(tmp_path, *values))
 
 
-def test_the_prompt_of_a_given_conversation_ends_where_its_last_answer_begins(tmp_path: Path) -> None:
-    recipe = given_run(tmp_path)
-    make_prompts(recipe)
-    tokenizer = build_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    [row] = read_jsonl(recipe.prompts_dir / "heldout.jsonl")
-    assert tokenizer.decode(row["tokens"]).endswith("<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n")
-
-
-@pytest.mark.parametrize("harvested", [False, True])
-def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(tmp_path: Path, harvested: bool) -> None:
-    recipe = given_run(tmp_path)
-    if harvested:
-        harvest(recipe)
-    screen = io.StringIO()
-    inspect(recipe, Console(file=screen, force_terminal=True, width=200))
-    shown = screen.getvalue()
-    green = re.findall(r"\x1b\[1;32m(.*?)\x1b\[0m", shown)
-    assert green[:2] == ["first words<|im_end|>", "last words<|im_end|>"]
-    assert "too long" in shown
-    assert "tokens per sample" in shown
-
-
-@pytest.mark.parametrize(
-    ("fields", "why"),
-    [
-        ({"responses": "given", "server": "http://x"}, "one of states or server, draft_head and responses given"),
-        ({"draft_head": Path("head"), "server": "http://x"}, "one of states or server, draft_head and responses given"),
-        ({"online": ("auto",), "store": Path("features")}, "online computes the features"),
-    ],
-)
-def test_fields_that_contradict_each_other_are_refused(fields: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        section(**fields)
-
-
 # Prompts with their answers
-
-
-def trained_on(folder: Path, rows: list[dict[str, Any]], template: str | None) -> list[tuple[str, str]]:
-    """What comes before the trained-on text, and the trained-on text, of each sample of a run on given rows."""
-    build_run(folder)
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(folder / "target")
-    if template is None:
-        (folder / "target" / "chat_template.jinja").unlink(missing_ok=True)
-    write_rows(folder / "prompts.jsonl", *rows)
-    write_rows(folder / "heldout.jsonl", {"text": "something else"})
-    make_prompts(tiny_recipe(folder, "data.responses=given", "data.response_tokens=90"))
-    found = []
-    for row in read_jsonl(folder / "run" / "prompts" / "train.jsonl"):
-        [[start, end]] = row["spans"]
-        assert end == len(row["text"])
-        found.append((tokenizer.decode(row["text"][:start]), tokenizer.decode(row["text"][start:end])))
-    return found
-
-
-def test_a_response_beside_a_prompt_is_trained_on(tmp_path: Path) -> None:
-    """The prompt alone used to be trained on, in silence."""
-    rows = [{"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}]
-    with_template, without = tmp_path / "with", tmp_path / "without"
-    for folder in (with_template, without):
-        folder.mkdir()
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}<end>{% endif %}"
-    template += "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
-    assert trained_on(with_template, rows, template) == [("[user]what?[assistant]", "that<end>"), ("go ", "on<end>")]
-    assert trained_on(without, rows, None) == [("what?", "that<end>"), ("go ", "on<end>")]
 
 
 def test_the_tokens_of_a_prompt_are_those_of_the_prompt_alone() -> None:
@@ -466,24 +381,3 @@ def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path)
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}
     rows = read_prompts(ChatTemplate(tokenizer), sizes, None, report, held_out)
     assert [tokenizer.decode(row["text"]) for row in rows] == ["go home"]
-
-
-def test_the_share_of_rows_that_are_held_out_too_is_bounded() -> None:
-    report = RowReport("prompts.jsonl")
-    report.rows, report.samples, report.held_out = 100, 90, list(range(1, 11))
-    report.check()
-    report.held_out.append(11)
-    with pytest.raises(
-        ValueError, match=r"11 of 100 rows of prompts\.jsonl are held out too \(line 1, 2, 3, 4, 5, \.\.\."
-    ):
-        report.check()
-
-
-def test_a_prompt_that_loses_its_system_turn_is_counted(tmp_path: Path) -> None:
-    system = {"role": "system", "content": "be brief"}
-    rows = [{"messages": [system, *turns("hi " * 30)]}, {"prompt": "ho " * 30}, {"messages": turns("ha")}]
-    path = write_rows(tmp_path / "prompts.jsonl", *rows)
-    report = RowReport(str(path))
-    assert len(read_prompts(ChatTemplate(build_tokenizer()), section(prompt_tokens=20), None, report)) == 3
-    assert (report.cut, report.lost_system) == ([1, 2], [1])
-    report.check()  # a prompt that was cut is usable

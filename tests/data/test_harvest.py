@@ -25,13 +25,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
 
-from headstart.common.files import append_jsonl, read_jsonl, resume_jsonl
+from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
-from headstart.data_pipelines.prompts.prompts import make_prompts
 from headstart.data_pipelines.prompts.responses import sampling_of, target_writer
 from headstart.data_pipelines.stages import shard_work
 from headstart.data_pipelines.stages.shard_work import DECODE_MEMORY_SHARE, idle_cores
@@ -53,28 +52,27 @@ def responses(recipe: Recipe, split: str = "train") -> list[dict[str, Any]]:
 
 
 def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_before_the_features(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build_run(tmp_path)
-    recipe, usage, per_token = tiny_recipe(tmp_path), shutil.disk_usage(tmp_path), bytes_per_token(32, 3, "float32")
+    for name in ("prompts", "responses"):
+        shutil.copytree(harvested / "run" / name, tmp_path / name)
+    recipe, per_token = tiny_recipe(harvested, f"run_dir={tmp_path}"), bytes_per_token(32, 3, "float32")
+    usage, texts = (
+        shutil.disk_usage(tmp_path),
+        [row for split in ("train", "heldout") for row in responses(recipe, split)],
+    )
 
     def refuse_with(tokens: int) -> None:
         monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=tokens * per_token - 1))
         with pytest.raises(ValueError, match=r"data\.folder: the features need .* left; choose another data\.folder"):
             harvest(recipe)
 
-    make_prompts(recipe)
-    rows = [row for name in ("train", "heldout") for row in read_jsonl(recipe.prompts_dir / f"{name}.jsonl")]
-    tokens = sum(len(row["tokens"]) for row in rows[:16])
-    refuse_with(tokens)
+    refuse_with(sum(len(row["prompt"] + row["response"]) for row in texts))
+    assert not list(recipe.features_dir.glob("*.safetensors"))
+    shutil.rmtree(recipe.responses_dir)
+    refuse_with(tokens := sum(len(row["prompt"]) for row in texts))
     assert not recipe.responses_dir.exists()
     monkeypatch.undo()
-    harvest(tiny_recipe(tmp_path, "data.online=[auto]"))
-    written = [row for split in ("train", "heldout") for row in responses(recipe, split)]
-    refuse_with(sum(len(row["prompt"] + row["response"]) for row in written))
-    assert not list(recipe.features_dir.glob("*.safetensors"))
-    monkeypatch.undo()
-    shutil.rmtree(recipe.responses_dir)
     harvest(recipe)
     least, most = tokens * per_token, (tokens + 16 * 12) * per_token
     assert f"features take {decimal(least)} to {decimal(most)} on disk" in capsys.readouterr().out
@@ -89,7 +87,8 @@ def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, devi
         seen.append(tokens.shape[1])
         return [], tokens
 
-    target = SimpleNamespace(device=torch.device(device), max_positions=200, states=states)
+    passes = SimpleNamespace(hidden_states=states)
+    target = SimpleNamespace(device=torch.device(device), max_positions=200, passes=passes)
     monkeypatch.setattr("headstart.data_pipelines.features.features.without_padding", lambda *_: None)
     with FakeTensorMode():  # a device that is not here
         for length in (1, 64, 65, 130, 200):
@@ -98,11 +97,10 @@ def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, devi
 
 
 def test_as_many_texts_decode_together_as_fit_into_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A harvest was refused unless all of data.generate_batch fitted. The texts are the same."""
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(harvested)
     target, sizes = TargetModel.load(recipe.target, ()), []
     prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
 
@@ -124,21 +122,19 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
 
 
 def test_ranks_that_share_a_target_decode_the_same_number_of_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harvested: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(harvested)
     target = TargetModel.load(recipe.target, ())
     monkeypatch.setattr(target.ranks, "least", lambda found: found - 1)
     assert shard_work.texts_together(recipe, target, 36) == recipe.data.generate_batch - 1
 
 
 def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
-    tmp_path: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    harvested: Path, make_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole cache was compared with what the first device had free. The second has three of the seven layers."""
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path)
+    recipe = tiny_recipe(harvested)
     monkeypatch.setattr(shard_work, "CHECKED_STEP_BYTES_MIN", 0)
     with pretended_cuda():
         target = TargetModel(on_two_cards(make_model()), ())
@@ -150,9 +146,8 @@ def test_the_fullest_device_of_a_spread_target_bounds_the_texts(
     assert "3 given, 2 decode together, as cuda:1 has" in capsys.readouterr().out
 
 
-def test_a_target_split_by_layers_computes_the_same_states(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    plain, spread = (tiny_recipe(tmp_path, f"target.split={word}").target for word in ("null", "layers"))
+def test_a_target_split_by_layers_computes_the_same_states(harvested: Path) -> None:
+    plain, spread = (tiny_recipe(harvested, f"target.split={word}").target for word in ("null", "layers"))
     tokens = torch.arange(20)[None]
     outputs = [TargetModel.load(section, (2, 4)).passes.forward(tokens) for section in (plain, spread)]
     for name, tensor in vars(outputs[0]).items():
@@ -168,11 +163,12 @@ def server() -> Iterator[tuple[str, type[Server]]]:
         yield found
 
 
-def test_responses_come_from_a_server_that_sometimes_fails(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+def test_responses_come_from_a_server_that_sometimes_fails(
+    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
+) -> None:
     url, handler = server
     handler.failures = iter([503, 0, 429, 0, 0])
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, f"data.server={url}")
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.server={url}")
     harvest(recipe)
     rows = responses(recipe)
     assert [row["id"] for row in rows] == list(range(12))
@@ -194,12 +190,12 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
 
 
 def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
-    server: tuple[str, type[Server]], tmp_path: Path
+    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
 ) -> None:
     url, handler = server
     handler.failures = iter([0] * 5 + [400])
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, f"data.server={url}", "data.generate_batch=1")
+    values = f"data.server={url}", "data.generate_batch=1", "data.online=[auto]"
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", *values)
     with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
         harvest(recipe)
     harvest(recipe)
@@ -236,12 +232,12 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
         list(client.each([completion([1, 2], Sampling(), 4)], 1))
 
 
-def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]], tmp_path: Path) -> None:
+def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.odd = {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [5, 300]}]}
-    build_run(tmp_path)
+    [(_, answer)] = CompletionClient([url]).each([completion([1, 2], Sampling(), 4)], 1)
     with pytest.raises(ValueError, match=r"data\.server: http.* answered with token 300, 0 to 299 of the target"):
-        harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+        answer.tokens(build_tokenizer(), VOCAB_SIZE)
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
@@ -260,39 +256,35 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "speculative decoding"
 
 
-def test_answers_end_where_the_chat_template_ends_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_answers_end_where_the_chat_template_ends_them(
+    harvested: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A target whose configuration names another end token went on after it, with turns of a user."""
-    build_run(tmp_path)
-    recipe, marked = (tiny_recipe(tmp_path, f"run_dir={tmp_path / name}") for name in ("plain", "marked"))
-    harvest(recipe)
-    before = {tuple(row["prompt"]): row["response"] for row in responses(recipe)}
+    before = {tuple(row["prompt"]): row["response"] for row in responses(tiny_recipe(harvested))}
     mark = next(row[2] for row in before.values() if len(row) > 3)
-    tokenizer = build_tokenizer()
+    tokenizer, target = build_tokenizer(), shutil.copytree(harvested / "target", tmp_path / "target")
     name = str(tokenizer.convert_ids_to_tokens(mark))
     tokenizer.add_special_tokens({"additional_special_tokens": [name]})
     written = "{{ m.content }}{% if m.role == 'assistant' %}MARK{% endif %}".replace("MARK", name)
     tokenizer.chat_template = str(tokenizer.chat_template).replace("{{ m.content }}", written)
-    tokenizer.save_pretrained(tmp_path / "target")
-    capsys.readouterr()
+    tokenizer.save_pretrained(target)
+    overrides = f"target.path={target}", f"run_dir={tmp_path / 'run'}", "data.online=[auto]"
+    marked = tiny_recipe(harvested, *overrides)
     harvest(marked)
     assert f"texts also end at {name!r}, an end token of its tokenizer or chat template" in capsys.readouterr().out
-    found = {tuple(row["prompt"]): row["response"] for row in responses(marked)}
-    assert len(found.keys() & before.keys()) > 3
-    for prompt in found.keys() & before.keys():
-        assert found[prompt] == cut_at_end(before[prompt], [mark])
+    after = {tuple(row["prompt"]): row["response"] for row in responses(marked)}
+    assert len(after.keys() & before.keys()) > 3
+    for prompt in after.keys() & before.keys():
+        assert after[prompt] == cut_at_end(before[prompt], [mark])
 
 
-def test_responses_do_not_depend_on_shards_and_batches(tmp_path: Path) -> None:
-    found = []
-    for name, batch, shard in (("one", 1, 5), ("many", 64, 16)):
-        (tmp_path / name).mkdir()
-        build_run(tmp_path / name)
-        sizes = f"data.generate_batch={batch}", f"data.shard_samples={shard}"
-        recipe = tiny_recipe(tmp_path / name, *sizes, "data.temperatures=[0, 0.7, 1]")
-        harvest(recipe)
-        found.append(responses(recipe))
-    assert found[0] == found[1]
-    assert [row["temperature"] for row in found[0][:4]] == [0, 0.7, 1, 0]
+def test_responses_do_not_depend_on_shards_and_batches(harvested: Path, tmp_path: Path) -> None:
+    sizes = "data.generate_batch=64", "data.shard_samples=16", "data.online=[auto]"
+    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", *sizes)
+    harvest(recipe)
+    rows = responses(recipe)
+    assert rows == responses(tiny_recipe(harvested))
+    assert [row["temperature"] for row in rows[:4]] == [0, 0.8, 0, 0.8]
 
 
 @pytest.mark.parametrize(
@@ -307,17 +299,6 @@ def test_the_user_is_told_of_cores_that_the_launch_leaves_idle(
     hint = idle_cores(cast(PartialState, SimpleNamespace(device=torch.device(device), num_processes=ranks)))
     assert (hint is not None) == idle
     assert hint is None or "--num_cpu_threads_per_process 8" in hint
-
-
-def test_a_journal_loses_only_its_incomplete_last_line(tmp_path: Path) -> None:
-    journal = tmp_path / "journal"
-    assert resume_jsonl(journal) == []
-    append_jsonl(journal, [{"id": 1}, {"id": 2}])
-    with journal.open("a") as file:
-        file.write('{"id": 3')
-    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2]
-    append_jsonl(journal, [{"id": 4}])
-    assert [row["id"] for row in resume_jsonl(journal)] == [1, 2, 4]
 
 
 # Kills

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 from accelerate import PartialState
-from bad_inputs import Says, assert_told, type_command
+from bad_inputs import assert_told, type_command
+from matrix import slow
+from test_data import kill_while_writing_features, kill_while_writing_responses
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest, harvest_part
-from headstart.data_pipelines.prompts.responses import journal_of
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import Part
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
-MORE = "data.num_prompts=40"
+MORE = "data.num_prompts=20"
 
 
 @pytest.fixture
@@ -48,59 +49,35 @@ def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
     ("rows", "count"),
     [
         pytest.param(33, 33, id="more rows and a larger num_prompts", marks=pytest.mark.slow),
-        pytest.param(33, 15, id="the last shard is filled up exactly"),
+        pytest.param(33, 15, id="the last shard is filled up exactly", marks=pytest.mark.slow),
         pytest.param(14, 13, id="one more prompt of the same file"),
     ],
 )
 def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
-    folder: Path, capsys: pytest.CaptureFixture[str], rows: int, count: int
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rows: int, count: int
 ) -> None:
     """shards of 5   before: 5 5 2    kept: 5 5, and the 2 responses of the third    after: as many as fresh"""
     before = modified(folder / "run")
     grow(folder, rows)
     override = f"data.num_prompts={count}"
-    harvest(tiny_recipe(folder, override))
-    said = capsys.readouterr().out
+    outcome = type_command(["harvest", str(folder / "recipe.yaml"), override], monkeypatch, capsys)
+    unchanged = f"prompts: 12 are unchanged, and their responses and features are reused; {count - 12} are new"
+    responses = f"responses: 16 of {count + 4} are reused, {count - 12} are new"
+    assert_told(outcome, f"{unchanged} | {responses} | features: 3 of ")
+    assert outcome.text.index("are unchanged") < outcome.text.index("responses ")
     now = modified(folder / "run")
-    for kept in (
-        "responses/train-00000.jsonl",
-        "responses/train-00001.jsonl",
-        "features/train-00000.safetensors",
-        "features/train-00001.safetensors",
-        "features/heldout-00000.safetensors",
-    ):
-        assert now[kept] == before[kept], kept
+    for stage, suffix, shards in (("responses", "jsonl", 2), ("features", "safetensors", 2)):
+        for name in (f"{stage}/train-{shard:05d}.{suffix}" for shard in range(shards)):
+            assert now[name] == before[name], name
+    assert now["features/heldout-00000.safetensors"] == before["features/heldout-00000.safetensors"]
     assert contents(folder / "run") == fresh(folder, override)
-    assert f"prompts: 12 are unchanged, and their responses and features are reused; {count - 12} are new" in said
-    assert f"responses: 16 of {count + 4} are reused, {count - 12} are new" in said
-    assert "features: 3 of " in said
-    assert said.index("are unchanged") < said.index("responses ")
-
-
-def kill_in_the_features(recipe: Recipe) -> None:
-    """The run before had not finished its features."""
-    for name in ("manifest.json", "train-00001.safetensors"):
-        (recipe.features_dir / name).unlink()
-    path = recipe.features_dir / "stage.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "complete": False}))
-
-
-def kill_in_the_responses(recipe: Recipe) -> None:
-    """The run before was still writing responses."""
-    shutil.rmtree(recipe.features_dir)
-    path = recipe.responses_dir / "train-00001.jsonl"
-    journal_of(path).write_text("".join(path.read_text().splitlines(keepends=True)[:3]) + '{"id": ')
-    path.unlink()
-    (recipe.responses_dir / "train-00002.jsonl").unlink()
-    stage = recipe.responses_dir / "stage.json"
-    stage.write_text(json.dumps({**json.loads(stage.read_text()), "complete": False}))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_in_the_features, kill_in_the_responses])
+@pytest.mark.parametrize("kill", [kill_while_writing_features, kill_while_writing_responses])
 def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
     kill(tiny_recipe(folder))
-    grow(folder, 40)
+    grow(folder, 20)
     harvest(tiny_recipe(folder, MORE))
     assert contents(folder / "run") == fresh(folder, MORE)
 
@@ -109,21 +86,15 @@ def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Calla
     ("name", "call"),
     [
         ("claim", 3),
-        pytest.param("claim", 1, marks=pytest.mark.slow),
-        pytest.param("claim", 2, marks=pytest.mark.slow),
-        pytest.param("claim", 4, marks=pytest.mark.slow),
-        pytest.param("claim", 5, marks=pytest.mark.slow),
-        pytest.param("unlink", 1, marks=pytest.mark.slow),
-        pytest.param("unlink", 2, marks=pytest.mark.slow),
-        pytest.param("unlink", 5, marks=pytest.mark.slow),
-        pytest.param("write_text", 2, marks=pytest.mark.slow),
+        *map(slow, [("claim", 1), ("claim", 2), ("claim", 4), ("claim", 5)]),
+        *map(slow, [("unlink", 1), ("unlink", 2), ("unlink", 5), ("write_text", 2)]),
     ],
 )
 def test_a_kill_while_prompts_are_added_costs_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
 ) -> None:
     """The same command then ends as if it had not been killed."""
-    grow(folder, 40)
+    grow(folder, 20)
     calls = 0
 
     def dying(whole: Callable[..., object]) -> Callable[..., object]:
@@ -167,7 +138,7 @@ def test_given_conversations_may_be_added_too(tmp_path: Path) -> None:
 def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) -> None:
     """A trained head stays valid: its checkpoints depend on the features' stage.json."""
     before = modified(folder / "run")
-    grow(folder, 40)
+    grow(folder, 20)
     harvest(tiny_recipe(folder, FEW))
     now = modified(folder / "run")
     assert {name: time for name, time in now.items() if not name.startswith("prompts/")} == {
@@ -176,7 +147,7 @@ def test_rows_after_the_last_prompt_that_is_used_change_nothing(folder: Path) ->
 
 
 def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: Path) -> None:
-    grow(folder, 40)
+    grow(folder, 20)
     lines = (folder / "prompts.jsonl").read_text().splitlines(keepends=True)
     (folder / "prompts.jsonl").write_text("".join([json.dumps({"prompt": "another"}) + "\n", *lines[1:]]))
     before = contents(folder / "run")
@@ -202,57 +173,47 @@ def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
         harvest(tiny_recipe(folder, "data.num_prompts=11"))
 
 
-@pytest.mark.parametrize("stage", ["responses", "features"])
-def test_responses_or_features_of_other_prompts_are_not_taken_over(folder: Path, stage: str) -> None:
-    """The prompts' folder was removed and made from another file; what depends on it was left there."""
-    write_prompts(folder / "prompts.jsonl", count=14, first=50)
-    shutil.rmtree(folder / "run" / "prompts")
-    if stage == "features":
-        shutil.rmtree(folder / "run" / "responses")
-    before = modified(folder / "run" / stage)
-    with pytest.raises(ValueError, match=rf"the {stage} in .* were made from other inputs"):
-        harvest(tiny_recipe(folder))
-    assert modified(folder / "run" / stage) == before
-
-
-def test_features_of_prompts_that_are_gone_are_refused_and_left(folder: Path) -> None:
-    """They were counted as reused, and every reader of the store that was written refused it."""
-    for stage in ("prompts", "responses"):
+@pytest.mark.parametrize(
+    ("first", "removed", "count", "refused"),
+    [
+        (50, ["prompts"], 12, "responses"),
+        (50, ["prompts", "responses"], 12, "features"),
+        # They were counted as reused, and every reader of the store that was written refused it.
+        slow((0, ["prompts", "responses"], 10, "features")),
+    ],
+)
+def test_responses_or_features_of_other_prompts_are_not_taken_over(
+    folder: Path, first: int, removed: list[str], count: int, refused: str
+) -> None:
+    """The prompts' folder was removed and made from another file or number; what depends on it was left there."""
+    write_prompts(folder / "prompts.jsonl", count=14, first=first)
+    for stage in removed:
         shutil.rmtree(folder / "run" / stage)
-    before = modified(folder / "run" / "features")
-    with pytest.raises(ValueError, match=r"the features in .* were made from other inputs"):
-        harvest(tiny_recipe(folder, "data.num_prompts=10"))
-    assert modified(folder / "run" / "features") == before
+    before = modified(folder / "run" / refused)
+    with pytest.raises(ValueError, match=rf"the {refused} in .* were made from other inputs"):
+        harvest(tiny_recipe(folder, f"data.num_prompts={count}"))
+    assert modified(folder / "run" / refused) == before
 
 
 def test_a_part_leaves_features_of_other_prompts_as_they_are(folder: Path) -> None:
-    shutil.rmtree(folder / "run")
-    harvest_part(tiny_recipe(folder), Part(1, 2), PartialState())
+    kill_while_writing_features(tiny_recipe(folder))
     write_prompts(folder / "prompts.jsonl", count=14, first=50)
     for stage in ("prompts", "responses"):
         shutil.rmtree(folder / "run" / stage)
-    before = contents(folder / "run" / "features")
+    shard = folder / "run" / "features" / "train-00000.safetensors"
+    before = shard.read_bytes()
     with pytest.raises(ValueError, match=r"train-00000\.safetensors .*another run"):
         harvest_part(tiny_recipe(folder), Part(1, 2), PartialState())
-    assert contents(folder / "run" / "features") == before
+    assert shard.read_bytes() == before
 
 
 @pytest.mark.slow
 def test_two_ranks_go_on_with_more_prompts_like_one(folder: Path) -> None:
-    grow(folder, 40)
+    grow(folder, 20)
     recipe = (folder / "recipe.yaml").read_text()
-    (folder / "recipe.yaml").write_text(recipe.replace("num_prompts: 12", "num_prompts: 40"))
+    (folder / "recipe.yaml").write_text(recipe.replace("num_prompts: 12", "num_prompts: 20"))
     processes = start(folder, ranks=2)
     for process in processes:
         process.join(timeout=120)
     assert [process.exitcode for process in processes] == [0, 0]
     assert contents(folder / "run") == fresh(folder)
-
-
-def test_the_command_goes_on_after_rows_were_added(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A check before the work used to refuse them."""
-    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "data.num_prompts=14"], monkeypatch, capsys)
-    said = Says("prompts: 12 are unchanged", "2 are new", "responses: 16 of 18 are reused", "features: 3 of 4 shards")
-    assert_told(outcome, said)

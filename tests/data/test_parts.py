@@ -14,7 +14,7 @@ import yaml
 from accelerate import PartialState
 from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
 from matrix import slow
-from tiny_run import build_run, contents, recipe_values, tiny_recipe
+from tiny_run import contents, recipe_values, tiny_recipe
 
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.harvest import harvest, harvest_part
@@ -26,19 +26,10 @@ from headstart.recipes.command_line import Part
 MORE = "data.num_prompts=13"
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An undivided harvest: three shards of training samples and one of held-out ones."""
-    folder = tmp_path_factory.mktemp("whole")
-    build_run(folder)
-    harvest(tiny_recipe(folder))
-    return folder
-
-
 @pytest.fixture
-def folder(whole: Path, tmp_path: Path) -> Path:
+def folder(harvested: Path, tmp_path: Path) -> Path:
     """A recipe of the same harvest whose run is not made yet."""
-    values = {**recipe_values(whole), "run_dir": str(tmp_path / "run")}
+    values = {**recipe_values(harvested), "run_dir": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path
 
@@ -47,16 +38,13 @@ def make(folder: Path, part: str, *overrides: str) -> None:
     harvest_part(tiny_recipe(folder, *overrides), Part.parse(part), PartialState())
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [slow(["1/1"]), slow(["2/3", "3/3", "1/3"]), ["1/3", "1/2", "2/2"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])],
-)
+@pytest.mark.parametrize("parts", [["1/3", "1/2", "2/2"], slow(["3/5", "1/5", "2/5", "5/5", "4/5"])])
 def test_parts_of_any_number_and_order_leave_what_an_undivided_run_leaves(
-    folder: Path, whole: Path, parts: list[str]
+    folder: Path, harvested: Path, parts: list[str]
 ) -> None:
     for part in parts:
         make(folder, part)
-    assert contents(folder / "run") == contents(whole / "run")
+    assert contents(folder / "run") == contents(harvested / "run")
 
 
 def make_in_process(folder: Path, part: str) -> None:
@@ -65,7 +53,7 @@ def make_in_process(folder: Path, part: str) -> None:
 
 
 @pytest.mark.slow
-def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(folder: Path, whole: Path) -> None:
+def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(folder: Path, harvested: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     processes = [context.Process(target=make_in_process, args=(folder, f"{number}/3")) for number in (1, 2, 3)]
     for process in processes:
@@ -73,21 +61,21 @@ def test_parts_that_run_at_the_same_time_make_the_prompts_and_the_manifest_once(
     for process in processes:
         process.join(300)
     assert [process.exitcode for process in processes] == [0, 0, 0]
-    assert contents(folder / "run") == contents(whole / "run")
+    assert contents(folder / "run") == contents(harvested / "run")
 
 
-def test_a_plain_run_makes_what_parts_have_left_and_keeps_what_they_made(folder: Path, whole: Path) -> None:
+def test_a_plain_run_makes_what_parts_have_left_and_keeps_what_they_made(folder: Path, harvested: Path) -> None:
     make(folder, "1/2")
     made = (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns
     harvest(tiny_recipe(folder))
     assert (folder / "run/features/train-00000.safetensors").stat().st_mtime_ns == made
-    assert contents(folder / "run") == contents(whole / "run")
+    assert contents(folder / "run") == contents(harvested / "run")
 
 
 def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
-    folder: Path, whole: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(whole / "run", folder / "run")
+    shutil.copytree(harvested / "run", folder / "run")
     before = contents(folder / "run")
     monkeypatch.setattr(TargetModel, "load_to_answer", lambda *given: pytest.fail("loaded"))
     make(folder, "2/2")
@@ -95,9 +83,9 @@ def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
     assert contents(folder / "run") == before
 
 
-def test_parts_go_on_with_more_prompts(folder: Path) -> None:
+def test_parts_go_on_with_more_prompts(folder: Path, harvested: Path) -> None:
     """The last shard grows; the part that has it makes its features anew."""
-    make(folder, "1/1")
+    shutil.copytree(harvested / "run", folder / "run")
     for part in ("1/2", "2/2"):
         make(folder, part, MORE)
     harvest(tiny_recipe(folder, MORE, f"run_dir={folder / 'undivided'}"))
@@ -136,7 +124,7 @@ def test_a_part_waits_for_no_other_command(folder: Path) -> None:
 
 
 def test_of_parts_that_finish_together_the_last_writes_the_manifest(
-    folder: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, harvested: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make(folder, "1/2")
     with only_run_in(locks_of(folder / "run") / "1-of-2", "harvest --part 1/2"):  # it has not come to its end yet
@@ -144,39 +132,31 @@ def test_of_parts_that_finish_together_the_last_writes_the_manifest(
         assert "part 2/2 is made" in capsys.readouterr().out
         assert not (folder / "run/features/manifest.json").exists()
     make(folder, "1/2")
-    assert contents(folder / "run") == contents(whole / "run")
+    assert contents(folder / "run") == contents(harvested / "run")
 
 
 # Mistakes
 
 
-@pytest.mark.parametrize(
-    ("override", "named"),
-    [
-        ("seed=4", "the prompts in {run}/prompts were made from other inputs | seed: made with 3, the recipe says 4"),
+def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(folder, "1/2")
+    before = contents(folder / "run")
+    for override, facts in (
+        ("seed=4", f"the prompts in {folder}/run/prompts were made from other inputs | seed: made with 3, the recipe"),
         ("data.response_tokens=13", "the responses in | data.response_tokens: made with 12"),
         ("data.dtype=int8", "the features in | data.dtype: made with 'float32'"),
-    ],
-)
-def test_a_part_of_another_recipe_is_refused_by_name(folder: Path, override: str, named: str) -> None:
-    make(folder, "1/2")
-    before = contents(folder / "run")
-    assert_raises(lambda: make(folder, "2/2", override), named.format(run=folder / "run"))
-    assert contents(folder / "run") == before
-
-
-def test_a_part_by_other_code_is_refused_by_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    make(folder, "1/2")
-    before = contents(folder / "run")
+    ):
+        assert_raises(lambda override=override: make(folder, "2/2", override), facts)
     code = {**json.loads(before[f"{PARTS}/{CODE}"]), "commit of headstart": "abc", "version of torch": "1.0"}
     monkeypatch.setattr("headstart.data_pipelines.stages.shard_work.running_code", lambda: code)
-    said = Says("the same code", f"version of torch: '{torch.__version__}' in other parts", "'1.0' here", "rm ")
-    assert_raises(lambda: make(folder, "2/2"), said)
-    assert_raises(lambda: make(folder, "2/2"), "commit of headstart | 'abc' here")
+    said = f"the same code | version of torch: '{torch.__version__}' in other parts | '1.0' here | rm "
+    assert_raises(lambda: make(folder, "2/2"), f"{said} | commit of headstart | 'abc' here")
     assert contents(folder / "run") == before
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b", "-1/3", "1/0"])
+@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b"])
 def test_what_is_no_part_is_refused(
     text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,17 +173,17 @@ def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
 # SIGTERM
 
 
-@pytest.mark.parametrize(("stage", "after"), [("responses", 1), ("responses", 4), ("features", 1)])
+@pytest.mark.parametrize(("stage", "after"), [("responses", 1), ("features", 1)])
 def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
     folder: Path,
-    whole: Path,
+    harvested: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     stage: str,
     after: int,
 ) -> None:
     """Three texts decode together; a shard of features has five samples."""
-    expected, calls = contents(whole / "run"), 0
+    expected, calls = contents(harvested / "run"), 0
     add: Callable[..., None] = ShardProgress.add
 
     def signalling(meter: ShardProgress, *counts: Any) -> None:

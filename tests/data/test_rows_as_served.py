@@ -133,17 +133,6 @@ def test_reasoning_is_trained_on_after_the_block_that_the_prompt_opens() -> None
     assert trained_on(found, {"messages": [user("2+2?"), says("Four.")]}) == [(prompt, "\n</think>\n\nFour.<|eos|>")]
 
 
-def test_reasoning_that_the_template_does_not_write_refuses_the_row() -> None:
-    with pytest.raises(BadRow, match="does not write the reasoning of turn 2"):
-        samples(template(CHATML), {"messages": [user("2+2?"), says("Four.", reasoning_content="Two and two.")]})
-
-
-def test_what_the_template_adds_to_answers_is_said(tmp_path: Path) -> None:
-    row = {"messages": [user("2+2?"), says("Four.")]}
-    _, summary = report_of(template(HYBRID), tmp_path / "rows.jsonl", row, row, responses="given")
-    assert r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers" in summary
-
-
 def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
     found, row = template(HYBRID, enable_thinking=False), {"messages": [user("2+2?"), says("Four.")]}
     [(before, words)] = trained_on(found, row)
@@ -151,19 +140,6 @@ def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
     assert prompt_of(found, row) == before == served(found, row["messages"][:1])
     own = row | {"chat_template_kwargs": {"enable_thinking": False}}  # of one row
     assert trained_on(template(HYBRID), own) == [(before, words)]
-
-
-def test_the_target_never_learns_where_to_end_from_a_template_without_end_marks(tmp_path: Path) -> None:
-    row = {"messages": [user("Hi"), says("Hello.")]}
-    source = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
-    source += "{% if add_generation_prompt %}assistant: {% endif %}"
-    _, summary = report_of(template(source), tmp_path / "rows.jsonl", row, responses="given")
-    assert "the chat template writes no end mark after 1 answers" in summary
-
-
-def test_an_end_mark_in_the_words_refuses_the_row() -> None:
-    with pytest.raises(BadRow, match=r"turn 2 holds <\|im_end\|>, at which the target stops"):
-        samples(template(CHATML), {"messages": [user("Hi"), says("It ends <|im_end|> here.")]})
 
 
 def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,25 +200,52 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
 # What rows say besides their words
 
 
+HELLO = {"messages": [user("Hi"), says("Hello.")]}
+NO_MARKS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+NO_MARKS += "{% if add_generation_prompt %}assistant: {% endif %}"
+ODD_FIELDS = [
+    {"messages": [user("Hi") | {"lang": "en"}, says("Hello.")], "source": "web", "score": None},
+    {"prompt": [user("Hi")], "completion": [says("Hello.", lang="en")]},
+]
+
+
+@pytest.mark.parametrize(
+    ("source", "rows", "part"),
+    [
+        (HYBRID, [HELLO, HELLO], r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers"),
+        (NO_MARKS, [HELLO], "the chat template writes no end mark after 1 answers"),  # so it never learns to end
+        (CHATML, [*ODD_FIELDS, ODD_FIELDS[0]], "not read: lang of a turn (3), source (2)"),
+        (CHATML, [{"messages": [*HELLO["messages"], user("Bye")]}], "dropped the turns after the last answer of 1"),
+    ],
+)
+def test_what_is_added_not_read_or_dropped_is_said(
+    tmp_path: Path, source: str, rows: list[dict[str, Any]], part: str
+) -> None:
+    kept, summary = report_of(template(source), tmp_path / "rows.jsonl", *rows, responses="given")
+    assert part in summary
+    assert "Hello." in str(template(source).tokenizer.decode(kept[0]["text"]))
+    assert "Bye" not in str(template(source).tokenizer.decode(kept[0]["text"]))
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (says("Four.", reasoning_content="Two and two."), "does not write the reasoning of turn 2"),
+        (says("It ends <|im_end|> here."), r"turn 2 holds <\|im_end\|>, at which the target stops"),
+    ],
+)
+def test_an_answer_that_the_template_hides_or_that_holds_an_end_mark_refuses_the_row(
+    answer: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(BadRow, match=why):
+        samples(template(CHATML), {"messages": [user("2+2?"), answer]})
+
+
 def test_turns_of_weight_zero_are_context_only() -> None:
     turns = [user("Hi"), says("BAD", weight=0), user("Again"), says("GOOD", weight=1)]
     [(before, words)] = trained_on(template(CHATML), {"messages": turns})
     assert "BAD" in before
     assert words == "GOOD<|im_end|>"
-
-
-def test_fields_that_are_not_read_are_named(tmp_path: Path) -> None:
-    row = {"messages": [user("Hi") | {"lang": "en"}, says("Hello.")], "source": "web", "score": None}
-    joined = {"prompt": [user("Hi")], "completion": [says("Hello.", lang="en")]}
-    _, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, row, joined, responses="given")
-    assert "not read: lang of a turn (3), source (2)" in summary
-
-
-def test_turns_after_the_last_answer_are_dropped_and_counted(tmp_path: Path) -> None:
-    row = {"messages": [user("Hi"), says("Hello."), user("Thanks, bye")]}
-    rows, summary = report_of(template(CHATML), tmp_path / "rows.jsonl", row, responses="given")
-    assert str(template(CHATML).tokenizer.decode(rows[0]["text"])).endswith("assistant\nHello.<|im_end|>")
-    assert "dropped the turns after the last answer of 1" in summary
 
 
 # Text
@@ -253,6 +256,16 @@ def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
     assert prompt_of(template(CHATML), {"prompt": "What is it?"}) == asked
     assert prompt_of(template(CHATML), {"text": "What is it?"}) == "What is it?"  # raw text where it is asked for
     assert prompt_of(template(None), {"prompt": "What is it?"}) == "What is it?"
+
+
+def test_a_response_with_a_prompt_is_trained_on() -> None:
+    """The prompt alone used to be trained on, in silence."""
+    response, completion = {"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}
+    chat = [("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "that<|im_end|>")]
+    assert trained_on(template(CHATML), response) == chat
+    assert trained_on(template(None), response) == [("what?", "that<|eos|>")]
+    for source in (CHATML, None):
+        assert trained_on(template(source), completion) == [("go ", "on<|eos|>")]
 
 
 def test_a_rendered_prompt_gets_no_second_start_token() -> None:

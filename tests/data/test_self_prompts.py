@@ -4,18 +4,15 @@ import json
 import random
 import shutil
 import sys
-from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises
-from chat_run import build_chat_run, build_letters
+from bad_inputs import Says, assert_raises, table
 from launches import finish, launch_module
-from matrix import slow_unless
 from test_chat_masks import FAMILIES, template_of
-from tiny_run import contents, tiny_recipe
+from tiny_run import build_chat_run, build_letters, contents, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl
@@ -74,7 +71,7 @@ def data_section(**fields: Any) -> DataSection:
     return DataSection.model_validate(wanted)
 
 
-def test_as_many_prompts_as_asked_for_are_written_and_all_are_usable(folder: Path) -> None:
+def test_as_many_prompts_as_asked_for_are_usable_and_other_candidates_are_counted(folder: Path) -> None:
     recipe, tokenizer = tiny_recipe(folder), build_letters()
     assert (len(rows(recipe)), len(rows(recipe, "heldout"))) == (8, 3)
     kept = kept_candidates(recipe)
@@ -84,66 +81,39 @@ def test_as_many_prompts_as_asked_for_are_written_and_all_are_usable(folder: Pat
         assert sum(map(str.isalpha, words)) >= 10
         rendered = tokenizer.apply_chat_template([{"role": "user", "content": words}], tokenize=False)
         assert row["tokens"] == tokenizer(rendered)["input_ids"]
+    candidates = [row["candidate"] for row in kept]
+    assert candidates == sorted(candidates)  # the first are held out
     texts = [shingles(row["turns"][0]) for row in kept]
     assert all(len(one & other) / len(one | other) < SIMILARITY_MIN for one, other in combinations(texts, 2))
-
-
-def test_every_candidate_that_was_left_out_is_counted_with_its_reason(folder: Path) -> None:
-    recipe = tiny_recipe(folder)
-    facts = json.loads((recipe.prompts_dir / "stage.json").read_text())["facts"]
-    assert facts["rejected"]["no end within data.self_prompt_tokens"] > 0
+    rejected = json.loads((recipe.prompts_dir / "stage.json").read_text())["facts"]["rejected"]
+    assert rejected["no end within data.self_prompt_tokens"] > 0
     train, heldout = json.loads((recipe.prompts_dir / "rows.json").read_text())
-    assert train["rows"] + heldout["rows"] == 11 + sum(facts["rejected"].values())
+    assert train["rows"] + heldout["rows"] == 11 + sum(rejected.values())
     assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
 
 
-@pytest.mark.parametrize("batch", slow_unless((64,), (1, 64)))
-def test_prompts_do_not_depend_on_the_batch(folder: Path, tmp_path: Path, batch: int) -> None:
-    recipe = own_recipe(folder, tmp_path, f"data.generate_batch={batch}")
-    make_prompts_alone(recipe)
-    assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
-
-
-def test_a_killed_run_goes_on_after_its_last_candidate(
+def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """candidates   0..7 | 8..14 | torn line   killed   the torn one and all after it by the same command"""
-    recipe = own_recipe(folder, tmp_path, "data.generate_batch=2")
+    recipe = own_recipe(folder, tmp_path, "data.generate_batch=8")
     written: list[int] = []
 
-    def killed_in(journal: Path, found: list[Json]) -> None:
-        append_jsonl(journal, found)
+    def killed_in(journal: Path, rows: list[Json]) -> None:
+        append_jsonl(journal, rows)
         was_killed = len(written) >= 20
-        written.extend(row["candidate"] for row in found)
+        written.extend(row["candidate"] for row in rows)
         if not was_killed and len(written) >= 20:
             journal.write_text(journal.read_text()[:-20])  # the last line is torn
             raise KeyboardInterrupt
 
     monkeypatch.setattr(self_prompts, "append_jsonl", killed_in)
+    monkeypatch.setattr(self_prompts, "BATCHES_TOGETHER", 1)
     with pytest.raises(KeyboardInterrupt):
         make_prompts_alone(recipe)
     make_prompts_alone(recipe)
     assert len(written) == len(set(written)) + 1  # only the torn one is written again
     assert prompt_files(recipe) == prompt_files(tiny_recipe(folder))
-
-
-@pytest.mark.slow
-def test_candidates_of_a_run_on_other_ranks_are_reused(folder: Path, tmp_path: Path) -> None:
-    """rank 0: 0 2 4 ...   rank 1: 1 3 5 ...   then one rank: nothing to write"""
-    recipe = own_recipe(folder, tmp_path)
-    make_prompts_alone(recipe)
-    found = list(read_jsonl(recipe.prompts_dir / "candidates.jsonl"))
-    before = prompt_files(recipe)
-    for path in recipe.prompts_dir.iterdir():
-        if path.name != "stage.json":
-            path.unlink()
-    state = json.loads((recipe.prompts_dir / "stage.json").read_text())
-    (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
-    for rank in range(2):
-        append_jsonl(recipe.prompts_dir / f"candidates-{rank:05d}.jsonl", found[rank::2])
-    make_prompts_alone(recipe)
-    assert list(read_jsonl(recipe.prompts_dir / "candidates.jsonl")) == found
-    assert prompt_files(recipe) == before
 
 
 @pytest.mark.slow
@@ -234,13 +204,9 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
     """What carries out requests in place of a target: it always says the same."""
 
     def write(requests: list[Request]) -> list[Generation]:
-        found = []
-        for request in requests:
-            assert request.end_tokens is not None
-            tokens = list(tokenizer(said, add_special_tokens=False)["input_ids"])
-            end = [request.end_tokens[0]] if ends else []
-            found.append(Generation(tokens + end, finish="end" if ends else "length"))
-        return found
+        tokens = list(tokenizer(said, add_special_tokens=False)["input_ids"])
+        last = [list(request.end_tokens or ())[:1] if ends else [] for request in requests]
+        return [Generation(tokens + end, finish="end" if ends else "length") for end in last]
 
     return write
 
@@ -249,6 +215,7 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
     ("said", "ends", "why"),
     [
         (WORDS, True, None),
+        (WORDS + " ", True, None),  # the template trims the words
         (WORDS, False, "no end within data.self_prompt_tokens"),
         ("", True, "too short"),
         ("a b c", True, "too short"),
@@ -259,24 +226,16 @@ def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -
 def test_what_is_wrong_with_a_candidate_alone_is_found(
     folder: Path, tmp_path: Path, said: str, ends: bool, why: str | None
 ) -> None:
+    """A good one becomes the prompt that a server renders from the words."""
     tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
+    tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
     template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
     size = len(tokenizer)
     tokenizer.add_tokens(["[PAD]"])
     writer = CandidateWriter(recipe, template, scripted(said, tokenizer, ends), [0], size)
     [candidate] = writer.candidates([5])
     assert (candidate["candidate"], candidate["rejected"]) == (5, why)
-
-
-def test_a_prompt_is_what_a_server_renders_from_the_words(folder: Path, tmp_path: Path) -> None:
-    """A template may trim the words, and a tokenizer may divide them otherwise than the target did."""
-    tokenizer, recipe = build_letters(), own_recipe(folder, tmp_path)
-    tokenizer.chat_template = str(tokenizer.chat_template).replace("m.content", "m.content | trim")
-    template = UserTemplate(ChatTemplate(tokenizer), recipe.data)
-    writer = CandidateWriter(recipe, template, scripted(WORDS + " ", tokenizer), [0], len(tokenizer))
-    [candidate] = writer.candidates([0])
-    assert candidate["rejected"] is None
-    assert candidate["tokens"] == template.prompt(WORDS)
+    assert candidate["tokens"] == (template.prompt(WORDS) if why is None else [])
 
 
 def candidate(number: int, words: str, rejected: str | None = None) -> Json:
@@ -304,17 +263,6 @@ def test_a_prompt_that_repeats_another_or_a_held_out_one_is_left_out() -> None:
     assert selection.rejections() == counts
 
 
-def test_the_first_prompts_are_held_out() -> None:
-    selection = Selection(data_section(num_prompts=2, heldout_samples=1))
-    for number, text in enumerate(("a question about tea", "one of ships", "and one about the moon")):
-        assert selection.missing == 3 - number
-        selection.take(candidate(number, text))
-    assert ([row["tokens"] for row in selection.heldout], [row["tokens"] for row in selection.train]) == (
-        [[0]],
-        [[1], [2]],
-    )
-
-
 def test_a_target_that_always_writes_the_same_is_given_up_after_500_candidates(folder: Path) -> None:
     recipe = tiny_recipe(folder)
     selection = Selection(recipe.data)
@@ -325,12 +273,12 @@ def test_a_target_that_always_writes_the_same_is_given_up_after_500_candidates(f
 
 
 def test_near_duplicates_are_found_among_many_texts() -> None:
-    """Every text of 2,000 is found again after one letter has changed, and no other is."""
-    seen, numbers = SeenTexts(), range(2000)
+    """Every text of 500 is found again after one letter has changed, and no other is."""
+    seen, numbers = SeenTexts(), range(500)
     for number in numbers:
         seen.add(text_about(number))
     assert all(seen.has_similar(text_about(number).replace("z", "y", 1)) for number in numbers)
-    assert not any(seen.has_similar(text_about(number)) for number in range(2000, 2200))
+    assert not any(seen.has_similar(text_about(number)) for number in range(500, 600))
 
 
 def text_about(number: int) -> str:
@@ -342,61 +290,34 @@ def text_about(number: int) -> str:
 # Refusals
 
 
-def no_template(target: Path) -> None:
-    (target / "chat_template.jinja").unlink()
+REFUSED = table(
+    """
+a base model | none | null
+    data.prompts | self given | needs a chat template | choose the chat
+a template without a user turn | [assistant] | null
+    data.prompts | self given | rules out | choose a
+a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null
+    data.prompts | self given | unchanged and once | choose a
+a template without system prompts | {% if messages[1:] %}NO_SYSTEM{% endif %}OWN | data.self_system_prompts=[maths]
+    data.self_system_prompts | 'maths' given | no system turn | remove it
+a system prompt that leaves no room | OWN | data.prompt_tokens=6
+    data.prompt_tokens | 6 given | 7 or more are allowed | raise it
+"""
+)
 
 
-def no_user_turn(target: Path) -> None:
-    (target / "chat_template.jinja").write_text("[assistant]")
-
-
-def shouting(target: Path) -> None:
-    (target / "chat_template.jinja").write_text("{% for m in messages %}[{{ m.content | upper }}]{% endfor %}")
-
-
-def no_system(target: Path) -> None:
-    path = target / "chat_template.jinja"
-    path.write_text(
-        "{% if messages[0].role == 'system' %}{{ raise_exception('no system turn') }}{% endif %}" + path.read_text()
-    )
-
-
-def unchanged(target: Path) -> None:
-    pass
-
-
-REFUSED: list[tuple[str, Callable[[Path], None], list[str], Says]] = [
-    ("a base model", no_template, [], Says("data.prompts", "self given", "needs a chat template", "choose the chat")),
-    ("a template without a user turn", no_user_turn, [], Says("data.prompts", "self given", "rules out", "choose a")),
-    (
-        "a template that changes words",
-        shouting,
-        [],
-        Says("data.prompts", "self given", "unchanged and once", "choose a"),
-    ),
-    (
-        "a template without system prompts",
-        no_system,
-        ["data.self_system_prompts=[maths]"],
-        Says("data.self_system_prompts", "'maths' given", "no system turn", "remove it"),
-    ),
-    (
-        "a system prompt that leaves no room",
-        unchanged,
-        ["data.prompt_tokens=6"],
-        Says("data.prompt_tokens", "6 given", "7 or more are allowed", "raise it"),
-    ),
-]
-
-
-@pytest.mark.parametrize(("symptom", "change", "overrides", "says"), REFUSED, ids=[row[0] for row in REFUSED])
-def test_what_rules_out_the_targets_own_prompts_is_named(
-    folder: Path, tmp_path: Path, symptom: str, change: Callable[[Path], None], overrides: list[str], says: Says
-) -> None:
-    shutil.copytree(folder / "target", tmp_path / "target")
-    change(tmp_path / "target")
-    recipe = own_recipe(folder, tmp_path, f"target.path={tmp_path / 'target'}", *overrides)
-    assert_raises(lambda: make_prompts_alone(recipe), says)
+@pytest.mark.parametrize("symptom", REFUSED)
+def test_what_rules_out_the_targets_own_prompts_is_named(folder: Path, tmp_path: Path, symptom: str) -> None:
+    (source, override), facts = REFUSED[symptom]
+    path = shutil.copytree(folder / "target", tmp_path / "target") / "chat_template.jinja"
+    own = path.read_text()
+    if source == "none":
+        path.unlink()
+    else:
+        path.write_text(source.replace("OWN", own).replace("NO_SYSTEM", "{{ raise_exception('no system turn') }}"))
+    overrides = [f"target.path={tmp_path / 'target'}", *([] if override == "null" else [override])]
+    recipe = own_recipe(folder, tmp_path, *overrides)
+    assert_raises(lambda: make_prompts_alone(recipe), facts)
     assert not (recipe.prompts_dir / "train.jsonl").exists()
 
 

@@ -1,19 +1,36 @@
-"""Laws of several servers in data.server: together they write what one writes, as long as one of them is left."""
+"""Laws of servers: several in data.server write what one writes, as long as one of them is left, and with data.states
+vllm the features are those of our own target, or the server whose they are not is named.
 
+The server of states does what vLLM's source says; tests/interop/check_vllm_states.py asks vLLM itself.
+"""
+
+import fcntl
+import os
 import random
+import shlex
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
+import torch
 from completion_server import Server, serving
-from tiny_run import VOCAB_SIZE, build_run, contents, tiny_recipe
+from safetensors.torch import save_file
+from tiny_run import VOCAB_SIZE, assert_same_sample, build_target, contents, tiny_recipe
+from torch import Tensor
 
+from headstart.data_pipelines.features import vllm_states
+from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.inference.core.sampling import Sampling
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes import Recipe
+from headstart.recipes.schema import TargetSection
 
 GONE = "http://127.0.0.1:9"
 
@@ -38,17 +55,19 @@ def stack() -> Iterator[ExitStack]:
 
 
 def test_three_servers_of_which_one_dies_write_the_texts_of_one(
-    tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
+    harvested: Path, tmp_path: Path, stack: ExitStack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    build_run(tmp_path)
     alone, _ = stack.enter_context(serving(Sampler))
-    wanted = tiny_recipe(tmp_path, f"run_dir={tmp_path / 'one'}", f"data.server={alone}")
+    wanted = tiny_recipe(harvested, f"run_dir={tmp_path / 'one'}", f"data.server={alone}", "data.online=[auto]")
     harvest(wanted)
     three = [stack.enter_context(serving(Sampler)) for _ in range(3)]
     (dying, dead), *others = three
     dead.dies_after = 2
     capsys.readouterr()
-    found = tiny_recipe(tmp_path, f"data.server=[{', '.join(url for url, _ in three)}]", "data.generate_batch=2")
+    servers = f"data.server=[{', '.join(url for url, _ in three)}]"
+    found = tiny_recipe(
+        harvested, f"run_dir={tmp_path / 'three'}", servers, "data.generate_batch=2", "data.online=[auto]"
+    )
     harvest(found)
     assert contents(found.responses_dir) == contents(wanted.responses_dir)
     assert len(dead.seen) == 2
@@ -91,16 +110,16 @@ def test_a_server_that_is_gone_from_the_start_is_named_and_the_others_go_on(
 
 
 def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept(
-    tmp_path: Path, stack: ExitStack
+    harvested: Path, tmp_path: Path, stack: ExitStack
 ) -> None:
-    build_run(tmp_path)
     two = [stack.enter_context(serving(Sampler, dies_after=3)) for _ in range(2)]
-    recipe = tiny_recipe(tmp_path, f"data.server=[{', '.join(url for url, _ in two)}]", "data.generate_batch=1")
+    run = f"run_dir={tmp_path}", "data.online=[auto]", "data.generate_batch=1"
+    recipe = tiny_recipe(harvested, f"data.server=[{', '.join(url for url, _ in two)}]", *run)
     with pytest.raises(ValueError, match="run the command again; finished responses are kept") as error:
         harvest(recipe)
     assert all(f"{url}/v1/completions gave no answer" in str(error.value) for url, _ in two)
     url, handler = stack.enter_context(serving(Sampler))
-    harvest(tiny_recipe(tmp_path, f"data.server={url}"))
+    harvest(tiny_recipe(harvested, f"data.server={url}", *run))
     assert len(handler.seen) == 16 - 6
 
 
@@ -117,3 +136,203 @@ def test_a_server_of_another_model_is_refused_by_name(stack: ExitStack) -> None:
     right, wrong = (stack.enter_context(serving(model=model))[0] for model in ("tiny", "other"))
     with pytest.raises(ValueError, match=rf"{right} serves tiny, but {wrong} serves other; servers of one model"):
         CompletionClient([right, wrong])
+
+
+# Hidden states from vLLM
+
+TAPS, LAYERS = (1, 2, 3), 4
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor] | None]
+
+
+class Writer(Server):
+    """Writes the states of each prompt into a file, after its answer; its lock is held until then.
+
+    `layers` are the hidden states that it writes, LAYERS + 1 for the last one after the final norm; `change` changes
+    the file.
+    """
+
+    target: TargetModel
+    folder: Path
+    layers: tuple[int, ...] = (*TAPS, LAYERS)
+    change: Change = dict
+    alone = threading.Lock()
+
+    def more(self, body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+        path = self.folder / f"cmpl-{uuid4().hex}.safetensors"
+        lock = os.open(f"{path}.lock", os.O_CREAT | os.O_WRONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with self.alone, torch.inference_mode():
+            tokens = torch.tensor([body["prompt"]])
+            states, last_hidden = self.target.passes.hidden_states(tokens)
+        if "logprobs" in body:
+            best = self.target.frozen.logits(last_hidden[0, -1]).log_softmax(-1).max(-1)
+            choice |= {"token_ids": [int(best.indices)], "logprobs": {"token_logprobs": [float(best.values)]}}
+        every = [*states[:LAYERS], last_hidden, self.target.frozen.norm(last_hidden)]
+        found = torch.cat([every[layer] for layer in self.layers]).transpose(0, 1).contiguous()
+        content = type(self).change({"hidden_states": found, "token_ids": tokens[0]})
+
+        def write() -> None:
+            time.sleep(0.02)
+            if content is not None:
+                save_file(content, path)
+            os.close(lock)
+
+        threading.Thread(target=write).start()
+        return {"kv_transfer_params": {"hidden_states_path": str(path)}}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
+    section = TargetSection(path=str(build_target(tmp_path_factory.mktemp("served"))), dtype="float32", device="cpu")
+    return TargetModel.load(section, tuple(range(LAYERS + 1)), packed=False)
+
+
+@pytest.fixture
+def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
+    """Starts a server that writes states; returns its URL."""
+    (tmp_path / "written").mkdir()
+    with ExitStack() as stack:
+        yield lambda **fields: stack.enter_context(
+            serving(Writer, target=target, folder=tmp_path / "written", **fields)
+        )[0]
+
+
+@pytest.fixture
+def with_states(harvested: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    """with_states(*urls, name="run"): the recipe of a run that takes its states from these servers."""
+
+    def recipe(*urls: str, name: str = "run") -> Recipe:
+        servers = "data.states=vllm", f"data.server=[{', '.join(urls)}]"
+        return tiny_recipe(harvested, f"run_dir={tmp_path / name}", *servers)
+
+    return recipe
+
+
+def test_states_of_vllm_are_those_of_the_target_and_its_files_are_removed(
+    harvested: Path,
+    tmp_path: Path,
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also if a server ends between two texts. Features of the target itself do not continue as vLLM's."""
+    own = tiny_recipe(harvested, f"run_dir={tmp_path / 'own'}", f"data.server={start()}")
+    harvest(own)
+    with pytest.raises(ValueError, match=r"data\.states: made with None, the recipe says 'vllm'"):
+        harvest(with_states(start(), name="own"))
+    for path in (tmp_path / "written").iterdir():  # of the responses' prompts
+        path.unlink()
+    recipe = with_states(dying := start(dies_after=13), start())
+    harvest(recipe)
+    assert capsys.readouterr().out.count(f"{dying}/v1/completions gave no answer") == 1
+    assert contents(recipe.responses_dir).keys() == contents(own.responses_dir).keys()
+    for split in ("train", "heldout"):
+        mine, its = (FeatureStore(each.features_dir, split) for each in (own, recipe))
+        assert len(mine) == len(its) > 0
+        for number in range(len(mine)):
+            assert_same_sample(its[number], mine[number])
+    assert not list((tmp_path / "written").iterdir())
+
+
+def test_without_a_server_the_command_that_starts_one_is_printed(
+    harvested: Path, tmp_path: Path, with_states: Callable[..., Recipe]
+) -> None:
+    none = tiny_recipe(harvested, f"run_dir={tmp_path}", "data.states=vllm")
+    for recipe in (none, with_states("http://127.0.0.1:9")):
+        with pytest.raises(ValueError, match=r"data\.server") as error:
+            harvest(recipe)
+        (line,) = (line for line in str(error.value).splitlines() if line.startswith("  vllm serve "))
+        words = shlex.split(line)
+        assert words[2] == str(harvested / "target")
+        assert words[words.index("--max-model-len") + 1] == "37"
+        assert '"eagle_aux_hidden_state_layer_ids": [1, 2, 3, 4]' in words[words.index("--speculative-config") + 1]
+
+
+def test_texts_that_leave_no_room_for_the_token_that_vllm_writes_are_refused(harvested: Path, tmp_path: Path) -> None:
+    values = "data.states=vllm", "data.server=http://x", "data.response_tokens=104"
+    with pytest.raises(ValueError, match=r"^data\.response_tokens: 104 given, up to 103 is allowed with data\.states"):
+        harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", *values))
+
+
+def without_some(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**content, "hidden_states": content["hidden_states"][:, 1:].contiguous()}
+
+
+def with_other_tokens(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**content, "token_ids": content["token_ids"] + 1}
+
+
+def in_bfloat16(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**content, "hidden_states": content["hidden_states"].bfloat16()}
+
+
+def of_another_model(content: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**content, "hidden_states": content["hidden_states"].flip(-1).contiguous()}
+
+
+@pytest.mark.parametrize(
+    ("fields", "parts"),
+    [
+        ({"layers": (0, 1, 2, 4)}, ("1, 2, 3, 4 and wrote 0, 1, 2, 4", "started for other taps;")),
+        ({"layers": (0, 1, 2, 3)}, ("wrote 0, 1, 2, 3", "other taps, or its numbers are 1 higher than ours")),
+        ({"layers": (1, 2, 3, 5)}, ("wrote 1, 2, 3, the last one after the final norm", "cannot be computed")),
+        ({"change": of_another_model}, ("differ from all of the target's", "serves another model")),
+        ({"change": without_some}, ("3, 32] in torch.float32, but [", "4, 32]", "[1, 2, 3, 4] of each token")),
+        ({"change": in_bfloat16}, ("in torch.bfloat16, but", "in torch.float32 is needed")),
+        ({"change": with_other_tokens}, ("other tokens than it was sent", "takes token ids as they are")),
+        ({"change": lambda content: None}, ("cannot be read here", "shared_storage_path must be a folder")),
+        ({"more": Server.more}, ("did not write hidden states", "is started by\n  vllm serve")),
+    ],
+)
+def test_a_server_with_other_states_is_named_before_anything_is_written(
+    tmp_path: Path,
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    fields: dict[str, Any],
+    parts: tuple[str, ...],
+) -> None:
+    """The right server beside it is not asked for a text either."""
+    recipe, wrong = with_states(start(), url := start(**fields)), url
+    with pytest.raises(ValueError, match=rf"^data\.states: {wrong} ") as error:
+        harvest(recipe)
+    assert all(part in str(error.value) for part in parts), error.value
+    assert not list(recipe.features_dir.glob("*.safetensors"))
+    assert not list(recipe.responses_dir.glob("*.jsonl*"))
+    assert not list((tmp_path / "written").iterdir())
+
+
+def test_of_a_target_too_large_to_load_the_last_state_is_checked(
+    start: Callable[..., str],
+    with_states: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(vllm_states, "free_memory", lambda device: 0)
+    for last, cause in ((5, "it is after the final norm: training needs the last state before"), (2, "another state")):
+        wrong = start(layers=(*TAPS, last))
+        with pytest.raises(ValueError, match=rf"^data\.states: {wrong}: .* log-probability .* off .*{cause}"):
+            harvest(with_states(start(), wrong))
+    recipe = with_states(start())
+    harvest(recipe)
+    assert "too large to load here, so only vLLM's last state is checked" in capsys.readouterr().out
+    assert len(FeatureStore(recipe.features_dir, "train")) == 12
+
+
+def test_states_that_are_not_finite_are_refused_in_the_middle_and_whole_shards_are_kept(
+    start: Callable[..., str], with_states: Callable[..., Recipe]
+) -> None:
+    texts: list[int] = []
+
+    def broken_late(content: dict[str, Tensor]) -> dict[str, Tensor]:
+        texts.append(len(content["token_ids"]))
+        if len(texts) == 16 + 3 + 12:  # the responses, the check, more than two shards of five
+            content["hidden_states"][0, 0, 0] = torch.nan
+        return content
+
+    recipe = with_states(start(change=broken_late))
+    with pytest.raises(ValueError, match="hidden states are not finite"):
+        harvest(recipe)
+    there = {path.name for path in recipe.features_dir.glob("*.safetensors")}
+    assert 1 <= len(there) < 4
+    harvest(recipe)
+    assert len(FeatureStore(recipe.features_dir, "train")) == 12

@@ -321,7 +321,7 @@ key heads that do not divide | num_key_value_heads = 3
 our section is a list | headstart = []
     headstart | [] given | a valid dictionary | correct the file
 a kind that does not exist | headstart.kind = "mlp"
-    config.json | a head of kind 'mlp' | only eagle1, eagle3, medusa, block, mtp | correct the kind
+    config.json | a head of kind 'mlp' | only eagle1, eagle3, peagle, medusa, block, mtp | correct the kind
 the kind of another head | headstart.kind = "medusa"
     blocks.0.layers.0.weight | is missing | every Medusa head | headstart convert
 a negative tap | headstart.taps = [-2, 3, 4]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, exported, read_config
+from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, exported, read_config, read_tensors
 from torch import Tensor
 
 from headstart.heads.formats.convert import convert
@@ -41,7 +41,8 @@ def as_the_dflash_authors_write_it(config: Config) -> None:
     kept |= {"rms_norm_eps", "rope_theta", "max_position_embeddings", "sliding_window", "dflash_config", "hidden_act"}
     for key in config.keys() - kept:
         del config[key]
-    for key in config["dflash_config"].keys() - {"mask_token_id", "target_layer_ids"}:
+    parts = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
+    for key in config["dflash_config"].keys() - {"mask_token_id", "target_layer_ids"} - parts:
         del config["dflash_config"][key]
 
 
@@ -55,6 +56,7 @@ def as_deepspec_writes_it(config: Config) -> None:
     ("kind", "edit", "said"),
     [
         ("dflash", as_the_dflash_authors_write_it, "sample_from_anchor: missing, so false"),
+        ("dflash2", as_the_dflash_authors_write_it, "sample_from_anchor: missing, so false"),
         ("dspark", as_deepspec_writes_it, "sample_from_anchor: missing, so true"),
     ],
 )
@@ -82,6 +84,8 @@ def test_published_heads_keep_the_convention_of_their_authors(
     blocks = Blocks.at_every_position(9)
     states, wanted = (each.text_states(each.project(taps), tokens, blocks) for each in (back, head))
     assert torch.equal(states, wanted)
+    before = torch.randint(97, states.shape[:2])
+    assert torch.equal(back.logits(states, before), head.logits(wanted, before))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +100,9 @@ def test_published_heads_keep_the_convention_of_their_authors(
         (lambda config: config.update(num_target_layers=36), "num_target_layers: 36 found; the target's 7"),
         (lambda config: config.update(markov_head_type="rnn"), "markov_head_type 'rnn'"),
         (nested(projector_type="domino"), "projector_type 'domino'"),
-        (lambda config: config.update(selector_rank=256), "DFlash2"),
+        (lambda config: config.update(selector_rank=256), "selector_top_k: missing"),
+        (lambda config: config.update(conv_kernel_size=2, conv_group_size=5), "conv_group_size: 5 found"),
+        (nested(output_multiplier=0.5), "output_multiplier 0.5"),
         (lambda config: config.update(mask_token_id=200), "mask_token_id: 200 found; 0 to 96"),
         (lambda config: config.update(hidden_act="gelu"), "hidden_act 'gelu'"),
     ],
@@ -180,6 +186,31 @@ def renamed(tensors: dict[str, Tensor]) -> None:
             None,
             {"vllm", "speculators"},
             "3 is allowed: another number collapses acceptance",
+        ),
+        (
+            "dflash2",
+            "speculators",
+            drop("conv_kernel_size", "conv_group_size"),
+            None,
+            {"vllm", "speculators"},
+            "needs it beside selector_rank",
+        ),
+        ("dflash2", "vllm", drop("selector_top_k"), None, {"vllm", "sglang"}, "selector_top_k: missing"),
+        (
+            "dflash2",
+            "vllm",
+            lambda config: config.update(markov_rank=4),
+            None,
+            {"vllm", "sglang"},
+            "only 0 is allowed: the engine has no conv_kernel_size in other heads",
+        ),
+        (
+            "dflash2",
+            "vllm",
+            lambda config: config.update(draft_vocab_size=20),
+            None,
+            {"vllm", "sglang"},
+            "engines' selectors score all tokens",
         ),
         (
             "dspark",
@@ -291,3 +322,51 @@ def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(
     assert '"method": "dspark"' in readme
     assert '"num_speculative_tokens": 4' in readme
     assert "--speculative-algorithm DSPARK" in readme
+
+
+def test_an_export_of_dflash2_has_the_names_of_its_engines(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head(**EVERY_HEAD["dflash2"])
+    parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 16}
+    folder = exported(head, tmp_path / "one", target_folder, "vllm")
+    flat, tensors = read_config(folder), read_tensors(folder)
+    assert flat["architectures"] == ["DFlash2DraftModel"]
+    assert parts.items() <= flat["dflash_config"].items()
+    shapes = {
+        **{f"layers.{i}.{name}_conv.base_kernel": (2, 2, 32) for i in range(2) for name in ("attention", "mlp")},
+        **{
+            f"layers.{i}.{name}_conv.kernel_projection.weight": (8, 32)
+            for i in range(2)
+            for name in ("attention", "mlp")
+        },
+        "candidate_selector.predecessor_codebook": (97, 6),
+        "candidate_selector.successor_codebook": (97, 6),
+        "candidate_selector.hidden_projection.weight": (6, 32),
+    }
+    assert shapes.items() <= {name: tuple(each.shape) for name, each in tensors.items()}.items()
+    readme = (folder / "README.md").read_text()
+    assert '"method": "dflash"' in readme
+    assert '"num_speculative_tokens": 3' in readme
+    assert "--speculative-algorithm DFLASH" in readme
+    saved = read_config(exported(head, tmp_path / "two", target_folder, "speculators"))
+    assert saved["architectures"] == ["DFlash2DraftModel"]
+    assert saved["speculators_model_type"] == saved["speculators_config"]["algorithm"] == "dflash2"
+    assert parts.items() <= saved.items()
+
+
+@pytest.mark.parametrize(
+    ("shape", "name", "part"),
+    [
+        ({"markov_rank": 6, "conv_kernel_size": 2}, "vllm", "only 0 is allowed"),
+        ({"conv_kernel_size": 2}, "sglang", "only False is allowed"),
+        ({"sample_from_anchor": False, "selector_rank": 6}, "vllm", "needs it beside selector_rank"),
+        ({"sample_from_anchor": False, "conv_kernel_size": 2}, "speculators", "needs it beside conv_kernel_size"),
+    ],
+)
+def test_parts_of_dflash2_that_no_engine_runs_are_not_exported_for_it(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, shape: dict[str, Any], name: str, part: str
+) -> None:
+    with pytest.raises(ValueError, match=part):
+        exported(make_head("block", **shape), tmp_path, target_folder, name)
+    exported(make_head("block", **shape), tmp_path, target_folder, "native")

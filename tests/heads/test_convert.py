@@ -57,6 +57,8 @@ ROUND_TRIPS = [
     ("five taps", ("vllm", "speculators")),
     ("narrow", ("vllm",)),
     ("norm before fc", ("vllm", "speculators")),
+    ("peagle", ("native", "vllm")),
+    ("peagle limited", ("vllm",)),
     ("eagle1", ("native", "vllm")),
     ("dspark", ("native", "vllm", "speculators")),
     ("dspark limited", ("native", "vllm", "speculators")),
@@ -232,7 +234,7 @@ REFUSED: dict[str, tuple[str, Edit, Edit, list[str]]] = {  # format, edits of co
         [
             "norm_before_residual: missing",
             "speculators_model_type 'mtp'",
-            "a P-EAGLE head, which is not supported",
+            "a P-EAGLE head, which has both",
             "fc.weight reads 96 features",
             "hidden_size: missing",
         ],

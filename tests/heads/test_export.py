@@ -38,6 +38,7 @@ NO_MEDUSA = {
     "gguf": "of kind medusa",
     "speculators": "EAGLE-3 of the target's width",
 }
+NO_PEAGLE = NO_MEDUSA | {"gguf": "of kind peagle"}
 NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
 NO_EAGLE1 = {
     "tensorrt_llm": "only vllm, sglang can serve",
@@ -53,6 +54,8 @@ REFUSED = {  # head -> format -> what the refusal names
     "narrow": {"speculators": "EAGLE-3 of the target's width"},
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
+    "peagle": NO_PEAGLE,
+    "peagle limited": NO_PEAGLE,
     "medusa": NO_MEDUSA,
     "medusa layers": NO_MEDUSA,
     "medusa limited": NO_MEDUSA | {"vllm": "vLLM refuses heads that score only some"},

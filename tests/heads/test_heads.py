@@ -41,8 +41,13 @@ MEDUSA_SHAPES: list[dict[str, Any]] = [
     {"kind": "medusa"},
     {"kind": "medusa", "num_layers": 2, "num_heads": 5, "bias": False},
 ]
+PEAGLE_SHAPES: list[dict[str, Any]] = [
+    {"kind": "peagle"},
+    {"kind": "peagle", "num_layers": 3, "fc_norm": True},
+]
 MakeHead = Callable[..., Any]
-all_shapes = pytest.mark.parametrize("shape", EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES, ids=str)
+SHAPES = EAGLE3_SHAPES + EAGLE1_SHAPES + MEDUSA_SHAPES + PEAGLE_SHAPES
+all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def random_taps(head: DraftHead) -> Tensor:

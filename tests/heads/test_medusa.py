@@ -129,7 +129,7 @@ class Recording(HeadDrafter):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tree = super().draft(verified, cache)
-        self.seen.append(([*verified.texts[0]], tree))
+        self.seen.append(([*verified.rows[0].text], tree))
         return tree
 
 

@@ -201,12 +201,13 @@ def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
     assert listener.first_text.tolist() == [text[: len(PROMPT) + 1]]
     position = len(PROMPT) - 1  # of the root
     for verified in listener.told:
-        assert verified.starts == [position]
-        position += verified.counts[0]
-        assert verified.next_tokens.shape == (1, verified.counts[0])
+        (row,) = verified.rows
+        assert row.start == position
+        position += row.count
+        assert verified.next_tokens.shape == (1, row.count)
         assert verified.roots.tolist() == [[text[position]]]
-        assert verified.texts == [text[: position + 1]]
-        assert verified.remaining == [len(text) - (position + 1) - 1]  # after the root, without the bonus token
+        assert row.text == text[: position + 1]
+        assert row.remaining == len(text) - (position + 1) - 1  # after the root, without the bonus token
         assert verified.sampling.samplings == (sampling,)
     received = torch.cat([verified.next_tokens for verified in listener.told], dim=1)
     assert received[0].tolist() == text[len(PROMPT) : position + 1]
@@ -222,7 +223,7 @@ def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need
     listener = Listener(text)
     generate(target, PROMPT, 20, sampling, listener)
     assert len(listener.histories) > 3
-    for prefix, history in zip([v.texts[0] for v in listener.told], listener.histories, strict=True):
+    for prefix, history in zip([v.rows[0].text for v in listener.told], listener.histories, strict=True):
         assert history is not None
         assert history.prompt[0].nonzero().flatten().tolist() == sorted(PROMPT)
         written = torch.tensor(prefix[len(PROMPT) : -1], dtype=torch.long)

@@ -12,7 +12,6 @@ import wandb
 from tiny_run import tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
-from headstart.inference.core.sampling import Sampling, sampling_from_recipe
 from headstart.inference.report.command import report
 from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
@@ -20,11 +19,6 @@ from headstart.recipes import Recipe
 from headstart.trainers import run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.tracking import Tracker
-
-
-def test_evaluations_sample_with_the_recipes_seed_and_acceptance_rule(harvested: Path) -> None:
-    recipe = tiny_recipe(harvested, "seed=11", "decode.growth=chain", "decode.acceptance=rejection")
-    assert sampling_from_recipe(recipe, 0.6) == Sampling(0.6, seed=11, rule="rejection")
 
 
 def test_the_target_is_loaded_with_the_recipes_attention(harvested: Path) -> None:

@@ -1,5 +1,6 @@
 """A server with OpenAI's completions, in a thread: what `data.server` names, small enough for tests."""
 
+import functools
 import json
 import threading
 from collections.abc import Iterator
@@ -8,6 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from tiny_run import build_tokenizer
+
+tokenizer = functools.cache(build_tokenizer)
 
 
 class Server(BaseHTTPRequestHandler):
@@ -40,7 +43,7 @@ class Server(BaseHTTPRequestHandler):
             return self.answer(200, self.odd)
         self.seen.append(body)
         tokens = self.response(body)
-        text = build_tokenizer().decode(tokens)
+        text = tokenizer().decode(tokens)
         ids = {"token_ids": tokens} if self.says_ids else {}
         choice: dict[str, Any] = {"text": text, "finish_reason": "stop", **ids}
         more = self.more(body, choice)

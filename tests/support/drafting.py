@@ -10,12 +10,13 @@ from torch import Tensor
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
+from headstart.heads.kinds.peagle import PEagleHead
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.step import start_history
@@ -74,7 +75,7 @@ class Naive:
             hidden = self.head(features, fed, torch.arange(features.shape[1]))[:, -1:]
             features = torch.cat([features, self.head.feedback(hidden, features[:, -1:])], dim=1)
             if token is not None:
-                tokens = [*tokens, token]
+                tokens = [*tokens, self.head.shape.mask_token_id if isinstance(self.head, PEagleHead) else token]
         return self.head.logits(hidden)
 
     def children(self, path: tuple[int, ...], count: int) -> dict[tuple[int, ...], float]:
@@ -135,18 +136,19 @@ def verified(
         tokens[row, : end - start] = torch.tensor(text[start + 1 : end + 1])
     prefixes = [text[: end + 1] for text, (_, end) in zip(texts, spans, strict=True)]
     requests = [Request(text[:2], 5, own) for text, own in zip(texts, samplings, strict=True)]
+    rows = [
+        VerifiedRow(text, start, end - start, left, key)
+        for key, (text, (start, end), left) in enumerate(
+            zip(prefixes, spans, remaining or [99] * len(texts), strict=True)
+        )
+    ]
     return VerifiedOnHost(
         taps=taps,
         next_tokens=tokens,
         roots=torch.tensor([[text[-1]] for text in prefixes]),
-        starts=[start for start, _ in spans],
-        counts=[end - start for start, end in spans],
-        drafted=[0] * len(texts),
-        remaining=remaining or [99] * len(texts),
         sampling=BatchSampling(samplings, "cpu"),
         history=start_history(requests, [text[2:-1] for text in prefixes], target),
-        texts=prefixes,
-        keys=[*range(len(prefixes))],
+        rows=rows,
     )
 
 
@@ -160,5 +162,5 @@ def new_cache(target: TargetModel, drafter: TreeDrafter, batch: int = 1, static:
 
 def draft(drafter: TreeDrafter, given: VerifiedOnHost, cache: KVCache) -> Tree:
     """Draft as in a step of the loop, where the target has read all tokens before the root."""
-    cache.target.set_lengths([start + count for start, count in zip(given.starts, given.counts, strict=True)])
+    cache.target.set_lengths([row.end for row in given.rows])
     return drafter.draft(given, cache)

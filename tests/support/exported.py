@@ -29,6 +29,9 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "five taps": {"taps": (0, 1, 3, 5, 6), "fc_norm": True},
     "narrow": {"hidden_size": 24, "own_embedding": True},
     "norm before fc": {"norm_before_fc": True},
+    # Published heads do not say how deep they were trained.
+    "peagle": {"kind": "peagle", "fc_norm": True, "depths": None},
+    "peagle limited": {"kind": "peagle", "num_layers": 3, "vocab": LIMITED, "mask_token_id": 95, "depths": None},
     "eagle1": {"kind": "eagle1"},
     "medusa": {"kind": "medusa"},
     "medusa layers": {"kind": "medusa", "num_layers": 2},
@@ -36,6 +39,7 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True},
     "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
     "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
+    "dflash2": {"kind": "block", "sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6},
     "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},
 }
 

@@ -25,6 +25,7 @@ from headstart.inference.drafters.costs import (
     Situation,
     StepCosts,
 )
+from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import Repeats
@@ -83,13 +84,13 @@ class Scripted:
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        assert verified.roots.flatten().tolist() == [text[-1] for text in verified.texts]
-        assert cache.target.lengths == [len(text) - 1 for text in verified.texts]
-        rows = []
-        for prefix, remaining in zip(verified.texts, verified.remaining, strict=True):
-            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(prefix) + prefix[-1])
-            rows.append(self.tree(prefix[-1], self.continuation(prefix, remaining)))
-        return batch_trees(rows)
+        assert verified.roots.flatten().tolist() == [row.text[-1] for row in verified.rows]
+        assert cache.target.lengths == [len(row.text) - 1 for row in verified.rows]
+        trees = []
+        for row in verified.rows:
+            self.random = torch.Generator().manual_seed(self.seed + 1000 * len(row.text) + row.text[-1])
+            trees.append(self.tree(row.text[-1], self.continuation(row.text, row.remaining)))
+        return batch_trees(trees)
 
     def continuation(self, prefix: list[int], remaining: int) -> list[int]:
         """The true next tokens, at most `ahead` and at most as many as remain."""
@@ -186,7 +187,7 @@ class Listener(Hidden):
 
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
-        self.told.append(replace(verified, texts=[list(text) for text in verified.texts]))
+        self.told.append(replace(verified, rows=[replace(row, text=[*row.text]) for row in verified.rows]))
         self.histories.append(copy.deepcopy(verified.history))
         return super().draft(verified, cache)
 
@@ -314,6 +315,7 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "head, fixed tree": lambda texts: HeadDrafter(texts.make_head(), LOPSIDED),
     "head of EAGLE-3.1": lambda texts: HeadDrafter(texts.make_head(fc_norm=True, norm_output=True), Dynamic(4, 4, 12)),
     "head of 25 tokens": lambda texts: HeadDrafter(texts.make_head(vocab=LIMITED), Dynamic(4, 4, 12)),
+    "P-EAGLE head": lambda texts: head_drafter(texts.make_head("peagle"), Dynamic(4, 4, 12)),
     "half right head, tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic(5, 4, 16)),
     "half right head, chain": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic.chain(3)),
     "half right head, fixed tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), LOPSIDED),

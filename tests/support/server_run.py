@@ -8,16 +8,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import uvicorn
 from drafting import noisy_copy
 from tiny_run import ENDS, build_target
 
-from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.engine.loop import DecodeLoop, generate
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.app import build_app
 from headstart.inference.serve.options import ServerSettings
@@ -25,35 +26,34 @@ from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
-from headstart.inference.targets.tokenizer import load_tokenizer
+from headstart.inference.targets.tokenizer import load_tokenizer, visible_text_of
 from headstart.recipes.schema import TargetSection
 
 NAME = "tiny"
 
 
-def load_served(
-    folder: Path, drafter: Drafter | None = None, max_batch: int = 4, prefix_memory: int | None = None
-) -> Served:
+def load_served(folder: Path) -> Served:
     """A tiny target, drafting with a copy of it whose weights are a little off: often right, and often wrong."""
     if not folder.exists():
         build_target(folder, num_layers=2)
     target = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
-    own = drafter or ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
-    about: dict[str, str | bool | None] = {
-        "target": NAME,
-        "head": None,
-        "drafter": "prompt_lookup",
-        "growth": "dynamic",
-    }
+    drafter = ModelDrafter(noisy_copy(target, 0.03), Dynamic(3, 2, 5), target)
+    drafts = {"drafter": "prompt_lookup", "growth": "dynamic", "dtype": "float32", "device": "cpu"}
     return Served(
         target=target,
         template=ChatTemplate(load_tokenizer(folder)),
-        make_loop=partial(DecodeLoop, target, own, max_batch, prefix_memory=prefix_memory),
+        make_loop=partial(DecodeLoop, target, drafter, max_batch=4),
         defaults=TargetDefaults.of(target),
         max_depth=3,
-        about={**about, "dtype": "float32", "device": "cpu", "folder": str(folder)},
+        about={"target": NAME, "head": None, **drafts, "folder": str(folder)},
         thread=ThreadPoolExecutor(1),
     )
+
+
+def with_loop(served: Served, **options: Any) -> Served:
+    """The same, decoding with these options of its loop."""
+    make_loop: Any = served.make_loop
+    return replace(served, make_loop=partial(make_loop, **options))
 
 
 @dataclass
@@ -92,6 +92,16 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:
+    return list(server.service.served.tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def alone(server: Running, prompt: list[int], count: int, sampling: Sampling) -> str:
+    """The text that the target writes plainly, without a server."""
+    served = server.service.served
+    return visible_text_of(served.tokenizer, without(generate(served.target, prompt, count, sampling).tokens))
 
 
 def without(tokens: Sequence[int], ends: Sequence[int] = ENDS) -> list[int]:

@@ -23,6 +23,7 @@ from headstart.heads.kinds.block_config import BlockShape
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.kinds.medusa import MedusaHead, MedusaShape
+from headstart.heads.kinds.peagle import PEagleHead, PEagleShape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import EmittedTokens
 from headstart.inference.engine.loop import DecodeLoop
@@ -164,6 +165,10 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
                 **shape,
             }
             head = BlockHead(BlockShape(**block), frozen, vocab or DraftVocab.full(config.vocab_size))
+        elif kind == "peagle":
+            peagle = {**sizes, "taps": TAPS, "num_layers": 2, "mask_token_id": 96, "depths": 4, **shape}
+            full = DraftVocab.full(config.vocab_size)
+            head = PEagleHead(PEagleShape(**peagle), config, vocab or full, frozen.embedding)
         elif kind == "eagle1":
             head = Eagle1Head(Eagle1Shape(**{**sizes, **shape}), frozen)
         else:

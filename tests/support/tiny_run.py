@@ -20,6 +20,7 @@ VOCAB_SIZE = 300
 END_OF_TEXT = "<end>"
 ENDS = [0, *range(150, 165)]  # several end tokens, so that the responses of a random target differ in length
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz[]", "\u0120"]  # the last is how byte-level tokenizers write a space
 TEXTS = [
     "the target writes, the head guesses, the target judges",
     "a draft is a tree of tokens and a path of it is kept",
@@ -47,25 +48,33 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_target(folder: Path, seed: int = 0, vocab_size: int = VOCAB_SIZE, num_layers: int = 4) -> Path:
+def build_target(
+    folder: Path,
+    seed: int = 0,
+    vocab_size: int = VOCAB_SIZE,
+    num_layers: int = 4,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    **config_changes: Any,
+) -> Path:
     """Save a random target with weights so large that next tokens depend on the text and near-ties are rare."""
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=ENDS,
-        tie_word_embeddings=False,
-    )
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": num_layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.3,
+        "bos_token_id": None,
+        "eos_token_id": ENDS,
+        "tie_word_embeddings": False,
+    }
+    config = LlamaConfig(**sizes | config_changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         LlamaForCausalLM(config).save_pretrained(folder)
-    build_tokenizer().save_pretrained(folder)
+    (tokenizer or build_tokenizer()).save_pretrained(folder)
     return folder
 
 
@@ -127,6 +136,34 @@ def build_run(folder: Path) -> Path:
     write_prompts(folder / "heldout.jsonl", count=5, first=100)
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe_values(folder), sort_keys=False))
+    return path
+
+
+def build_letters() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token for each letter, so that any tokens are those of their text; token 0 ends a text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=len(LETTERS) + 1, special_tokens=[END_OF_TEXT], initial_alphabet=LETTERS, show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, chat_template=CHAT_TEMPLATE)
+
+
+def build_chat_run(folder: Path, **data: Any) -> Path:
+    """Write a recipe whose target writes its own prompts in lower-case letters, and that target."""
+    letters = build_letters()
+    ends = {"eos_token_id": 0, "initializer_range": 0.1}  # it ends a text after 15 tokens on average
+    build_target(folder / "target", vocab_size=len(letters), tokenizer=letters, max_position_embeddings=256, **ends)
+    write_prompts(folder / "heldout.jsonl", count=len(TEXTS), first=0)
+    values = recipe_values(folder)
+    own = {"prompts": "self", "heldout_prompts": "self", "num_prompts": 8, "heldout_samples": 3}
+    lengths = {"self_prompt_tokens": 40, "prompt_tokens": 100, "response_tokens": 24}
+    values["data"] |= own | lengths | data
+    values["head"]["draft_vocab_size"] = 20
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
     return path
 
 

@@ -54,11 +54,6 @@ def trained(trained_once: Path, tmp_path: Path) -> Path:
     return copied(trained_once, tmp_path / "folder")
 
 
-def test_fewer_steps_than_are_done_are_refused(trained: Path) -> None:
-    with pytest.raises(ValueError, match=r"train\.steps: checkpoint 8, recipe 6"):
-        run(tiny_recipe(trained, "train.steps=6"))
-
-
 def test_another_field_is_refused_with_more_steps_too(trained: Path) -> None:
     with pytest.raises(ValueError, match=r"train.unroll: checkpoint 3, recipe 2") as error:
         run(tiny_recipe(trained, "train.steps=12", "train.unroll=2"))

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from killed_runs import killed_in
+from matrix import slow, slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
 from torch.testing import assert_close
@@ -34,35 +36,6 @@ def frozen(harvested: Path) -> FrozenTarget:
     return FrozenTarget.from_folder(harvested / "target", torch.float32)
 
 
-class Killed(BaseException):
-    """Derives from BaseException, so that no code of ours catches it."""
-
-
-@pytest.fixture
-def kill_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """`with kill_in_step(n)`: training inside dies in its n-th step."""
-
-    class Trap:
-        def __init__(self, step: int) -> None:
-            self.step = step
-
-        def __enter__(self) -> None:
-            left, train_step = iter(range(self.step - 1)), loop.train_step
-
-            def dying(*arguments: Any) -> Any:
-                if next(left, None) is None:
-                    raise Killed
-                return train_step(*arguments)
-
-            monkeypatch.setattr(loop, "train_step", dying)
-
-        def __exit__(self, kind: Any, *rest: object) -> bool:
-            monkeypatch.undo()
-            return bool(kind is Killed)
-
-    return Trap
-
-
 def rows(recipe: Recipe) -> list[tuple[int, str]]:
     """(step, train or heldout) of every row of metrics.jsonl."""
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
@@ -75,52 +48,56 @@ def numbers(recipe: Recipe) -> list[dict[str, float]]:
     return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-@pytest.mark.parametrize("killed_in", [2, 5, 7])
-def test_a_resumed_run_ends_like_an_uninterrupted_one(
-    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], optimizer: str, killed_in: int
-) -> None:
+BLOCK = "head={kind: block, block_size: 4, markov_rank: 6, taps: [2, 3, 4]}", "train.unroll=4", "train.anchors=5"
+MEDUSA = "head={kind: medusa, medusa_heads: 2}", "train.unroll=2"
+PACKED = "train.pack_tokens=40", "train.accumulate=2"
+MUON = "train.optimizer=muon", "train.muon_learning_rate=0.02"
+RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run is killed, and fields of its recipe
+    "before its first checkpoint": (2, ()),
+    "muon": (5, MUON),
+    "eagle1": (6, ("head={kind: eagle1}", "train.activation_checkpointing=true", "train.input_noise=0.2")),
+    "block, packed": (6, (*BLOCK, *PACKED)),
+    "medusa2": (7, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
+    "adamw": (5, ()),
+    "late": (7, MUON),
+    "block": (6, BLOCK),
+    "medusa2 in its warm-up": (2, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 4}")),
+    "medusa2 with adapters": (7, (*MEDUSA, "joint={mode: lora, lora_rank: 4, learning_rate: 1e-2, warmup_steps: 2}")),
+}
+
+
+@pytest.mark.parametrize("name", slow_unless(list(RESUMED)[:5], RESUMED))
+def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[..., Recipe], name: str) -> None:
     """steps        1 2 3 4 5 6 7 8, checkpoints after 4 and 8
     killed in 7     1 2 3 4 5 6 x
-    resumed                 5 6 7 8   the same weights, optimizer state and metrics, bit for bit"""
-    options = f"train.optimizer={optimizer}", "train.muon_learning_rate=0.02"
+    resumed                 5 6 7 8   the same weights, optimizer state, tuned target and metrics, bit for bit"""
+    step, options = RESUMED[name]
     whole, cut = make_recipe("whole", *options), make_recipe("cut", *options)
     run(whole)
-    with kill_in_step(killed_in):
+    with killed_in(step):
         run(cut)
-    done = 4 * (killed_in > 4)
+    done = 4 * (step > 4)
     assert [path.name for path in cut.checkpoints_dir.glob("step-*")] == ([f"step-{done}"] if done else [])
     assert not cut.head_dir.exists()
     run(cut)
-    assert contents(cut.checkpoints_dir) == contents(whole.checkpoints_dir)
-    assert contents(cut.head_dir) == contents(whole.head_dir)
+    for folder in ("checkpoints_dir", "head_dir", "tuned_target_dir"):
+        assert contents(getattr(cut, folder)) == contents(getattr(whole, folder)), folder
     assert numbers(cut) == numbers(whole)
     assert rows(cut) == [
         row for step in range(1, 9) for row in [(step, "train"), *[(step, "heldout")] * (step % 4 == 0)]
     ]
 
 
-EAGLE_1_RUN = "head={kind: eagle1}", "train.activation_checkpointing=true", "train.objective=blended_acceptance"
-
-
-def test_an_eagle_1_run_resumes_and_ends_in_a_head_that_can_be_loaded(
-    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], frozen: FrozenTarget
+def test_an_eagle_1_run_learns_and_ends_in_a_head_that_can_be_loaded(
+    make_recipe: Callable[..., Recipe], frozen: FrozenTarget
 ) -> None:
-    """Its input noise differs from step to step, and is the same whenever a step is repeated."""
-    whole, cut = make_recipe("whole", *EAGLE_1_RUN), make_recipe("cut", *EAGLE_1_RUN)
-    for recipe in (whole, cut):
-        shutil.rmtree(recipe.features_dir)  # they hold the taps of an EAGLE-3 head
-    run(whole)
-    with kill_in_step(6):
-        run(cut)
-    run(cut)
-    assert contents(cut.head_dir) == contents(whole.head_dir)
-    assert numbers(cut) == numbers(whole)
-    losses = [line["heldout/loss_0"] for line in numbers(whole) if "heldout/loss_0" in line]
+    recipe = make_recipe("run", "head={kind: eagle1}", "train.objective=blended_acceptance")
+    shutil.rmtree(recipe.features_dir)  # they hold the taps of an EAGLE-3 head
+    run(recipe)
+    losses = [line["heldout/loss_0"] for line in numbers(recipe) if "heldout/loss_0" in line]
     assert losses[1] < losses[0]
-    assert FeatureStore(whole.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
-    assert isinstance(load_head_for(whole.head_dir, frozen), Eagle1Head)
+    assert FeatureStore(recipe.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
+    assert isinstance(load_head_for(recipe.head_dir, frozen), Eagle1Head)
 
 
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
@@ -173,25 +150,20 @@ def test_every_step_trains_on_its_samples_in_the_shuffled_order(
     assert seen == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
 
 
-@pytest.mark.parametrize(
-    ("override", "difference"),
-    [
+def test_a_checkpoint_of_another_recipe_is_refused_by_field(make_recipe: Callable[..., Recipe]) -> None:
+    with killed_in(6):
+        run(make_recipe("run"))
+    for override, difference in (
         ("train.learning_rate=2e-3", "train.learning_rate: checkpoint 0.001, recipe 0.002"),
         ("train.steps=3", "train.steps: checkpoint 8, recipe 3"),
         ("head.draft_vocab_size=81", "head.draft_vocab_size: checkpoint 80, recipe 81"),
-    ],
-)
-def test_a_checkpoint_of_another_recipe_is_refused_by_field(
-    make_recipe: Callable[..., Recipe], kill_in_step: Callable[[int], Any], override: str, difference: str
-) -> None:
-    with kill_in_step(6):
-        run(make_recipe("run"))
-    other = make_recipe("run", override)
-    before = contents(other.run_dir)
-    with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
-        run(other)
-    assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [difference]
-    assert contents(other.run_dir) == before
+    ):
+        other = make_recipe("run", override)
+        before = contents(other.run_dir)
+        with pytest.raises(ValueError, match="step-4 belongs to another recipe") as refusal:
+            run(other)
+        assert [line.strip() for line in str(refusal.value).splitlines()][1:-1] == [difference]
+        assert contents(other.run_dir) == before
 
 
 def assert_stops_in(recipe: Recipe, step: int, what: str) -> None:
@@ -249,7 +221,7 @@ def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..
         run(recipe)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow((signal.SIGINT, 130))])
 def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, number: int, code: int
 ) -> None:

@@ -33,6 +33,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def start_process(
+    command: list[str], cwd: Path | None = None, log: Any = subprocess.PIPE, **variables: str
+) -> subprocess.Popen[str]:
+    environment = {**quiet_environment(ROOT), **variables}
+    return subprocess.Popen(command, cwd=cwd, env=environment, stdout=log, stderr=subprocess.STDOUT, text=True)
+
+
+def train_alone(folder: Path, *overrides: str, **variables: str) -> None:
+    finish(start_process([sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *overrides], **variables))
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         return int(server.getsockname()[1])
@@ -48,10 +59,7 @@ def launch_machine(
     command += ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(number)]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), str(script), *arguments]
     own = {"HOME": str(home), "HEADSTART_CACHE": str(home / "cache"), "DS_ACCELERATOR": "cpu"}
-    environment = {**quiet_environment(ROOT), **own}
-    return subprocess.Popen(
-        command, cwd=home, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return start_process(command, home, **own)
 
 
 def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
@@ -95,13 +103,7 @@ def test_two_machines_that_share_only_run_dir_train_what_one_trains(folder: Path
     machines = launch_training(folder, (shared,), (shared,), config=config)
     printed = outputs(machines, seconds=900)
     assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
-    alone = subprocess.run(
-        [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), f"run_dir={folder / 'alone'}"],
-        env=quiet_environment(ROOT),
-        capture_output=True,
-        text=True,
-    )
-    assert alone.returncode == 0, alone.stderr
+    train_alone(folder, f"run_dir={folder / 'alone'}")
     found, expected = (load_file(folder / name / "head/model.safetensors") for name in ("shared", "alone"))
     assert_close(found, expected, rtol=1e-3, atol=1e-4)
     assert not (folder / "shared/in_use.lock").exists()
@@ -114,7 +116,7 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
     """One of them goes on alone, and reads what the other harvested."""
     pytest.importorskip("moto")
     pytest.importorskip("s3fs")
-    url, recipe = f"run_dir=s3://{BUCKET}/run", str(folder / "recipe.yaml")
+    url = f"run_dir=s3://{BUCKET}/run"
     with moto_server() as server:
         for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
             monkeypatch.setenv(name, value)
@@ -122,16 +124,11 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
         printed = outputs(machines, seconds=900)
         assert [machine.returncode for machine in machines] == [0, 0], "\n".join(printed)
         own = {"HOME": str(folder / "machine1"), "HEADSTART_CACHE": str(folder / "machine1" / "cache")}
-        for place, environment in ((url, own), (f"run_dir={folder}/alone", {})):
+        for run_dir, variables in ((url, own), (f"run_dir={folder}/alone", {})):
             for steps in ("train.steps=8", "train.steps=12"):
-                command = [sys.executable, str(TRAINER), recipe, place, steps]
-                environment = {**quiet_environment(ROOT), **environment}
-                alone = subprocess.run(command, env=environment, capture_output=True, text=True)
-                assert alone.returncode == 0, alone.stderr
-        command = [sys.executable, "-m", "headstart.cli", "report", recipe, url, "report.num_prompts=2"]
-        own["HEADSTART_CACHE"] = str(folder / "third")
-        report = subprocess.run(command, env={**quiet_environment(ROOT), **own}, capture_output=True, text=True)
-        assert report.returncode == 0, report.stderr
+                train_alone(folder, run_dir, steps, **variables)
+        command = [sys.executable, "-m", "headstart.cli", "report", str(folder / "recipe.yaml"), url]
+        finish(start_process([*command, "report.num_prompts=2"], **{**own, "HEADSTART_CACHE": str(folder / "third")}))
     assert (folder / "third/stores/s3" / BUCKET / "run/report/report.json").is_file()
     found = load_file(folder / "machine1/cache/stores/s3" / BUCKET / "run/head/model.safetensors")
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
@@ -202,9 +199,8 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
     for number in range(2):
         home = folder / f"machine{number}"
         home.mkdir()
-        environment = {**quiet_environment(ROOT), "HOME": str(home)}
         with (folder / f"log{number}").open("w") as log:
-            machines.append(subprocess.Popen(command, cwd=home, env=environment, stdout=log, stderr=log))
+            machines.append(start_process(command, home, log, HOME=str(home)))
         time.sleep(3)  # the first one is the meeting point
     try:
         wait_for_steps(shared, 60)
@@ -219,25 +215,25 @@ def test_under_torchrun_the_others_go_on_when_a_machine_is_lost(folder: Path) ->
     assert logged_step(shared / "metrics.jsonl") == 300
 
 
+def accelerate(processes: int) -> list[str]:
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(processes)]
+    return [*command, "--cpu", str(TRAINER)]
+
+
 def test_processes_started_apart_are_refused(folder: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", str(TRAINER)]
-    ended = subprocess.run(
-        [*command, str(folder / "recipe.yaml")], env=quiet_environment(ROOT), capture_output=True, text=True
-    )
+    ended = start_process([*accelerate(2), str(folder / "recipe.yaml")])
+    printed = ended.communicate()[0]
     assert ended.returncode != 0
-    assert "--num_processes: 2 given" in ended.stderr
-    assert f"recipes/launch/ddp.yaml --num_processes 2 {TRAINER} {folder / 'recipe.yaml'}" in ended.stderr
+    assert "--num_processes: 2 given" in printed
+    assert f"recipes/launch/ddp.yaml --num_processes 2 {TRAINER} {folder / 'recipe.yaml'}" in printed
     assert not (folder / "run").exists()
 
 
 def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> None:
     """It ended the launcher, and the trainer went on unseen."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", str(TRAINER)]
     log, run = folder / "log", folder / "run"
     with log.open("w") as file:
-        launcher = subprocess.Popen(
-            [*command, str(folder / "recipe.yaml"), *LONG], env=quiet_environment(ROOT), stdout=file, stderr=file
-        )
+        launcher = start_process([*accelerate(1), str(folder / "recipe.yaml"), *LONG], log=file)
         wait_for_steps(run, 20)
         [trainer] = ranks_of(launcher)
         launcher.send_signal(signal.SIGTERM)
@@ -249,28 +245,19 @@ def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> N
 
 
 def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: Path) -> None:
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--cpu", str(TRAINER)]
-    long = [*LONG, "train.checkpoint_every=100000"]
-    environment, run = quiet_environment(ROOT), folder / "run"
-    launcher = subprocess.Popen([*command, str(folder / "recipe.yaml"), *long], env=environment)
-    wait_for_steps(run, 20)
+    arguments = [str(folder / "recipe.yaml"), *LONG, "train.checkpoint_every=100000"]
+    launcher = start_process([*accelerate(1), *arguments], log=None)
+    wait_for_steps(folder / "run", 20)
     [trainer] = ranks_of(launcher)
     trainer.suspend()  # a trainer that takes long to save
     launcher.kill()
     launcher.wait()
-    again = subprocess.Popen(
-        [sys.executable, str(TRAINER), str(folder / "recipe.yaml"), *long],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    again = start_process([sys.executable, str(TRAINER), *arguments])
     assert again.stdout is not None
-    while "which is ending" not in (line := again.stdout.readline()):
-        assert line, "the command ended"
-    os.kill(trainer.pid, signal.SIGCONT)
-    while "resuming after step" not in (line := again.stdout.readline()):
-        assert line, "the command ended"
+    for said in ("which is ending", "resuming after step"):
+        while said not in (line := again.stdout.readline()):
+            assert line, "the command ended"
+        os.kill(trainer.pid, signal.SIGCONT)
     again.kill()
     again.communicate()
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from bad_inputs import Says, assert_raises, assert_refused, type_command
+from bad_inputs import Says, assert_raises, assert_refused, filled, table, type_command
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.core import cache_memory
@@ -37,160 +37,65 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# symptom in words, overrides, then what, value, allowed and remedy in the message
-Case = tuple[str, list[str], str, str, str, str]
-CASES: list[Case] = [
-    ("no CUDA device", ["target.device=cuda"], "target.device", "'cuda' given", "one of auto, cpu", "choose another"),
-    (
-        "no eighth device",
-        ["target.device=cuda:7"],
-        "target.device",
-        "'cuda:7' given",
-        "one of auto, cpu",
-        "choose another",
-    ),
-    ("no other device", ["target.device=mps"], "target.device", "'mps' given", "one of auto, cpu", "choose another"),
-    (
-        "no device for an online target",
-        ["data.online=[cpu, cuda:4]"],
-        "data.online",
-        "'cuda:4' given",
-        "one of auto, cpu",
-        "choose another",
-    ),
-    (
-        "one row",
-        ["data.prompts={folder}/one.jsonl"],
-        "data.prompts",
-        "which has 1 row;",
-        "3 or more",
-        "train.batch_size=1",
-    ),
-    (
-        "no row",
-        ["data.prompts={folder}/empty.jsonl"],
-        "data.prompts",
-        "empty.jsonl given",
-        "one row or more",
-        "add prompts",
-    ),
-    (
-        "no held-out row",
-        ["data.heldout_prompts={folder}/empty.jsonl"],
-        "data.heldout_prompts",
-        "empty.jsonl given",
-        "one row or more",
-        "add prompts",
-    ),
-    (
-        "a batch above the prompts",
-        ["train.batch_size=13"],
-        "train.batch_size",
-        "13 given",
-        "up to 12 is allowed",
-        "lower it",
-    ),
-    (
-        "more micro-batches than samples",
-        ["train.accumulate=4"],
-        "train.accumulate",
-        "4 given",
-        "up to 3 is allowed",
-        "lower it",
-    ),
-    (
-        "no tokenizer",
-        ["target.path={folder}/no_tokenizer"],
-        "no_tokenizer",
-        "cannot be loaded",
-        "tokenizer.json",
-        "again",
-    ),
-    (
-        "conversations without a chat template",
-        ["target.path={folder}/no_template", "data.prompts={folder}/chat.jsonl"],
-        "data.prompts: row 1",
-        "is a conversation",
-        "rows of prompt or text are allowed",
-        "chat_template.jinja",
-    ),
-    (
-        "own prompts of a base model",
-        ["target.path={folder}/no_template", "data.prompts=self"],
-        "data.prompts",
-        "self given",
-        "needs a chat template",
-        "choose the chat version",
-    ),
-    ("no draft head", ["data.draft_head=/nowhere"], "data.draft_head", "/nowhere", "head", "give"),
-    ("no store", ["data.store=/nowhere"], "data.store", "/nowhere holds no features", "a folder of features", "give"),
-    ("wandb without a key", ["log.wandb=online"], "log.wandb", "online given", "offline or disabled", "wandb login"),
-    (
-        "a head above the memory",
-        ["head={kind: eagle3, intermediate_size: 100000000000}"],
-        "head: ",
-        "38.4 TB of weights",
-        "up to the",
-        "lower head.intermediate_size",
-    ),
-    (
-        "a head above all memory",
-        ["head={kind: eagle3, intermediate_size: 9000000000000000000}"],
-        "head: kind eagle3",
-        "intermediate_size 9000000000000000000",
-        "are allowed",
-        "leave them out",
-    ),
-    (
-        "trees above the memory",
-        ["decode.nodes=1000000", "train.eval_prompts=2"],
-        "decode.nodes",
-        "1000000 given",
-        "is allowed here",
-        "lower decode.nodes",
-    ),
-    (
-        "a run_dir in /proc",
-        ["run_dir=/proc/x"],
-        "run_dir",
-        "/proc/x given",
-        "can be written is allowed",
-        "choose another",
-    ),
-    (
-        "a data.folder in /proc",
-        ["data.folder=/proc/x/y"],
-        "data.folder",
-        "/proc/x/y given",
-        "can be written is allowed",
-        "choose another",
-    ),
-]
+# Overrides, then the facts of the message: the field, its value, what is allowed, what to do.
+CASES = table("""
+no CUDA device | target.device=cuda
+  target.device | 'cuda' given | one of auto, cpu | choose another
+no eighth device | target.device=cuda:7
+  target.device | 'cuda:7' given | one of auto, cpu | choose another
+no other device | target.device=mps
+  target.device | 'mps' given | one of auto, cpu | choose another
+no device for an online target | data.online=[cpu, cuda:4]
+  data.online | 'cuda:4' given | one of auto, cpu | choose another
+one row | data.prompts={folder}/one.jsonl
+  data.prompts | which has 1 row; | 3 or more | train.batch_size=1
+no row | data.prompts={folder}/empty.jsonl
+  data.prompts | empty.jsonl given | one row or more | add prompts
+no held-out row | data.heldout_prompts={folder}/empty.jsonl
+  data.heldout_prompts | empty.jsonl given | one row or more | add prompts
+a batch above the prompts | train.batch_size=13
+  train.batch_size | 13 given | up to 12 is allowed | lower it
+more micro-batches than samples | train.accumulate=4
+  train.accumulate | 4 given | up to 3 is allowed | lower it
+no tokenizer | target.path={folder}/no_tokenizer
+  no_tokenizer | cannot be loaded | tokenizer.json | again
+conversations without a chat template | target.path={folder}/no_template | data.prompts={folder}/chat.jsonl
+  data.prompts: row 1 | is a conversation | rows of prompt or text are allowed | chat_template.jinja
+own prompts of a base model | target.path={folder}/no_template | data.prompts=self
+  data.prompts | self given | needs a chat template | choose the chat version
+no draft head | data.draft_head=/nowhere
+  data.draft_head | /nowhere | head | give
+no store | data.store=/nowhere
+  data.store | /nowhere holds no features | a folder of features | give
+wandb without a key | log.wandb=online
+  log.wandb | online given | offline or disabled | wandb login
+a head above the memory | head={kind: eagle3, intermediate_size: 100000000000}
+  head: | 38.4 TB of weights | up to the | lower head.intermediate_size
+a head above all memory | head={kind: eagle3, intermediate_size: 9000000000000000000}
+  head: kind eagle3 | intermediate_size 9000000000000000000 | are allowed | leave them out
+trees above the memory | decode.nodes=1000000 | train.eval_prompts=2
+  decode.nodes | 1000000 given | is allowed here | lower decode.nodes
+a run_dir in /proc | run_dir=/proc/x
+  run_dir | /proc/x given | a writable folder is allowed | choose another
+a data.folder in /proc | data.folder=/proc/x/y
+  data.folder | /proc/x/y given | a writable folder is allowed | choose another
+""")
 
 
-@pytest.mark.parametrize("mode", ["run", "dry run"])
-@pytest.mark.parametrize(
-    ("symptom", "overrides", "what", "value", "allowed", "remedy"), CASES, ids=[c[0] for c in CASES]
-)
+@pytest.mark.each_value
+@pytest.mark.parametrize("dry_run", ["true", "false"])
+@pytest.mark.parametrize("name", CASES)
 def test_what_would_fail_after_the_harvest_is_refused_before_it(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    symptom: str,
-    overrides: list[str],
-    what: str,
-    value: str,
-    allowed: str,
-    remedy: str,
-    mode: str,
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, dry_run: str
 ) -> None:
     """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("wandb.login", lambda **options: False)
-    named = [override.replace("{folder}", str(folder)) for override in overrides]
-    recipe = tiny_recipe(folder, *named, f"train.dry_run={str(mode == 'dry run').lower()}")
+    overrides, facts = CASES[name]
+    recipe = tiny_recipe(folder, *(filled(each, folder=folder) for each in overrides), f"train.dry_run={dry_run}")
     before = sorted(folder.iterdir())
-    assert_raises(lambda: run(recipe), Says(what, value, allowed, remedy))
+    assert_raises(lambda: run(recipe), facts)
     assert sorted(folder.iterdir()) == before
 
 
@@ -209,27 +114,25 @@ def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
     assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("setting", "variables", "says"),
-    [
-        (
-            "auto",
-            {"WANDB_MODE": "onlin"},
-            Says("WANDB_MODE", "onlin", "online, offline, disabled is allowed", "change"),
-        ),
-        ("auto", {"WANDB_MODE": "online"}, Says("log.wandb", "auto given", "offline or disabled", "log.wandb=offline")),
-        ("online", {}, Says("log.wandb", "online given", "offline or disabled is allowed", "set WANDB_API_KEY")),
-    ],
-)
-def test_wandb_that_would_ask_for_a_key_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, setting: str, variables: dict[str, str], says: Says
-) -> None:
+WANDB = table("""
+a wrong mode | auto | WANDB_MODE=onlin
+  WANDB_MODE | onlin | online, offline, disabled is allowed | change
+the mode online | auto | WANDB_MODE=online
+  log.wandb | auto given | offline or disabled | log.wandb=offline
+online | online
+  log.wandb | online given | offline or disabled is allowed | set WANDB_API_KEY
+""")
+
+
+@pytest.mark.parametrize("name", WANDB)
+def test_wandb_that_would_ask_for_a_key_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("wandb.login", lambda **options: False)
-    for name in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, f"log.wandb={setting}")), says)
+    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(variable, raising=False)
+    (setting, *variables), facts = WANDB[name]
+    for variable in variables:
+        monkeypatch.setenv(*variable.split("="))
+    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, f"log.wandb={setting}")), facts)
     refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline"))
 
 
@@ -281,68 +184,40 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
     assert free_memory(torch.device("cpu")) == 2_500_000
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ("", Says("report.prompts", "questions.jsonl given, which is empty", "one prompt or more", "add rows")),
-        ("\n\n", Says("report.prompts", "which is empty", "one prompt or more is allowed", "add rows")),
-        (
-            "{}\n",
-            Says("report.prompts: row 1", "{}", "turns (a list of texts), prompt or text", "fix or remove the row"),
-        ),
-        ('{"prompt": 7}\n', Says("report.prompts: row 1", "7", "prompt or text (a text) is allowed", "fix or remove")),
-        ('{"turns": "abc"}\n', Says("report.prompts: row 1", "abc", "turns (a list of texts)", "fix or remove")),
-        ('{"turns": [{"a": 1}]}\n', Says("report.prompts: row 1", "turns", "(a list of texts)", "fix or remove")),
-        ("no json\n", Says("line 1", "not JSON", "", "fix or remove the line")),
-        ("[1]\n", Says("line 1", "list", "a JSON object is needed", "fix or remove the line")),
-    ],
-    ids=["empty", "blank", "no fields", "a number", "turns as text", "turns as rows", "no JSON", "a list"],
-)
-def test_questions_that_cannot_be_asked_are_refused(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    content: str,
-    says: Says,
+QUESTIONS = table("""
+empty
+  report.prompts | questions.jsonl given, which is empty | one prompt or more | add rows
+no fields | {}
+  report.prompts: row 1 | {} | turns (a list of texts), prompt or text | fix or remove the row
+a number | {"prompt": 7}
+  report.prompts: row 1 | 7 | prompt or text (a text) is allowed | fix or remove
+turns as text | {"turns": "abc"}
+  report.prompts: row 1 | abc | turns (a list of texts) | fix or remove
+turns as rows | {"turns": [{"a": 1}]}
+  report.prompts: row 1 | turns | (a list of texts) | fix or remove
+no JSON | no json
+  line 1 | not JSON | fix or remove the line
+a list | [1]
+  line 1 | list | a JSON object is needed | fix or remove the line
+""")
+REPORT = table("""
+a device that is not there | target.device=cuda:3
+  target.device | 'cuda:3' given | auto, cpu | choose
+a tree above the memory | decode.nodes=1000000
+  decode.nodes | 1000000 given | is allowed here | lower
+no questions | report.prompts=/gone.jsonl
+  report.prompts | /gone.jsonl given | an existing | put the prompts
+""")
+
+
+@pytest.mark.parametrize("name", [*QUESTIONS, *REPORT])
+def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """An empty report.prompts ended in a traceback, and turns of text were asked by their first letter."""
-    (tmp_path / "questions.jsonl").write_text(content)
-    options = ["report.baselines=[plain]", f"report.prompts={tmp_path}/questions.jsonl", f"run_dir={tmp_path}/run"]
-    assert_refused(type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys), says)
-
-
-REPORT: list[Case] = [
-    ("a device that is not there", ["target.device=cuda:3"], "target.device", "'cuda:3' given", "auto, cpu", "choose"),
-    ("a tree above the memory", ["decode.nodes=1000000"], "decode.nodes", "1000000 given", "is allowed here", "lower"),
-    (
-        "no questions",
-        ["report.prompts=/gone.jsonl"],
-        "report.prompts",
-        "/gone.jsonl given",
-        "an existing",
-        "put the prompts",
-    ),
-]
-
-
-@pytest.mark.parametrize(
-    ("symptom", "overrides", "what", "value", "allowed", "remedy"), REPORT, ids=[c[0] for c in REPORT]
-)
-def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    symptom: str,
-    overrides: list[str],
-    what: str,
-    value: str,
-    allowed: str,
-    remedy: str,
-) -> None:
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
-    prompts = f"report.prompts={folder}/one.jsonl"
-    options = ["report.baselines=[plain]", prompts, f"run_dir={tmp_path}/run", *overrides]
-    outcome = type_command(["report", str(folder / "recipe.yaml"), *options], monkeypatch, capsys)
-    assert_refused(outcome, Says(what, value, allowed, remedy))
+    rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
+    (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")
+    options = ["report.baselines=[plain]", f"report.prompts={tmp_path}/questions.jsonl", f"run_dir={tmp_path}/run"]
+    outcome = type_command(["report", str(folder / "recipe.yaml"), *options, *overrides], monkeypatch, capsys)
+    assert_refused(outcome, (REPORT | QUESTIONS)[name][1])

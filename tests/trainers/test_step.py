@@ -63,18 +63,19 @@ def start_training(recipe: Recipe) -> Training:
     return Training.start(recipe, head, inputs, start_accelerator(recipe), None)
 
 
-@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
+@pytest.mark.parametrize(
+    "head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}", "{kind: block, block_size: 4}"]
+)
 def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
 ) -> None:
     """The samples differ in length, in supervised tokens and, for EAGLE-1, in input noise."""
-    name = "run" if "eagle3" in head else "eagle1"
-    options = f"head={head}", "train.batch_size=7"
-    if name == "eagle1":
-        shutil.rmtree(make_recipe(name).features_dir)  # it holds the taps of an EAGLE-3 head
-    whole, gradient = one_step(make_recipe(name, *options), monkeypatch)
-    for count in (2, 3, 7):
-        result, split = one_step(make_recipe(name, *options, f"train.accumulate={count}"), monkeypatch)
+    options = f"head={head}", "train.batch_size=7", f"train.unroll={4 if 'block' in head else 3}"
+    if "eagle3" not in head:
+        shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of an EAGLE-3 head
+    whole, gradient = one_step(make_recipe("run", *options), monkeypatch)
+    for count in (3, 7):
+        result, split = one_step(make_recipe("run", *options, f"train.accumulate={count}"), monkeypatch)
         assert_close(result.sums, whole.sums, rtol=1e-5, atol=1e-5)
         assert result.num_tokens == whole.num_tokens
         largest = {key: float(value.abs().max()) for key, value in gradient.items()}
@@ -138,24 +139,6 @@ def test_one_micro_batch_of_features_is_in_memory_at_a_time(
     assert not any(each.supervision.last_hidden.untyped_storage().nbytes() for each in earlier)
     assert [each.features for each in earlier] == [None] * 3
     assert last.features is not None  # with one micro-batch nothing is read twice
-
-
-@pytest.mark.parametrize("head", ["{kind: eagle3, draft_vocab_size: 80}", "{kind: eagle1}"])
-def test_bfloat16_is_close_to_float32_and_keeps_weights_and_losses_in_float32(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, head: str
-) -> None:
-    name = "run" if "eagle3" in head else "eagle1"
-    if name == "eagle1":
-        shutil.rmtree(make_recipe(name).features_dir)
-    options = f"head={head}", "train.input_noise=0"
-    exact, gradient = one_step(make_recipe(name, *options), monkeypatch)
-    result, rounded = one_step(make_recipe(name, *options, "train.precision=bfloat16"), monkeypatch)
-    assert not torch.equal(result.sums[1], exact.sums[1])  # autocast reaches the losses
-    assert_close(result.sums[1], exact.sums[1], rtol=0.02, atol=0)
-    assert result.sums.dtype == torch.float32
-    for key, value in rounded.items():
-        assert value.dtype == torch.float32
-        assert (value - gradient[key]).norm() < 0.1 * gradient[key].norm(), key
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrix import slow
 from tiny_run import tiny_recipe, write_shard
 from torch import Tensor, nn
 from torch.nn import functional
@@ -103,6 +104,27 @@ def rotated(states: Tensor, first_position: int, theta: float) -> Tensor:
     return torch.cat([points.real, points.imag], dim=-1).to(states.dtype)
 
 
+def attended(
+    head: Eagle1Head | Eagle3Head, attention: Any, inputs: Tensor, keys: list[Tensor], values: list[Tensor]
+) -> Tensor:
+    """The attention of unroll step k to the `keys` and `values` of steps 0 to k - 1 and its own, which it appends."""
+    shape, theta, k, length = head.shape, head.target.rope.theta, len(keys), len(inputs)
+    query, key, value = (
+        (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
+        for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
+    )
+    groups = shape.num_heads // shape.num_kv_heads
+    keys.append(rotated(key, k, theta).repeat_interleave(groups, dim=0))
+    values.append(value.repeat_interleave(groups, dim=0))
+    # k = 2, T = 3:   1 . .  1 . .  1 . .   causal over step 0, then only its own index of each later step
+    #                 1 1 .  . 1 .  . 1 .
+    #                 1 1 1  . . 1  . . 1
+    mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
+    scores = rotated(query, k, theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(-1)  # [heads, T, (k + 1) T]
+    return (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1) @ attention.o_proj.weight.T
+
+
 def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[Tensor]) -> tuple[Tensor, int]:
     """EAGLE-3's training-time test written out: each sample alone, masks in full, shifts by position.
 
@@ -118,26 +140,13 @@ def reference_loss(head: Eagle3Head, samples: list[Sample], target_logits: list[
         if shape.fc_norm:
             taps = [normed(tap, norm) for tap, norm in zip(taps, head.fc_norm, strict=True)]
         features = torch.cat(taps, dim=-1) @ head.fc.weight.T  # [T, hidden]
-        keys, values = [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for k in range(UNROLL):
             tokens = torch.tensor([int(sample.tokens[t + 1 + k]) if t + 1 + k < length else 0 for t in range(length)])
             embedded = normed(head.embedding[tokens], layer.input_layernorm)
             inputs = torch.cat([embedded, normed(features, layer.hidden_norm)], dim=-1)  # [T, 2 hidden]
-            query, key, value = (
-                (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
-                for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-            )
-            groups = shape.num_heads // shape.num_kv_heads
-            keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
-            values.append(value.repeat_interleave(groups, dim=0))
-            # k = 2, T = 3:   1 . .  1 . .  1 . .   causal over step 0, then only its own index of each later step
-            #                 1 1 .  . 1 .  . 1 .
-            #                 1 1 1  . . 1  . . 1
-            mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
-            scores = rotated(query, k, head.target.rope.theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
-            weights = scores.masked_fill(~mask, -math.inf).softmax(-1)  # [heads, T, (k + 1) T]
-            mixed = (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1)
-            hidden = features + mixed @ attention.o_proj.weight.T
+            hidden = features + attended(head, attention, inputs, keys, values)
             hidden = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
             guesses = (normed(hidden, head.norm) @ head.lm_head.weight.T).log_softmax(-1)
             for t in range(length):
@@ -175,29 +184,19 @@ def reference_eagle1_loss(head: Eagle1Head, samples: list[Sample], outputs: list
 
     `outputs` are the target's logits and its last hidden states after the final norm.
     """
-    [layer], shape = head.layers, head.shape
+    [layer] = head.layers
     assert isinstance(layer, Eagle1Layer)
     assert head.input_scale is not None
     attention, fc = layer.self_attn, head.fc.weight * head.input_scale
     sums, counts = [torch.zeros(()) for _ in range(UNROLL)], [0] * UNROLL
     for sample, (target, wanted) in zip(samples, outputs, strict=True):
         length, supervised, features = len(sample.tokens), sample.loss_mask.tolist(), wanted
-        keys, values = [], []
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
         for k in range(UNROLL):
             tokens = torch.tensor([int(sample.tokens[t + 1 + k]) if t + 1 + k < length else 0 for t in range(length)])
             inputs = torch.cat([head.embedding[tokens], features], dim=-1) @ fc.T
-            query, key, value = (
-                (inputs @ weight.T).view(length, -1, shape.head_dim).transpose(0, 1)
-                for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight)
-            )
-            groups = shape.num_heads // shape.num_kv_heads
-            keys.append(rotated(key, k, head.target.rope.theta).repeat_interleave(groups, dim=0))
-            values.append(value.repeat_interleave(groups, dim=0))
-            mask = torch.cat([torch.ones(length, length).tril(), *[torch.eye(length)] * k], dim=-1).bool()
-            scores = rotated(query, k, head.target.rope.theta) @ torch.cat(keys, dim=1).mT / math.sqrt(shape.head_dim)
-            weights = scores.masked_fill(~mask, -math.inf).softmax(-1)
-            mixed = (weights @ torch.cat(values, dim=1)).transpose(0, 1).reshape(length, -1)
-            hidden = inputs + mixed @ attention.o_proj.weight.T
+            hidden = inputs + attended(head, attention, inputs, keys, values)
             features = hidden + layer.mlp(normed(hidden, layer.post_attention_layernorm))
             guesses = (features @ head.lm_head.T).log_softmax(-1)
             for t in range(length):
@@ -255,7 +254,7 @@ def each_head(harvested: Path, frozen: FrozenTarget) -> list[tuple[LevelHead, Ob
     ]
 
 
-@pytest.mark.parametrize("positions", [1, 7])
+@pytest.mark.parametrize("positions", [slow(1), 7])
 def test_chunks_change_neither_loss_nor_gradient(
     harvested: Path, frozen: FrozenTarget, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, positions: int
 ) -> None:
@@ -438,28 +437,3 @@ def test_no_position_is_scored_on_tokens_outside_its_sample(
         assert loss_with(disturb(name, place)) == unchanged, f"{name} at {place} is used"
     for name, place in (("tokens", -2), ("last_hidden", -2), ("taps", -3)):
         assert loss_with(disturb(name, place)) != unchanged, f"{name} at {place} is not used"
-
-
-@pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS.keys())
-def test_parts_of_a_batch_add_up_to_its_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any]
-) -> None:
-    """Ranks hold samples of different lengths; this is true because each divides by the positions of all ranks."""
-    head = random_head(harvested, frozen, **section)
-    whole = Batch.collate(samples, torch.float32)
-    counts = Teacher(frozen, head.vocab).supervise(whole).counts(UNROLL)
-    parts = [Batch.collate(samples[start::2], torch.float32) for start in (0, 1)]
-    losses = [unrolled_loss(head, part, frozen, counts) for part in parts]
-    loss = unrolled_loss(head, whole, frozen)
-    assert_close(losses[0] + losses[1], loss, rtol=1e-6, atol=1e-6)
-    assert_close(gradients(head, losses[0] + losses[1]), gradients(head, loss), rtol=1e-5, atol=1e-6)
-
-
-def test_a_part_without_a_supervised_position_adds_nothing(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample]
-) -> None:
-    head = random_head(harvested, frozen)
-    silent = replace(samples[0], loss_mask=torch.zeros_like(samples[0].loss_mask))
-    loss = unrolled_loss(head, Batch.collate([silent], torch.float32), frozen)
-    assert loss == 0
-    assert all(gradient.abs().max() == 0 for gradient in gradients(head, loss).values())

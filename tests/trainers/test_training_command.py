@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from bad_inputs import assert_message
 from safetensors.torch import load_file
 from tiny_run import build_run, contents, logged_step, quiet_environment
 from torch.testing import assert_close
@@ -20,21 +21,18 @@ from headstart.heads.target_config import TargetOrigin
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
+def start(recipe: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
     """Start the documented command as a process, from another folder."""
-    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
+    command = [sys.executable, *torchrun, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
+    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
-        command,
-        cwd=recipe.parent,
-        env=quiet_environment(ROOT),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=recipe.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     return output
 
@@ -51,10 +49,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def copy_stages(finished: Path, run_dir: Path) -> None:
+    for stage in ("prompts", "responses", "features"):
+        shutil.copytree(finished / "run" / stage, run_dir / stage)
+
+
 def test_one_command_makes_everything_and_running_it_again_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert "head written to" in finish(start(build_run(tmp_path), EVALUATED, "train.checkpoint_every=3"))
+    recipe = build_run(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["eagle.py", str(recipe), EVALUATED, "train.checkpoint_every=3"])
+    runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
+    assert "head written to" in capfd.readouterr().out
     before = contents(tmp_path / "run")
     folders = {name.partition("/")[0] for name in before}
     assert folders == {"prompts", "responses", "features", "checkpoints", "metrics.jsonl", "head"}
@@ -63,7 +70,6 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(
     recorded = json.loads((tmp_path / "run/head/config.json").read_text())["headstart"]["target"]
     assert recorded == TargetOrigin.of(tmp_path / "target").to_config()
     assert not [name for name in before if "partial" in name]
-    monkeypatch.setattr(sys, "argv", ["eagle.py", str(tmp_path / "recipe.yaml"), EVALUATED, "train.checkpoint_every=3"])
     runpy.run_path(str(ROOT / "trainers/eagle.py"), run_name="__main__")
     assert contents(tmp_path / "run") == before
     assert "shards" not in capfd.readouterr().out  # no stage ran
@@ -72,8 +78,7 @@ def test_one_command_makes_everything_and_running_it_again_changes_nothing(
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_path: Path) -> None:
     killed = tmp_path / "run"
-    for stage in ("prompts", "responses", "features"):
-        shutil.copytree(finished / "run" / stage, killed / stage)
+    copy_stages(finished, killed)
     last, metrics = random.SystemRandom().randint(1, 45), killed / "metrics.jsonl"  # the law holds for every step
     process = start(finished / "recipe.yaml", *LONGER, f"run_dir={killed}")
     while process.poll() is None and logged_step(metrics) < last:
@@ -90,39 +95,24 @@ def test_a_run_killed_at_any_moment_ends_in_the_same_head(finished: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("script", "head", "said"),
-    [
-        (
-            "trainers/medusa.py",
-            "{kind: eagle3}",
-            "error: head.kind: eagle3 given, trainers/medusa.py trains medusa; start it with: accelerate launch "
-            "trainers/eagle.py RECIPE",
-        ),
-        (
-            "trainers/eagle.py",
-            "{kind: medusa, medusa_heads: 3}",
-            "error: head.kind: medusa given, trainers/eagle.py trains eagle1, eagle3, mtp; start it with: accelerate "
-            "launch trainers/medusa.py RECIPE",
-        ),
-    ],
+    ("script", "head", "its_kinds", "other"),
+    [("medusa", "kind: eagle3", "medusa", "eagle"), ("eagle", "kind: medusa, medusa_heads: 3", "eagle1", "medusa")],
 )
 def test_a_trainer_refuses_the_head_of_the_other_trainer_and_names_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, head: str, its_kinds: str, other: str
 ) -> None:
-    recipe = build_run(tmp_path)
-    monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={head}"])
+    script, recipe = f"trainers/{script}.py", build_run(tmp_path)
+    monkeypatch.setattr(sys, "argv", [script, str(recipe), f"head={{{head}}}"])
     with pytest.raises(SystemExit) as refusal:
         runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert refusal.value.code == said
+    start_it = f"accelerate launch trainers/{other}.py RECIPE"
+    assert_message(str(refusal.value.code), f"head.kind: | given, {script} trains {its_kinds} | {start_it}")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finished: Path, tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(ROOT / "trainers/eagle.py"), str(finished / "recipe.yaml"), *LONGER]
-    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
-    subprocess.run([*command, f"run_dir={tmp_path / 'run'}"], env=environment, check=True, timeout=300)
+    finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={tmp_path / 'run'}", ranks=2))
     for stage in ("prompts", "responses", "features"):
         assert contents(tmp_path / "run" / stage) == contents(finished / "run" / stage)
     one, two = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
@@ -133,14 +123,8 @@ def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finishe
 def test_one_rank_continues_after_the_last_sample_of_two(finished: Path, tmp_path: Path) -> None:
     """SIGTERM stops a launch of two ranks; one rank continues with the next batch, in two micro-batches."""
     run_dir = tmp_path / "run"
-    for stage in ("prompts", "responses", "features"):
-        shutil.copytree(finished / "run" / stage, run_dir / stage)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(ROOT / "trainers/eagle.py"), str(finished / "recipe.yaml"), *LONGER]
-    environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
-    process = subprocess.Popen(
-        [*command, f"run_dir={run_dir}"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    copy_stages(finished, run_dir)
+    process = start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", ranks=2)
     wait_for_step(run_dir / "metrics.jsonl", 10, process)
     process.terminate()
     output, _ = process.communicate(timeout=120)
@@ -165,8 +149,7 @@ def test_a_signal_saves_after_the_current_step_and_the_same_command_continues(
     finished: Path, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     stopped = tmp_path / "run"
-    for stage in ("prompts", "responses", "features"):
-        shutil.copytree(finished / "run" / stage, stopped / stage)
+    copy_stages(finished, stopped)
     options = *LONGER, f"run_dir={stopped}", "train.checkpoint_every=60"
     process = start(finished / "recipe.yaml", *options)
     wait_for_step(stopped / "metrics.jsonl", 10, process)

@@ -1,6 +1,7 @@
 """Training of block heads: blocks are drawn from each text and run in one pass, and every level is scored."""
 
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,10 +98,14 @@ class TrainedBlocks(HeadInTraining):
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
-        head, before = self.head, supervision.before[:, part]
+        head, before, text = self.head, supervision.before[:, part], supervision.text[:, part]
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
-        log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
-        losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
+        slots = head.slot_logits(hidden)
+        log_q = at_least_float32(head.conditional_logits(slots, hidden, before)).log_softmax(-1)
+        losses = self.losses(log_q, log_p, text)  # [levels, chunk]
+        if self.objective.slot_text_weight:
+            own = text_loss(at_least_float32(slots).log_softmax(-1), text)
+            losses = losses + self.objective.slot_text_weight * own
         return weighted(weights, losses, log_q, log_p, supervision.predicted[:, part])
 
     def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
@@ -109,10 +114,15 @@ class TrainedBlocks(HeadInTraining):
         found = log_q.new_zeros(log_q.shape[:-1])
         if objective.weight:
             found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
-        if objective.text_weight:  # a token outside the draft vocabulary costs nothing
-            chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-            found = found - objective.text_weight * chosen.where(text >= 0, 0.0)
+        if objective.text_weight:
+            found = found + objective.text_weight * text_loss(log_q, text)
         return found
+
+
+def text_loss(log_q: Tensor, text: Tensor) -> Tensor:
+    """The cross-entropy to the text; a token outside the draft vocabulary (-1) costs nothing. [levels, chunk]"""
+    chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+    return -chosen.where(text >= 0, 0.0)
 
 
 def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
@@ -120,17 +130,31 @@ def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:
 
     The anchors of a text depend on the key and on its tokens, so they are the same in any batch and on any rank.
     """
+    found: list[tuple[int, int, int]] = []
+    for row, start, text, mask in texts_of(batch):
+        possible = (mask[1:-1] & mask[2:]).nonzero().flatten() + 1  # an anchor needs a position before it
+        chosen = shuffled(possible, text, key)[:count].sort().values.tolist()
+        found += [(row, start + anchor, start) for anchor in chosen]
+    return blocks_at(found)
+
+
+def texts_of(batch: Batch) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Row, first column, tokens and loss mask of each text of a batch, with what pads it."""
     tokens, loss_mask = batch.tokens.cpu(), batch.loss_mask.cpu()
     everything = slice(0, tokens.shape[1])
     spans = [(slice(row, row + 1), everything) for row in range(len(tokens))]
-    found: list[tuple[int, int, int]] = []
     for row, columns in spans if batch.documents is None else batch.documents.spans():
-        text, mask = tokens[row, columns][0], loss_mask[row, columns][0]
-        possible = (mask[1:-1] & mask[2:]).nonzero().flatten() + 1  # an anchor needs a position before it
-        length = int(possible[-1]) + 2 if len(possible) else 0  # without padding
-        seed = zlib.crc32(text[:length].numpy().tobytes(), zlib.crc32(key.encode()))
-        order = torch.randperm(len(possible), generator=torch.Generator().manual_seed(seed))
-        chosen = possible[order[:count]].sort().values.tolist()
-        found += [(row.start, columns.start + anchor, columns.start) for anchor in chosen]
-    rows, anchors, starts = (tuple(each) for each in zip(*found, strict=True)) if found else ((), (), ())
+        yield row.start, columns.start, tokens[row, columns][0], loss_mask[row, columns][0]
+
+
+def shuffled(anchors: Tensor, text: Tensor, key: str) -> Tensor:
+    """The possible anchors of a text in random order, which depends on the key and on the text without padding."""
+    length = int(anchors[-1]) + 2 if len(anchors) else 0
+    seed = zlib.crc32(text[:length].numpy().tobytes(), zlib.crc32(key.encode()))
+    return anchors[torch.randperm(len(anchors), generator=torch.Generator().manual_seed(seed))]
+
+
+def blocks_at(places: list[tuple[int, int, int]]) -> Blocks:
+    """The blocks with these rows, anchors and first columns of their documents."""
+    rows, anchors, starts = (tuple(each) for each in zip(*places, strict=True)) if places else ((), (), ())
     return Blocks(rows, anchors, starts)

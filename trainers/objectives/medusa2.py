@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from jaxtyping import Int
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from headstart.common.files import remove, whole_folder
 from headstart.data_pipelines.features.batches import Batch
-from headstart.heads.files import as_os_error, give_umask_mode
+from headstart.heads.files import Tensors, as_os_error, give_umask_mode
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.losses import forward_kl
 from headstart.heads.target_config import SAFE_FILES, folder_of
@@ -26,15 +25,6 @@ from headstart.recipes.schema import TargetSection
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective, score_in_chunks
 from headstart.trainers.objectives.unrolled import Supervision, Teacher, UnrolledHead, UnrollScores, positions_at_once
-from headstart.trainers.parallel.head_on_ranks import (
-    BETAS,
-    ReplicatedHead,
-    clip_and_step,
-    named_optimizer_state,
-    set_learning_rates,
-    set_optimizer_state,
-)
-from headstart.trainers.run_checkpoints import Tensors
 
 
 class TrainableTarget(nn.Module):
@@ -50,9 +40,6 @@ class TrainableTarget(nn.Module):
         else:
             layers.requires_grad_(True)
         self.trained = {name: each for name, each in self.model.named_parameters() if each.requires_grad}
-        self.optimizer = torch.optim.AdamW(
-            self.trained.values(), lr=self.section.learning_rate, betas=BETAS, weight_decay=0.0
-        )
 
     @classmethod
     def load(cls, recipe: Recipe, device: torch.device) -> "TrainableTarget":
@@ -63,19 +50,11 @@ class TrainableTarget(nn.Module):
         """The last hidden state before the final norm, with a gradient. [batch, seq, hidden]"""
         return self.target.passes.hidden_states(tokens)[1]
 
-    def state(self) -> Tensors:
-        """The trained weights and their optimizer state, named NAME and NAME.exp_avg."""
-        return {name: each.detach() for name, each in self.trained.items()} | dict(
-            named_optimizer_state(self.model, [self.optimizer])
-        )
-
     @torch.no_grad()
-    def restore(self, state: Tensors) -> None:
-        """Load what `state` returned; a checkpoint of another target is refused earlier, by its inputs."""
+    def restore(self, weights: Tensors) -> None:
+        """Load the trained weights; a checkpoint of another target is refused earlier, by its inputs."""
         for name, parameter in self.trained.items():
-            parameter.copy_(state[name])
-        optimizer_state = {name: each for name, each in state.items() if name not in self.trained}
-        set_optimizer_state(self.model, [self.optimizer], optimizer_state)
+            parameter.copy_(weights[name])
 
     @torch.no_grad()
     def weights(self) -> Tensors:
@@ -186,23 +165,3 @@ class JointHead(UnrolledHead):
         distances = forward_kl(log_q, log_p)  # [chunk]
         total = distances.where(supervision.can_predict(1)[0, part], 0.0).sum()
         return total, total.detach()
-
-
-class JointHeadOnRanks(ReplicatedHead):
-    """Heads and target in one process; their gradients are clipped together."""
-
-    def __init__(self, accelerator: Accelerator, joint: JointHead, section: TrainSection) -> None:
-        super().__init__(accelerator, joint, section)
-        self.joint = joint
-
-    def update(self) -> float:
-        return clip_and_step(self.joint, [*self.optimizers, self.joint.target.optimizer], self.clip_norm)
-
-    def set_learning_rates(self, section: TrainSection, step: int) -> float:
-        """Set the rates of a step for heads and target, which share a schedule; the target joins after its warm-up."""
-        factor = set_learning_rates(self.optimizers, section, step)
-        target = self.joint.target
-        self.joint.tunes_target = step >= target.section.warmup_steps
-        for group in target.optimizer.param_groups:
-            group["lr"] = target.section.learning_rate * factor
-        return factor

@@ -18,11 +18,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from headstart.heads.files import Tensors
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.unrolled import HeadInTraining, UnrollScores
 
 BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w")  # prefixes of the matrices that have a row per token
+# Prefixes of the matrices that have a row per token.
+BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w", "candidate_selector.pre", "candidate_selector.succ")
 
 
 class HeadOnRanks(ABC):
@@ -70,6 +72,14 @@ class HeadOnRanks(ABC):
     def restore_optimizers(self, state: dict[str, Tensor]) -> None:
         """Load what `optimizer_state` returned, under any number of ranks and any launch."""
         set_optimizer_state(self.unrolled.head, self.optimizers, state)
+
+    def target_state(self) -> Tensors:
+        """The weights that training changes in the target, and their optimizer state, named NAME and NAME.exp_avg."""
+        return {}
+
+    def restore_target(self, state: Tensors) -> None:
+        """Load what `target_state` returned."""
+        assert not state
 
 
 class ReplicatedHead(HeadOnRanks):

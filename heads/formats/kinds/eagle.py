@@ -1,4 +1,4 @@
-"""The layouts of EAGLE-1 and EAGLE-3 heads: what recognises, checks, translates and serves them."""
+"""The layouts of EAGLE-1, EAGLE-3 and P-EAGLE heads: what recognises, checks, translates and serves them."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +11,7 @@ from headstart.heads.formats import commands, config_rules, tensor_rules
 from headstart.heads.formats.config_rules import engine_default, num_captured_taps
 from headstart.heads.formats.speculators import not_in_speculators, speculators_config
 from headstart.heads.formats.subject import (
+    LAYER_SIZES,
     MISSING,
     Files,
     Layout,
@@ -20,11 +21,13 @@ from headstart.heads.formats.subject import (
     Subject,
     Translation,
     Violation,
+    config_error,
     tensor_error,
 )
 from headstart.heads.formats.translation import VERIFIER, infer_attention, infer_rope, infer_vocabulary, leaving_out
 from headstart.heads.kinds.eagle1 import Eagle1Head, Eagle1Shape
 from headstart.heads.kinds.eagle3 import NORM_FLAGS, TAPS, Eagle3Head, Eagle3Shape
+from headstart.heads.kinds.peagle import MASK_TOKEN_KEYS, PEagleHead, PEagleShape, named_mask_token
 
 UNRELATED = 0.9  # relative difference of two embeddings beyond which neither was trained from the other
 EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -32,6 +35,10 @@ EAGLE3_KEYS = ("draft_vocab_size", "norm_before_residual", "norm_before_fc", "fc
 
 def is_eagle1(files: HeadFiles) -> bool:
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= files.names
+
+
+def is_peagle(files: HeadFiles) -> bool:
+    return "mask_hidden" in files.names and not is_speculators(files)
 
 
 def is_eagle3(files: HeadFiles) -> bool:
@@ -88,7 +95,11 @@ def eagle3_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         norm_before_fc=bool(config.get("norm_before_fc") or subject.eagle_config.get("norm_before_fc")),
         own_embedding=config["hidden_size"] != frozen.config.hidden_size,
     )
-    shapes = tensor_rules.shapes_of(Eagle3Head(shape, frozen.config, vocab, frozen.embedding))
+    head = Eagle3Head(shape, frozen.config, vocab, frozen.embedding)
+    if subject.layout.kind is PEagleHead:
+        more = PEagleShape(**vars(shape), num_layers=config["num_hidden_layers"], mask_token_id=0)
+        head = PEagleHead(more, frozen.config, vocab, frozen.embedding)
+    shapes = tensor_rules.shapes_of(head)
     return shapes if len(vocab.ids) == config["vocab_size"] else {**shapes, "d2t": (len(vocab.ids),)}
 
 
@@ -122,15 +133,28 @@ def eagle1_bias(subject: Subject, engine: str) -> Iterator[Violation]:
         yield tensor_error(engine, "fc.bias", MISSING, "add zeros: SGLang leaves an absent one uninitialised")
 
 
+def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
+    """The token of mask entries: a row of the embedding, best one that no text holds."""
+    token, vocab_size = named_mask_token(subject.config), subject.frozen.config.vocab_size
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+        allowed = f"0 to {vocab_size - 1} is allowed, a row of the target's embedding"
+        yield config_error(engine, MASK_TOKEN_KEYS[0], token, allowed)
+
+
+def refuse_mask_token(subject: Subject, translation: Translation) -> None:
+    translation.refused += [each.text for each in mask_token(subject, "headstart")]
+
+
 def refuse_other_layers(subject: Subject, translation: Translation) -> None:
     """Refuse what a config.json may ask for but our layers cannot do."""
-    config = subject.config
-    if config.get("pard_token") is not None or "mask_hidden" in translation.tensors:
-        why = "a P-EAGLE head, which is not supported"
-        translation.refused.append(f"pard_token, mask_hidden: {why}; DFlash and DSpark are allowed")
+    config, kind = subject.config, subject.layout.kind
+    if kind is not PEagleHead and (config.get("pard_token") is not None or "mask_hidden" in translation.tensors):
+        why = "a P-EAGLE head, which has both and vLLM's own layout"
+        translation.refused.append(f"pard_token, mask_hidden: {why}; get its files in that layout")
     if (named := config.get("speculators_model_type", "eagle3")) != "eagle3":
         translation.refused.append(f"speculators_model_type {named!r}: eagle3, dflash and dspark are allowed")
-    for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", 1), ("model_type", "llama")):
+    layers = kind.max_layers or config.get("num_hidden_layers")
+    for key, allowed in (("hidden_act", "silu"), ("num_hidden_layers", layers), ("model_type", "llama")):
         if config.get(key, allowed) != allowed:
             translation.refused.append(f"{key} {config[key]!r}: only {allowed!r} is allowed")
     for key, allowed in (("use_aux_hidden_state", True), ("parallel_draft_step", 1)):
@@ -192,7 +216,7 @@ def flatten_norms(subject: Subject, translation: Translation) -> None:
 SHARED: tuple[Rule, ...] = (
     config_rules.architectures,
     config_rules.layer_options,
-    config_rules.one_llama_layer,
+    config_rules.llama_layers,
     config_rules.fits_the_target,
     config_rules.positions,
     config_rules.rope,
@@ -252,6 +276,18 @@ EAGLE3 = Layout(
     },
     rename=midlayer_name,
     captured_taps=config_rules.captured_taps,
+)
+PEAGLE = replace(
+    EAGLE3,
+    name="peagle",
+    kind=PEagleHead,
+    recognises=is_peagle,
+    rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
+    commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
+    head_rules=(*EAGLE3.head_rules, mask_token),
+    steps=(*EAGLE3.steps, refuse_mask_token),
+    sizes=(*LAYER_SIZES, "num_hidden_layers"),
+    architectures={"vllm": {*EAGLE3.architectures["vllm"], "PeagleLlamaForCausalLM", "PEagleDraftModel"}},
 )
 EAGLE3_SPECULATORS = replace(
     EAGLE3,

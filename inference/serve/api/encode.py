@@ -264,12 +264,10 @@ class RequestEncoder:
     def form(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:
         """The form of the text. The target's own minimum length applies with a form, the request's does not."""
         grammar = self.grammar(fields, calls)
-        if grammar is not None:
-            because = "with a format, which says itself where a text may end,"
-            if fields.ignore_eos:
-                raise wrong("ignore_eos", True, f"{because} only false is", "leave it out")
-            if fields.min_tokens:
-                raise wrong("min_tokens", fields.min_tokens, f"{because} only 0 is", "leave it out")
+        for name, value, off in (("ignore_eos", fields.ignore_eos, "false"), ("min_tokens", fields.min_tokens, "0")):
+            if grammar is not None and value:
+                because = "with a format, which says itself where a text may end,"
+                raise wrong(name, value, f"{because} only {off} is", "leave it out")
         return grammar
 
     def grammar(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:

@@ -1,11 +1,13 @@
 """The answer to a request as it grows: its choices, what each step adds to them, and the times of its stages."""
 
+import asyncio
 import time
 from dataclasses import dataclass, field
 
 from headstart.inference.core.request import Alternatives, DecodeStats, EmittedTokens, Request, TokenScores
 from headstart.inference.core.verify import Accepted
 from headstart.inference.serve.api.encode import Encoded
+from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.text import ToolCall, ToolCallParser, WrittenText, joined
 from headstart.inference.show import TokenText
 
@@ -30,6 +32,9 @@ class End:
 
     finish: str  # as in Generation
     stats: DecodeStats
+
+
+Event = Update | End | ApiError  # after an error no event follows
 
 
 @dataclass(frozen=True)
@@ -70,8 +75,11 @@ class Output:
 class Choice:
     """One choice of a request, and its output so far."""
 
-    def __init__(self, index: int, request: Request, encoded: Encoded) -> None:
-        self.index, self.request, self.encoded = index, request, encoded
+    def __init__(self, index: int, request: Request, encoded: Encoded, events: "EventQueue") -> None:
+        self.index, self.request, self.encoded, self.events = index, request, encoded, events
+        self.number: int | None = None  # of the request in the decode loop; used in the worker's thread only
+        self.latest = time.perf_counter()  # when it was submitted, then its last update
+        self.has_begun = False  # whether it has its first token
         include_stop, calls = encoded.fields.include_stop_str_in_output, encoded.calls
         self.written = WrittenText(encoded.text, request.prompt, request.stop, include_stop, encoded.echoes)
         self.parser = ToolCallParser(calls.schemas, calls.only_one) if calls.schemas else None
@@ -137,12 +145,16 @@ class Choice:
         return logprobs
 
 
+EventQueue = asyncio.Queue[tuple[Choice, Event]]
+
+
 class RequestProgress:
     """A request, its choices, and the time.perf_counter() of each stage, None until the stage is reached."""
 
     def __init__(self, encoded: Encoded) -> None:
         self.encoded = encoded
-        self.choices = [Choice(index, request, encoded) for index, request in enumerate(encoded.requests)]
+        self.events: EventQueue = asyncio.Queue()
+        self.choices = [Choice(index, request, encoded, self.events) for index, request in enumerate(encoded.requests)]
         self.submitted = time.perf_counter()
         self.prefill: float | None = None  # the start of prefill
         self.first: float | None = None  # the first token of any choice

@@ -25,6 +25,11 @@ from headstart.inference.serve.api.output import Choice, Output
 from headstart.inference.show import TokenText
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
+# Fields that the answer repeats as they are.
+REPEATED = {
+    *("instructions", "max_output_tokens", "parallel_tool_calls", "previous_response_id", "reasoning", "tool_choice"),
+    "tools",
+}
 # Names in the error messages of a chat, and this API's names for them.
 FIELD_NAMES = {
     r"^messages(\[\d+\])?": "input",
@@ -277,18 +282,12 @@ class ResponsesAnswer(Answer):
             "output": [*self.items],
             "error": None,
             "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
+            **request.model_dump(include=REPEATED),
             "metadata": {},
-            "parallel_tool_calls": request.parallel_tool_calls,
-            "previous_response_id": None,
-            "reasoning": request.reasoning.model_dump(),
             "seed": self.base["seed"],
             "store": False,
             "temperature": sampling.temperature,
             "text": request.text.model_dump(by_alias=True, exclude_none=True),
-            "tool_choice": request.tool_choice,
-            "tools": request.tools,
             "top_p": sampling.top_p,
             "truncation": "disabled",
             "usage": None,

@@ -40,9 +40,9 @@ class WrittenText:
         """Take in a token; returns the text that is certain now, which is none after a stop string."""
         if self.stopped is not None:
             return []
-        shown = self.stream.piece(token)
-        self.count += len(shown)
-        return self._take(shown if self.searched is None else self.searched.piece(token), TokenText(shown, depth))
+        return self._take(
+            self.stream.piece(token), None if self.searched is None else self.searched.piece(token), depth
+        )
 
     def offset(self, token: int) -> int:
         """Where the text of this next token begins; for a part of a character, where the character begins."""
@@ -53,15 +53,15 @@ class WrittenText:
         """The text that was held back, after the last token."""
         if self.stopped is not None:
             return []
-        shown = self.stream.rest()
-        self.count += len(shown)
-        certain = self._take(shown if self.searched is None else self.searched.rest(), TokenText(shown, None))
+        certain = self._take(self.stream.rest(), None if self.searched is None else self.searched.rest(), None)
         rest, self.held = self.held, []
         return certain if self.stopped is not None else certain + [shown for _, shown in rest if shown.text]
 
-    def _take(self, searched: str, shown: TokenText) -> list[TokenText]:
-        if searched or shown.text:
-            self.held.append((searched, shown))
+    def _take(self, piece: str, searched: str | None, depth: int | None) -> list[TokenText]:
+        """Take in a token's text, and the text in which stop strings are searched if that is another one."""
+        self.count += len(piece)
+        if piece or searched:
+            self.held.append((piece if searched is None else searched, TokenText(piece, depth)))
         text = "".join(searched for searched, _ in self.held)
         if self.stop is not None and (match := self.stop.first_in(text)) is not None:
             start, self.stopped = match

@@ -192,7 +192,7 @@ def test_a_head_drafts_on_after_a_forced_token_that_it_does_not_score(target: Ta
     digits = torch.tensor(sorted(vocabulary[digit] for digit in "0123456789"))
     drafter = HeadDrafter(head_of(target, DraftVocab(digits, size)), Dynamic.chain(2))
     free = verified(target, Sampling(), (0, 2), texts=[[5, 6, 7]])
-    given = replace(free, constraints=[grammars.regex("-[0-9]").start()])
+    given = replace(free, rows=[replace(free.rows[0], constraint=grammars.regex("-[0-9]").start())])
     tree = draft(drafter, given, new_cache(target, drafter))
     assert tree.parents.tolist() == [[-1, 0, 1]]
     assert tree.tokens[0, 1] == vocabulary["-"]
@@ -208,7 +208,7 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
     x, a, nine, eight, seven, dash = (vocabulary[letter] for letter in "xa987-")
     before = [x, nine, a, a, x, nine, eight, seven, x]
     free = verified(target, Sampling(), (0, len(before) - 1), texts=[before])
-    constrained = replace(free, constraints=[grammars.regex("[0-9]{2}-[a-z]+").start()])
+    constrained = replace(free, rows=[replace(free.rows[0], constraint=grammars.regex("[0-9]{2}-[a-z]+").start())])
     lookup, cache = Lookup(LIMITS, ngram=2), KVCache.allocate((1, 1, 1), None, 1)
     assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
     assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
@@ -390,9 +390,3 @@ def nested(depth: int) -> dict[str, Any]:
 def test_what_cannot_constrain_is_refused(grammars: Grammars, make: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"(?s){message}"):
         make(grammars)
-
-
-def test_other_acceptance_rules_are_refused(target: TargetModel, requests: list[Request]) -> None:
-    sampling = Sampling(1.0, rule="rejection")
-    with pytest.raises(ValueError, match=r"decode\.acceptance: rejection given, only seeded is allowed"):
-        DecodeLoop(target).submit(replace(requests[0], sampling=sampling))

@@ -24,7 +24,7 @@ from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.block import BlockDrafter
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import BlockSection
@@ -40,7 +40,7 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(target: TargetModel,
     growth = Dynamic(4, 9, 9)  # no level can hold more than all nodes, so no width is lost
     given = verified(target, sampling, (0, 11))
     drafter = BlockDrafter(head, growth)
-    drafter.markov_head = None
+    drafter.is_conditional = False
     tree = draft(drafter, given, new_cache(target, drafter))
     naive = Naive(plain, target, TEXT, sampling)
     assert paths(tree) == [naive.tree(growth)]
@@ -54,6 +54,28 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(target: TargetModel,
     assert paths(tree)[0] == set(sorted(scored, key=lambda path: -scored[path])[:9])
 
 
+def test_a_wide_tree_of_a_selector_begins_with_the_greedy_walk(target: TargetModel, make_head: MakeHead) -> None:
+    """K children of each node, as many levels as the block drafts: the walk that engines draft is its first path.
+
+    The walk takes the best of a slot's K candidates after the token before, so it is computed here over those alone.
+    """
+    head = make_head("block", sample_from_anchor=False, block_size=5, conv_kernel_size=2, selector_rank=6)
+    assert head.candidate_selector is not None
+    head.candidate_selector.successor_codebook.mul_(0.1)  # no candidate falls behind the other tokens
+    drafter = head_drafter(head, Dynamic(4, 16, 1000))
+    tree = draft(drafter, verified(target, Sampling(), (0, 11)), new_cache(target, drafter))
+    naive, walk = Naive(head, target, TEXT, Sampling()), []
+    for level in range(4):
+        states = drafter.states[:, level : level + 1]  # type: ignore[attr-defined]
+        candidates = head.slot_logits(states).topk(16).indices[0, 0]
+        walk.append(int(candidates[naive.scores(tuple(walk))[candidates].argmax()]))
+    first, node = [], 0
+    while (children := (tree.parents[0] == node).nonzero().flatten()).numel():
+        node = int(children[0])
+        first.append(int(tree.tokens[0, node]))
+    assert first == walk
+
+
 @pytest.mark.parametrize(("shape", "levels"), [({}, 4), ({"sample_from_anchor": False}, 3)], ids=str)
 def test_a_tree_deeper_than_the_block_is_refused(make_head: MakeHead, shape: dict[str, Any], levels: int) -> None:
     """A block may be cut short, but no longer one than it was trained with can be drafted."""
@@ -63,9 +85,9 @@ def test_a_tree_deeper_than_the_block_is_refused(make_head: MakeHead, shape: dic
         head_drafter(head, Dynamic.chain(levels + 1))
 
 
-def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
+def varied_head(frozen: FrozenTarget, **fields: int) -> BlockHead:
     """A head for any target, with no weight at zero."""
-    section = BlockSection(kind="block", block_size=4, markov_rank=markov_rank, num_heads=4, num_kv_heads=2)
+    section = BlockSection(kind="block", block_size=4, num_heads=4, num_kv_heads=2, **fields)
     head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
     assert isinstance(head, BlockHead)
     generator = torch.Generator().manual_seed(2)
@@ -80,11 +102,15 @@ def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
     "name",
     slow_unless(SOME_FAMILIES, [name for name in FAMILIES if name != "gpt_oss"]),  # its rope type is refused
 )
-@pytest.mark.parametrize("markov_rank", [6, 0], ids=["DSpark's slots", "DFlash's slots"])
-def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> None:
+@pytest.mark.parametrize(
+    "fields",
+    [{"markov_rank": 6}, {"markov_rank": 0}, {"markov_rank": 0, "conv_kernel_size": 2, "selector_rank": 6}],
+    ids=["DSpark", "DFlash", "DFlash2"],
+)
+def test_decoding_is_lossless_for_every_family(name: str, fields: dict[str, int]) -> None:
     """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
     target = TargetModel(FAMILIES[name](), ())
-    head = varied_head(target.frozen, markov_rank)
+    head = varied_head(target.frozen, **fields)
     target = TargetModel(target.model, head.taps)
     prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
     samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
@@ -98,25 +124,10 @@ def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> N
 def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
     """gpt-oss turns by YaRN; a block head takes its target's rotary embedding, as an EAGLE head does."""
     target = TargetModel(FAMILIES["gpt_oss"](), ())
-    head = varied_head(target.frozen)
+    head = varied_head(target.frozen, markov_rank=6)
     assert head.target.rope.kind == "yarn"
     wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
     assert torch.equal(head.rotary, wanted)
-
-
-@pytest.mark.parametrize("growth", [Fixed.chain(3), Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))], ids=["chain", "tree"])
-def test_rejection_sampling_takes_its_proposals_from_the_block(
-    target: TargetModel, make_head: MakeHead, growth: Fixed
-) -> None:
-    """Each node's proposals are the head's own distribution after that node."""
-    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3, rule="rejection")
-    drafter = head_drafter(head, growth)
-    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
-    assert tree.proposals is not None
-    first = Naive(head, target, TEXT, sampling).logits(())[0, 0].log_softmax(-1)
-    likeliest = first.argmax()
-    rest = first if growth.child_counts(0) == [1] else first.index_fill(0, likeliest, -torch.inf).log_softmax(-1)
-    assert_close(tree.proposals.log_q[0, 0], rest, atol=1e-4, rtol=1e-4)
 
 
 def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_head: MakeHead) -> None:

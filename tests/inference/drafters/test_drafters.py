@@ -17,9 +17,10 @@ from transformers import LlamaForCausalLM
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.gumbel import gumbel_noise
 from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.core.verify import VerifiedOnHost
+from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookup import Lookup
@@ -51,16 +52,9 @@ def verified_text(text: list[int], remaining: int, sampling: Sampling | None = N
         taps=torch.zeros(1, 1, 0),
         next_tokens=torch.tensor([text[-1:]]),
         roots=torch.tensor([text[-1:]]),
-        starts=[len(text) - 2],
-        counts=[1],
-        drafted=[0],
-        remaining=[remaining],
         sampling=BatchSampling([sampling or Sampling()], "cpu"),
         history=None,
-        texts=[text],
-        keys=[key],
-        nodes=[[]],
-        choices=[[]],
+        rows=[VerifiedRow(text, len(text) - 2, 1, remaining, key)],
     )
 
 
@@ -214,7 +208,7 @@ def test_a_lookup_ranks_siblings_by_the_targets_gumbel_noise() -> None:
     drafter, first = Lookup(Growth(1, 1, 1), ngram=1), set()
     for seed in range(8):
         verified = verified_text(text, 99, Sampling(1.0, seed=seed))
-        gumbel = verified.sampling.gumbel(torch.tensor([[len(text)]]), torch.arange(10, 70))[0, 0]
+        gumbel = gumbel_noise(verified.sampling.seeds, torch.tensor([[len(text)]]), torch.arange(10, 70))[0, 0]
         assert paths(drafter.draft(verified, NO_CACHE))[0] == {(10 + int(gumbel.argmax()),)}
         first.add(int(gumbel.argmax()))
     assert len(first) > 4
@@ -269,10 +263,9 @@ def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> No
     [
         ({"drafter": "draft_model"}, "drafter draft_model needs draft_model; give decode.draft_model"),
         ({"drafter": "prompt_lookup", "growth": "cost_aware"}, "growth cost_aware needs a trained head"),
-        ({"drafter": "prompt_lookup", "repeats": 4}, "repeats needs drafter head and acceptance seeded"),
         (
-            {"acceptance": "rejection", "growth": "chain", "repeats": 4},
-            "head with rejection is given; write repeats: 0",
+            {"drafter": "prompt_lookup", "repeats": 4},
+            "repeats needs drafter head; prompt_lookup is given; write repeats: 0",
         ),
         (
             {"drafter": "prompt_lookup", "growth": "searched_cost_aware"},

@@ -12,8 +12,9 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
+from headstart.inference.core.verify import Accepted, VerifiedOnHost
 from headstart.inference.drafters.costs import CostAware, Situation
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import PRIOR_TOKENS, REPEAT_DEPTH, REPEAT_RATES, Repeats
 from headstart.inference.engine.loop import generate, generate_batch
@@ -37,6 +38,12 @@ def beside(text: list[int], tree: Tree, growth: Dynamic | None = None, most: int
 
 def drawn(parents: list[int], tokens: list[int]) -> Tree:
     return Tree(torch.tensor([tokens]), torch.tensor([parents]), deepest=2)
+
+
+def after(verified: VerifiedOnHost, tokens: list[int], choices: list[int]) -> VerifiedOnHost:
+    """The same text after a step that verified these nodes, all of them drafted but the first."""
+    accepted = Accepted([0], choices[:1], len(tokens) - 1, choices, tokens)
+    return replace(verified, rows=[replace(verified.rows[0], accepted=accepted)])
 
 
 def test_the_tree_holds_what_the_head_drafted_and_what_followed_the_same_words() -> None:
@@ -120,7 +127,7 @@ def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel
 def test_what_the_target_chose_after_a_token_is_drafted_after_it_again() -> None:
     """Also after a rejected draft token, and in another text: 7 was rejected, and the target would go on with 8."""
     repeats, chances = Repeats(6), torch.tensor([[0.5, 0.125]]).log()
-    first = replace(verified_text([1, 2, 3], 99), nodes=[[2, 7, 9]], choices=[[3, 8, 4]], drafted=[2])
+    first = after(verified_text([1, 2, 3], 99), [2, 7, 9], [3, 8, 4])
     assert repeats.extend(drawn([-1], [3]), first, Dynamic(3, 3, 8)).shape == (1, 1)
     tree = replace(drawn([-1, 0, 1], [5, 7, 50]), log_chances=chances)
     found = repeats.extend(tree, verified_text([4, 5], 99, key=1), Dynamic(3, 3, 8))
@@ -129,27 +136,16 @@ def test_what_the_target_chose_after_a_token_is_drafted_after_it_again() -> None
     found = repeats.extend(tree, verified_text([4, 5], 99, key=1), Everything(3, 3, 8))
     assert paths(found)[0] == {(7,), (7, 50), (7, 8)}
     for _ in range(2):  # the same choice again makes it likelier: a half of the rest
-        repeats.extend(drawn([-1], [3]), replace(first, keys=[2]), Dynamic(3, 3, 8))
+        repeats.extend(drawn([-1], [3]), replace(first, rows=[replace(first.rows[0], key=2)]), Dynamic(3, 3, 8))
     found = repeats.extend(tree, verified_text([4, 5], 99, key=1), Dynamic(3, 3, 8))
     assert paths(found)[0] == {(7,), (7, 50), (7, 8)}
 
 
 def test_a_follower_that_the_repeat_has_too_is_one_node() -> None:
     repeats, text = Repeats(6), [*PHRASE, 1, *PHRASE[:3]]
-    known = replace(verified_text(text, 99), nodes=[[13, 14]], choices=[[14, 15]], drafted=[1])
+    known = after(verified_text(text, 99), [13, 14], [14, 15])
     found = repeats.extend(drawn([-1], [13]), known, Everything(3, 3, 8))
     assert paths(found)[0] == {tuple(range(14, last + 1)) for last in range(14, 20)}
-
-
-def test_other_acceptance_rules_get_the_heads_tree_alone(target: TargetModel, make_head: MakeHead) -> None:
-    """Under them, what else is in the tree decides on the text."""
-    request = Request([3, 4] * 9, 20, Sampling(0.8, seed=4, rule="rejection"))
-    alone, found = (
-        generate_batch(target, [request], HeadDrafter(make_head(), Fixed.chain(3), repeats))[0]
-        for repeats in (None, Repeats(8))
-    )
-    assert found.tokens == alone.tokens
-    assert found.stats.drafted == alone.stats.drafted
 
 
 def test_costs_decide_how_many_repeats_are_verified() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matrix import slow_unless
-from scripted import DRAFTERS, LOPSIDED, HalfRightHead, Hidden, Moody, Oracle, Texts
+from scripted import DRAFTERS, HalfRightHead, Hidden, Oracle, Texts
 from torch.testing import assert_close
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
@@ -38,7 +38,6 @@ REQUESTS = [
     Request([70, 2, 33, 41, 5], 7, Sampling(1.0, seed=4)),
     Request([12] * 17, 2, Sampling(1.0, top_k=3, min_p=0.05, seed=5)),
 ]
-GREEDY = [replace(request, sampling=Sampling()) for request in REQUESTS]
 
 
 def comparable(stats: DecodeStats) -> DecodeStats:
@@ -64,6 +63,7 @@ def new_tokens(texts: Texts, requests: list[Request] = REQUESTS) -> list[list[in
 BATCH_DRAFTERS = [
     "head, wide tree",
     "head, fixed tree",
+    "P-EAGLE head",
     "half right head, tree",
     "half right head, fixed tree",
     "half right head, cost-aware",
@@ -73,7 +73,7 @@ BATCH_DRAFTERS = [
     "truth hidden in a tree",
     "duplicate siblings",
 ]
-SOME = ("half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
+SOME = ("P-EAGLE head", "half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
 # These choose one tree shape for all rows, so a row's steps depend on the others.
 ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
 
@@ -254,54 +254,6 @@ def test_stats_of_a_batch_report_bytes_moved_and_seconds(target: TargetModel, te
     assert {generation.stats.bytes_moved for generation in in_place} == {0}
 
 
-# Rejection sampling in the loop: the texts differ from plain decoding's but have the same distribution.
-
-REJECTION_GROWTHS = {"chain": Fixed.chain(3), "tree": LOPSIDED}
-
-
-def with_rule(rule: Any, requests: list[Request] = REQUESTS, **changes: Any) -> list[Request]:
-    return [replace(request, sampling=replace(request.sampling, rule=rule, **changes)) for request in requests]
-
-
-@pytest.mark.parametrize("growth", slow_unless(("tree",), REJECTION_GROWTHS))
-def test_greedy_text_is_the_same_under_any_acceptance_rule(
-    target: TargetModel, make_head: MakeHead, growth: str
-) -> None:
-    texts = texts_of(target, GREEDY, make_head)
-    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
-    found = generate_batch(target, with_rule("rejection", GREEDY), drafter, max_batch=3)
-    assert [generation.tokens for generation in found] == new_tokens(texts, GREEDY)
-
-
-@pytest.mark.parametrize("growth", slow_unless(("chain",), REJECTION_GROWTHS))
-def test_rejection_sampling_in_a_batch_equals_rejection_sampling_alone(
-    target: TargetModel, texts: Texts, growth: str
-) -> None:
-    """Rows differ in the draft tokens they can still use, in penalties and in truncation. The seed decides the text."""
-    drafter = HeadDrafter(HalfRightHead(target, *texts.whole), REJECTION_GROWTHS[growth])
-    requests = with_rule("rejection")
-    alone = [generate_batch(target, [request], drafter)[0] for request in requests]
-    together = generate_batch(target, requests, drafter, max_batch=4)
-    assert [generation.tokens for generation in together] == [generation.tokens for generation in alone]
-    assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone]
-    other = generate_batch(target, with_rule("rejection", seed=99), drafter)
-    assert other[1].tokens != alone[1].tokens
-    assert max(g.stats.acceptance_length for g in alone) > 1
-
-
-def test_rejection_sampling_without_proposals_is_plain_decoding(target: TargetModel, texts: Texts) -> None:
-    """Drafts that were not sampled, such as an oracle's, are accepted by the seeded rule."""
-    for drafter in (None, Moody(*texts.whole)):
-        found = generate_batch(target, with_rule("rejection"), drafter, max_batch=4)
-        assert [generation.tokens for generation in found] == new_tokens(texts)
-
-
-@pytest.mark.parametrize("growth", [Dynamic.chain(3), Dynamic(3, 3, 8)], ids=["chain", "tree"])
-def test_rejection_sampling_refuses_a_dynamic_tree(target: TargetModel, head: Eagle3Head, growth: GrowthPolicy) -> None:
-    with pytest.raises(ValueError, match=r"decode\.growth: a dynamic tree chooses its nodes after it has drawn them"):
-        generate_batch(target, with_rule("rejection"), HeadDrafter(head, growth))
-
-
 @pytest.fixture(scope="module")
 def five_token_target(make_model: MakeModel) -> TargetModel:
     """A target with a vocabulary of five tokens."""
@@ -324,7 +276,8 @@ def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, nu
         counts[generation.tokens[1], generation.tokens[2]] += 1
     continuations = torch.tensor(list(itertools.product(range(5), repeat=3)))
     whole = torch.cat([torch.tensor(prompt).expand(125, -1), continuations], dim=1)
-    log_p = BatchSampling([sampling] * 125, "cpu").warp(target.passes.forward(whole).logits[:, 2:-1])
+    scores = BatchSampling([sampling], "cpu").scores(target.passes.forward(whole).logits[:, 2:-1], None)
+    log_p = scores.log_softmax(-1)
     probabilities = log_p.gather(2, continuations.unsqueeze(2)).sum((1, 2)).exp().view(5, 5, 5).sum(0)
     assert probabilities.sum() == pytest.approx(1, abs=1e-4)
     expected = probabilities * num_texts
@@ -335,15 +288,14 @@ def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, nu
 SHALLOW = Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 
 
-def test_texts_by_rejection_sampling_have_the_targets_distribution(five_token_target: TargetModel) -> None:
-    assert chi_square(five_token_target, SHALLOW, Sampling(1.0, rule="rejection"), 300) < CHI_SQUARE_999[24]
+def test_sampled_texts_have_the_targets_distribution(five_token_target: TargetModel) -> None:
+    assert chi_square(five_token_target, SHALLOW, Sampling(1.0), 300) < CHI_SQUARE_999[24]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=4, top_p=0.95)], ids=["T=1", "warped"])
-@pytest.mark.parametrize("rule", ["rejection", "seeded"])
-@pytest.mark.parametrize("growth", [Fixed.chain(2), SHALLOW], ids=["chain", "tree"])
+@pytest.mark.parametrize("growth", [Dynamic.chain(2), SHALLOW], ids=["chain", "tree"])
 def test_many_sampled_texts_have_the_targets_distribution(
-    five_token_target: TargetModel, growth: GrowthPolicy, rule: Any, sampling: Sampling
+    five_token_target: TargetModel, growth: GrowthPolicy, sampling: Sampling
 ) -> None:
-    assert chi_square(five_token_target, growth, replace(sampling, rule=rule), 2_000) < CHI_SQUARE_999[24]
+    assert chi_square(five_token_target, growth, sampling, 2_000) < CHI_SQUARE_999[24]

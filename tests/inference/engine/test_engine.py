@@ -147,11 +147,6 @@ def test_what_is_refused_is_not_queued(target: TargetModel) -> None:
             loop.submit(request)
     assert loop.idle
     assert loop.generations == {}
-    loop.submit(Request([1], 5))
-    with pytest.raises(ValueError, match=r"must agree on decode\.acceptance"):
-        loop.submit(Request([1], 5, Sampling(1.0, rule="rejection")))
-    finish(loop)
-    assert loop.submit(Request([1], 5, Sampling(1.0, rule="rejection"))) == 1  # alone, it may have any rule
 
 
 def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:

@@ -49,10 +49,10 @@ class Watched(HeadDrafter):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         tree = super().draft(verified, cache)
-        self.rows.append(len(verified.texts))
-        for text, remaining, found in zip(verified.texts, verified.remaining, paths(tree), strict=True):
-            if text[:4] == LONG.prompt and remaining:
-                self.trees[len(text)] = found
+        self.rows.append(len(verified.rows))
+        for row, found in zip(verified.rows, paths(tree), strict=True):
+            if row.text[:4] == LONG.prompt and row.remaining:
+                self.trees[len(row.text)] = found
         return tree
 
 

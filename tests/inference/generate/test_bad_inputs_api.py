@@ -4,7 +4,6 @@ import json
 import reprlib
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +11,14 @@ import jaxtyping
 import numpy
 import pytest
 import torch
-import yaml
 from bad_inputs import Says, assert_message, assert_raises
-from exported import edit_config
 from safetensors.torch import load_file, save_file
-from tiny_run import recipe_values
 from torch import Tensor
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 import headstart
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -31,6 +27,7 @@ from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
+DEMO = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "assets" / "demo_target")
 INF, NAN = float("inf"), float("nan")
 IDS = torch.tensor([[5, 6, 7, 11]])
 TWO = torch.tensor([[0, 5, 6], [7, 8, 9]])
@@ -61,102 +58,58 @@ WHOLE = "a whole number"
 # The field, its value, what the message says of the value (None: the value itself), and what is allowed.
 VALUES: list[tuple[str, Any, str | None, str]] = [
     ("input_ids", torch.tensor([[5, 97]]), "token id 97", "0 to 96"),
-    ("input_ids", torch.tensor([[5, -1]]), "token id -1", "0 to 96"),
     ("input_ids", IDS.float(), "a tensor of torch.float32", "torch.long"),
-    ("input_ids", IDS.bool(), "a tensor of torch.bool", "torch.long"),
-    ("input_ids", [[5, 6]], "list [[5, 6]]", "a torch tensor"),
-    ("input_ids", numpy.array([[5]]), "ndarray array([[5]])", "a torch tensor"),
-    ("input_ids", "hello", "str 'hello'", "a torch tensor is allowed; write generate(**tokenizer("),
     ("input_ids", ["a", "b"], "list ['a', 'b']", "a torch tensor is allowed; write generate(**tokenizer("),
-    ("input_ids", {"input_ids": IDS}, "dict {", "a torch tensor is allowed; write generate(**tokenizer("),
     ("input_ids", IDS[0], "shape [4]", "[batch, seq]"),
-    ("input_ids", IDS[None], "shape [1, 1, 4]", "[batch, seq]"),
-    ("input_ids", torch.tensor(5), "shape []", "[batch, seq]"),
     ("input_ids", IDS[:0], "shape [0, 4]", "at least one row"),
     ("input_ids", IDS[:, :0], "shape [1, 0]", "one column"),
     ("inputs_embeds", torch.zeros(1, 4, 32), "tensor", "None is allowed"),
     ("attention_mask", torch.ones(1, 2), "shape [1, 2]", "[1, 4]"),
-    ("attention_mask", torch.ones(4), "shape [4]", "[1, 4]"),
     ("attention_mask", [[1, 1, 1, 1]], "list [[1, 1, 1, 1]]", "a torch tensor"),
     ("attention_mask", torch.full((1, 4), 2), "values [2]", "only 0 (padding)"),
-    ("attention_mask", torch.full((1, 4), NAN), "values [nan", "only 0 (padding)"),
-    ("attention_mask", torch.tensor([[-INF, 0.0, 0.0, 0.0]]), "values [-inf", "1 (text)"),
     ("generation_config", {"max_new_tokens": 3}, None, "a GenerationConfig"),
     ("generation_config", GenerationConfig, "<class", "a GenerationConfig"),
     ("max_new_token", 3, None, "None is allowed (did you mean max_new_tokens?)"),
     ("num_beams", 4, None, "1 is allowed"),
-    ("encoder_no_repeat_ngram_size", 2, None, "0 is allowed (did you mean no_repeat_ngram_size?)"),
-    ("penalty_alpha", 0.6, None, "None is allowed"),
-    ("constraints", ["x"], None, "None is allowed"),
     ("logits_processor", [len], None, "None is allowed"),
-    ("forced_bos_token_id", 0, None, "None is allowed"),
     ("stop_strings", 3, None, "a text or a list of texts"),
-    ("stop_strings", [3], None, "a list of texts"),
     ("stop_strings", [], None, "none empty"),
-    ("stop_strings", "", None, "none empty"),
-    ("stop_strings", b"x", None, "a text or a list"),
     ("do_sample", "yes", None, "True or False"),
-    ("do_sample", torch.tensor([1, 0]), None, "True or False"),
-    ("return_dict_in_generate", "yes", None, "True or False"),
-    ("top_k", 5.5, None, WHOLE),
-    ("top_k", "5", None, WHOLE),
     ("top_k", True, None, WHOLE),
     ("top_k", -2, None, "at least -1"),
-    ("top_p", 2, None, "at most 1"),
     ("top_p", NAN, None, "above 0"),
     ("min_p", -0.1, None, "0 to 1"),
-    ("min_p", "low", None, "a number"),
-    ("repetition_penalty", 0, None, "above 0"),
     ("repetition_penalty", NAN, None, "above 0"),
     ("presence_penalty", 3, None, "-2 to 2"),
     ("frequency_penalty", "x", None, "a number"),
     ("max_new_tokens", 0, None, "1 or more"),
-    ("max_new_tokens", -1, None, "1 or more"),
     ("max_new_tokens", 3.0, None, WHOLE),
-    ("max_new_tokens", "3", None, WHOLE),
-    ("max_new_tokens", True, None, WHOLE),
     ("max_new_tokens", 10**9, None, "up to 252 new tokens are allowed"),
     ("max_length", "2", None, WHOLE),
-    ("min_new_tokens", "2", None, WHOLE),
     ("min_new_tokens", -1, None, "at least 0"),
     ("min_length", [1, 2], None, WHOLE),
-    ("seed", "x", None, WHOLE),
     ("seed", 1.5, None, WHOLE),
-    ("seed", True, None, WHOLE),
     ("seed", [1, 1.5], None, WHOLE),
-    ("seed", {0: 1}, None, WHOLE),
-    ("seed", torch.Generator(), "<torch._C.Gen", WHOLE),
     ("seed", [1, 2, 3], "3 given for 1 prompts", "1 for all"),
     ("seed", 2**70, None, "-9223372036854775808 to 9223372036854775807"),
     ("eos_token_id", "</s>", None, WHOLE),
-    ("eos_token_id", True, None, WHOLE),
-    ("eos_token_id", [97], None, "0 to 96"),
+    ("eos_token_id", [97], "97", "0 to 96"),
     ("pad_token_id", "x", None, WHOLE),
-    ("pad_token_id", -1, None, "0 to 96"),
     ("pad_token_id", 97, None, "0 to 96"),
-    ("pad_token_id", [0, 1], None, WHOLE),
     ("forced_eos_token_id", [3, 4], None, "one token id"),
     ("forced_eos_token_id", 97, None, "0 to 96"),
     ("bad_words_ids", [3], None, "a list of lists of token ids"),
     ("bad_words_ids", [[3, 97]], "97", "0 to 96"),
     ("num_return_sequences", 0, None, "1 or more"),
     ("num_return_sequences", 2, None, "only 1 is allowed without do_sample=True"),
-    ("num_return_sequences", "2", None, WHOLE),
-    ("logit_bias", [(3, 1.0)], None, "a mapping of token ids"),
     ("logit_bias", {"5": 1}, None, "a mapping of token ids"),
-    ("logit_bias", {5.5: 1}, None, "a mapping of token ids"),
     ("logit_bias", {5: INF}, None, "below infinity"),
     ("logit_bias", {5: NAN}, None, "below infinity"),
-    ("logit_bias", {5: "x"}, None, "numbers"),
     ("logit_bias", {97: 1.0}, "token 97", "0 to 96"),
-    ("logit_bias", {10**12: 1.0}, "token 1000000000000", "0 to 96"),
     ("logit_bias", {-1: 1.0}, "((-1", "at least 0"),
     ("logit_bias", dict.fromkeys(range(97), -INF), "97 tokens", "at least 1 of the target's 97"),
-    ("sequence_bias", {5: 1.0}, None, "tuples of 1 token id"),
     ("sequence_bias", [5], None, "tuples of 1 token id"),
-    ("sequence_bias", "abc", None, "tuples of 1 token id"),
     ("sequence_bias", {(5, 6): 1.0}, None, "tuples of 1 token id"),
-    ("sequence_bias", {(5,): "x"}, None, "numbers"),
 ]
 # Fields of a call, and parts of the message where the value alone is not wrong.
 COMBINED: list[tuple[dict[str, Any], str]] = [
@@ -173,13 +126,13 @@ COMBINED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"top_k": "5", "num_beams": 4}, "top_k: '5' | num_beams: 4 | a whole number | leave"),
     ({"stop_strings": "x"}, "stop_strings | without a tokenizer | pass a tokenizer"),
+    (
+        {"input_ids": TWO, "stop_strings": "x", "tokenizer": DEMO},
+        "pad_token_id | missing | give one | differ in length",
+    ),
     ({**SAMPLE, "temperature": NAN}, "temperature | nan | 0 to 100 | leave it out"),
-    ({**SAMPLE, "temperature": -1}, "temperature | -1 | 0 to 100 | leave it out"),
-    ({**SAMPLE, "temperature": INF}, "temperature | inf | 0 to 100 | leave it out"),
     ({**SAMPLE, "temperature": 0}, "temperature | 0 | more than 0 | do_sample=False"),
     ({**SAMPLE, "temperature": "0.7"}, "temperature | '0.7' | a number | correct it"),
-    ({**SAMPLE, "temperature": True}, "temperature | True | a number | correct it"),
-    ({**SAMPLE, "temperature": torch.tensor([0.5, 0.7])}, "temperature | tensor([0.5 | a number | correct it"),
     ({"temperature": 0.7}, "temperature | 0.7 | needs do_sample=True | leave temperature out"),
     ({"output_scores": True}, "output_scores | True | return_dict_in_generate | set it"),
     ({"max_new_tokens": None, "max_length": 2}, "max_length | 2 | more than the 4 columns | give max_new_tokens"),
@@ -220,18 +173,13 @@ def test_right_values_of_other_types_are_accepted(model: SpeculativeModel) -> No
     generate: Any = model.generate
     cases: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
         ({"input_ids": IDS.int()}, {}),
-        ({"input_ids": IDS.to(torch.uint8)}, {}),
         ({"attention_mask": torch.ones(1, 4, dtype=torch.bool)}, {}),
-        ({"attention_mask": torch.ones(1, 4)}, {}),
         ({"max_new_tokens": numpy.int64(3)}, {}),
         ({"temperature": numpy.float32(1)}, {}),
-        ({"top_p": torch.tensor(1.0)}, {}),
         ({"do_sample": 0}, {}),
         ({"logit_bias": {numpy.int64(5): 0}}, {}),
         ({**SAMPLE, "seed": torch.tensor(3)}, {**SAMPLE, "seed": 3}),
-        ({**SAMPLE, "seed": [numpy.int64(3)]}, {**SAMPLE, "seed": 3}),
         ({"eos_token_id": torch.tensor([5, 6])}, {"eos_token_id": [5, 6]}),
-        ({"eos_token_id": numpy.array([5])}, {"eos_token_id": 5}),
     )
     shared = {"input_ids": IDS, "max_new_tokens": 3}
     for fields, plain in cases:
@@ -270,7 +218,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
         {"target": "nothing/here"},
         "target:  | 'nothing/here' | a folder with config.json | or a hub name",
     ),
-    "a target's path that does not exist": ({"target": "./nothing"}, "target:  | './nothing' | a folder | give a"),
     "an empty target": ({"target": ""}, "path | '' | a path of one or more characters | correct or remove it"),
     "a head as the target": ({"target": "head"}, "head | no embedding | looked for | give the whole target"),
     "a target that lacks a tensor": (
@@ -286,7 +233,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "a target of an unknown type": ({"target": "unknown"}, "config.json | abacus | none of | not supported"),
     "no head": ({"head": None}, "head | None | with decode.drafter head | give a head"),
     "a head that does not exist": ({"head": "nowhere"}, "nowhere | no config.json | holds no head | headstart train"),
-    "a target as the head": ({"head": "target"}, "num_hidden_layers | 7 | a head has 1 layer | train one"),
     "a file as the head": ({"head": "target/config.json"}, "config.json | holds no head | a saved head"),
     "a head with another drafter": (
         {"decode": decode(drafter="prompt_lookup")},
@@ -294,7 +240,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, revision, dtype | correct or remove it"),
     "an unknown dtype": ({"dtype": "float31"}, "dtype | 'float31' | 'bfloat16' | correct or remove it"),
-    "torch's dtype": ({"dtype": torch.float32}, "dtype | torch.float32 | 'float32' | correct or remove it"),
     "a device that torch does not know": (
         {"device": "gpu"},
         "device | 'gpu' | a numbered device such as cuda:1 | did you mean cuda?",
@@ -307,10 +252,6 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "a draft model that does not exist": (
         {"head": None, "decode": decode(drafter="draft_model", draft_model="no/where")},
         "decode.draft_model | 'no/where' | a folder with config.json | or a hub name",
-    ),
-    "a head as the draft model": (
-        {"head": None, "decode": "head as the draft model"},
-        "head | embed_tokens.weight is missing | all tensors of a whole model | give a model's folder",
     ),
     "a draft model without a tokenizer": (
         {"head": None, "decode": "target as the draft model"},
@@ -353,10 +294,6 @@ def test_the_parts_of_a_model_are_checked(
         (lambda: DecodeLoop(target, memory=0), Says("memory", "0 bytes", "are allowed", "lower it")),
         (lambda: DecodeLoop(target, prefix_memory=-1), Says("prefix_memory", "-1 bytes", "1 or more", "leave it out")),
         (
-            lambda: SpeculativeModel(target, rule="typical"),  # type: ignore[arg-type]
-            Says("rule", "typical", "one of seeded, rejection", "leave it out"),
-        ),
-        (
             lambda: SpeculativeModel(untapped, model.drafter).generate(IDS, max_new_tokens=2),
             Says("taps", "[2, 3, 4]", "loaded with taps []", "TargetModel.load(section, head.taps)"),
         ),
@@ -381,32 +318,9 @@ def test_load_head_takes_two_folders_and_checks_them(folders: dict[str, Path], f
         assert_raises(lambda folder=folder, target=target: load(folder, target), says)
 
 
-def test_a_head_for_a_target_of_other_sizes_is_refused_with_all_of_them(
-    folders: dict[str, Path], frozen: FrozenTarget, tmp_path: Path
-) -> None:
-    shutil.copytree(folders["head"], tmp_path / "head")
-    edit_config(tmp_path / "head", lambda config: config.update(vocab_size=5, target_hidden_size=64))
-    says = Says("hidden_size: head 64, target 32", "vocab_size: head 5, target 97", "of these sizes", "train one for")
-    assert_raises(lambda: headstart.load_head(tmp_path / "head", folders["target"]), says)
-    other = replace(frozen, config=replace(frozen.config, num_layers=9))
-    says = Says("target_num_layers", "head 7, target 9", "of these sizes is allowed", "headstart convert")
-    assert_raises(lambda: load_head_for(folders["head"], other), says)
-
-
-LOAD_RECIPE: dict[str, tuple[Any, Any, str]] = {
-    "a recipe that does not exist": ("none.yaml", (), "none.yaml | No such file | give the path of a recipe"),
-    "a folder as the recipe": (".", (), ". | Is a directory | give the path of a recipe"),
-    "overrides as one text": ("own", "train.steps=3", "overrides | 'train.steps=3' | a list of texts | write"),
-    "an override without a value": ("own", ["train.steps"], "train.steps | 'train.steps' | section.key=value | for"),
-}
-
-
-@pytest.mark.parametrize("symptom", LOAD_RECIPE)
-def test_load_recipe_names_the_argument(symptom: str, tmp_path: Path) -> None:
-    path, overrides, says = LOAD_RECIPE[symptom]
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_values(tmp_path)))
-    path = tmp_path / "recipe.yaml" if path == "own" else path
-    assert_raises(lambda: headstart.load_recipe(path, overrides), says)
+def test_overrides_of_a_recipe_are_a_list() -> None:
+    says = "overrides | 'train.steps=3' | a list of texts | write"
+    assert_raises(lambda: headstart.load_recipe("recipes/tiny.yaml", "train.steps=3"), says)
 
 
 def test_a_name_that_headstart_does_not_export_is_told_with_those_that_it_does() -> None:

@@ -6,7 +6,6 @@ from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import pytest
@@ -21,8 +20,8 @@ from transformers import (
     GenerationConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
-    TextIteratorStreamer,
 )
+from transformers.generation import BaseStreamer
 
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -92,39 +91,32 @@ def same_fields(ends: list[int]) -> dict[str, dict[str, Any]]:
     """Cases in which our greedy output must equal that of transformers: name -> fields."""
     return {
         "no end": {"max_new_tokens": NEW},
-        "one end token": {"max_new_tokens": NEW, "eos_token_id": ends[0]},
         "two end tokens": {"max_new_tokens": NEW, "eos_token_id": ends, "pad_token_id": PAD},
         "end token as padding": {"max_new_tokens": NEW, "eos_token_id": ends},
-        "max_length": {"max_length": len(PROMPTS[2]) + 9},
         "max_length, ends": {"max_length": len(PROMPTS[2]) + 9, "eos_token_id": ends, "pad_token_id": 0},
-        "one new token": {"max_new_tokens": 1},
         "fixed length": {"max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": ends},
         "fixed length by min_length": {"max_length": 20, "min_length": 20, "eos_token_id": ends},
         "a least length": {"max_new_tokens": NEW, "min_new_tokens": 7, "eos_token_id": ends, "pad_token_id": PAD},
-        "a least length by min_length": {"max_new_tokens": NEW, "min_length": 15, "eos_token_id": ends},
         "a least length beyond the longest": {"max_new_tokens": NEW, "min_new_tokens": NEW + 1, "eos_token_id": ends},
         "a forced end": {"max_new_tokens": NEW, "forced_eos_token_id": 3, "eos_token_id": [*ends, 3]},
         "a forced end after a fixed length": {
             **{"max_new_tokens": NEW, "min_new_tokens": NEW, "eos_token_id": ends, "forced_eos_token_id": ends[0]},
         },
         "no n-gram twice": {"max_new_tokens": 3 * NEW, "no_repeat_ngram_size": 2},
-        "no token twice": {"max_new_tokens": NEW, "no_repeat_ngram_size": 1},
         "bad words": {"max_new_tokens": NEW, "bad_words_ids": [[ends[1]], [7, 11, 12], [11, ends[0]], [23, 9, 40]]},
         "bad words that end": {"max_new_tokens": NEW, "bad_words_ids": [[e] for e in ends], "eos_token_id": ends},
         "suppressed tokens": {"max_new_tokens": NEW, "suppress_tokens": [ends[0], 500]},
         "tokens suppressed at the beginning": {"max_new_tokens": NEW, "begin_suppress_tokens": [*range(50)]},
         "normalised": {"max_new_tokens": NEW, "renormalize_logits": True, "repetition_penalty": 1.2},
         "min_length within the prompts": {"max_new_tokens": NEW, "min_length": 4, "eos_token_id": ends},
-        "repetition penalty": {"max_new_tokens": NEW, "repetition_penalty": 1.5},
         "repetition penalty, ends": {"max_new_tokens": NEW, "repetition_penalty": 0.7, "eos_token_id": ends},
         "bias": {"max_new_tokens": NEW, "sequence_bias": {(ends[0],): -INF, (3,): 2.0}},
         "bias as a list": {"max_new_tokens": NEW, "sequence_bias": [[[ends[0]], -10.0], [[3], 4.0]]},
-        "beams of one": {"max_new_tokens": NEW, "num_beams": 1, "use_cache": True, "output_attentions": False},
     }
 
 
 SOME_CASES = (
-    *("one end token", "two end tokens", "max_length", "fixed length", "a least length", "a forced end", "bad words"),
+    *("two end tokens", "max_length, ends", "fixed length", "a least length", "a forced end", "bad words"),
     *("no n-gram twice", "suppressed tokens", "tokens suppressed at the beginning", "normalised", "bias"),
 )
 
@@ -160,7 +152,7 @@ def test_greedy_output_equals_that_of_transformers(
 def test_every_case_but_the_trivial_ones_changes_the_output(of_batch: Callable[[str], torch.Tensor]) -> None:
     assert (of_batch("two end tokens")[0] == PAD).any()
     same = [case for case in same_fields([0, 0]) if torch.equal(of_batch(case), of_batch("no end"))]
-    assert same == ["no end", "beams of one"]
+    assert same == ["no end"]
 
 
 def test_texts_end_at_the_end_tokens_of_the_checkpoint(make_model: MakeModel, ends: list[int]) -> None:
@@ -258,10 +250,9 @@ MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
     ({"do_sample": True}, Sampling(1.0, top_k=50)),
     ({"do_sample": True, "temperature": 0.7, "top_k": 0}, Sampling(0.7)),
-    ({"do_sample": True, "top_k": 5, "top_p": 0.9}, Sampling(1.0, top_k=5, top_p=0.9)),
     (
-        {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
-        Sampling(1.0, 50, min_p=0.05, repetition_penalty=1.3),
+        {"do_sample": True, "top_k": 5, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.3},
+        Sampling(1.0, top_k=5, top_p=0.9, min_p=0.05, repetition_penalty=1.3),
     ),
     ({"do_sample": True, "sequence_bias": {(4,): 2.0}}, Sampling(1.0, 50, logit_bias=((4, 2.0),))),
     ({"repetition_penalty": 1.3}, Sampling(repetition_penalty=1.3)),
@@ -278,8 +269,9 @@ def test_fields_mean_what_they_mean_in_transformers(fields: dict[str, Any], mean
     found = theirs.generate(
         **ALONE, max_new_tokens=1, return_dict_in_generate=True, output_scores=True, output_logits=True, **fields
     )
-    warped = BatchSampling([meant], "cpu").warp(found.logits[0].unsqueeze(1), History.start(PROMPTS[:1], 97, "cpu"))
-    torch.testing.assert_close(warped.exp()[:, 0], found.scores[0].softmax(-1))
+    history = History.start(PROMPTS[:1], 97, "cpu")
+    scores = BatchSampling([meant], "cpu").scores(found.logits[0].unsqueeze(1), None, history)
+    torch.testing.assert_close(scores[:, 0].softmax(-1), found.scores[0].softmax(-1))
 
 
 def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(theirs: Any) -> None:
@@ -298,8 +290,6 @@ def test_fields_that_transformers_lacks_are_read() -> None:
     own = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "logit_bias": {3: 1.5, 4: -INF}}
     meant = Sampling(presence_penalty=0.5, frequency_penalty=0.25, logit_bias=((3, 1.5), (4, -INF)))
     assert read_sampling(read_settings(None, own)) == meant
-    found = read_sampling(read_settings(None, {"do_sample": True}), "rejection")
-    assert found == Sampling(1.0, 50, rule="rejection")
 
 
 def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model: SpeculativeModel) -> None:
@@ -321,11 +311,6 @@ def test_sampled_text_depends_only_on_prompt_and_seed(target: TargetModel, model
         assert written(own, seed=[3, 1, 2]) == [wanted[0, 3], wanted[1, 1], wanted[2, 2]]
         assert written(own, seed=2, num_return_sequences=2) == [wanted[row, 2 + i] for row in range(3) for i in (0, 1)]
     assert len({tuple(text) for text in wanted.values()}) == len(wanted)
-
-
-def test_rows_of_the_same_prompt_are_adjacent(model: SpeculativeModel) -> None:
-    found = written_by(model, **BATCH, max_new_tokens=2, do_sample=True, num_return_sequences=3)
-    assert torch.equal(found[:, : len(PROMPTS[2])], BATCH["input_ids"].repeat_interleave(3, dim=0))
 
 
 def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, theirs: Any, ends: list[int]) -> None:
@@ -351,7 +336,7 @@ def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, t
     assert output_of(model, **BATCH, **fields).logprobs is None
 
 
-class Recorder:
+class Recorder(BaseStreamer):
     """A streamer that records what it is given."""
 
     def __init__(self) -> None:
@@ -374,25 +359,6 @@ def test_a_streamer_is_given_the_same_as_by_transformers(target: TargetModel, th
         assert found.given == wanted.given
 
 
-@pytest.mark.parametrize("skip_prompt", [False, True])
-def test_a_text_streamer_yields_exactly_the_text(
-    skip_prompt: bool, target: TargetModel, theirs: Any, tokenizer: Any
-) -> None:
-    fields = {"max_new_tokens": 25, "sequence_bias": {(3,): 3.0}}  # makes the text more varied
-    written = theirs.generate(**ALONE, **fields)
-    model = SpeculativeModel(target, Moody(written[0].tolist()))
-    pieces = []
-    for their_or_own in (theirs, model):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=skip_prompt, timeout=20)
-        thread = Thread(target=their_or_own.generate, kwargs={**ALONE, **fields, "streamer": streamer})
-        thread.start()
-        pieces.append(list(streamer))
-        thread.join()
-    assert pieces[0] == pieces[1]
-    start = len(PROMPTS[0]) if skip_prompt else 0
-    assert "".join(pieces[1]) == tokenizer.decode(written[0, start:])
-
-
 def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends: list[int]) -> None:
     fields: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": ends[0]}
     written = theirs.generate(**ALONE, **fields)[0].tolist()
@@ -401,11 +367,11 @@ def test_stream_yields_the_text_in_blocks(target: TargetModel, theirs: Any, ends
     assert 1 < len(blocks) < len(written) - len(PROMPTS[0])
 
 
-@pytest.mark.parametrize("value", [7, "x", [1], torch.ones(2)], ids=str)
-def test_every_other_field_is_refused(value: Any) -> None:
+def test_every_other_field_is_refused() -> None:
     for name in GenerationConfig().to_dict().keys() - SUPPORTED - IGNORED:
-        with pytest.raises(ValueError, match=f"{name}: "):
-            read_settings(None, {name: value})
+        for value in (7, "x", torch.ones(2)):
+            with pytest.raises(ValueError, match=f"{name}: "):
+                read_settings(None, {name: value})
 
 
 def test_fields_at_their_defaults_are_not_refused() -> None:
@@ -415,11 +381,6 @@ def test_fields_at_their_defaults_are_not_refused() -> None:
     read_settings(GenerationConfig(**documented), {})
     read_settings(GenerationConfig.from_pretrained(DEMO), {})
     read_settings(None, {"logits_processor": None, "synced_gpus": False})
-
-
-def test_stop_strings_in_a_batch_need_a_pad_token(target: TargetModel, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="pad_token_id: missing"):
-        SpeculativeModel(target, None, tokenizer).generate(**BATCH, max_new_tokens=4, stop_strings="x")
 
 
 def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
@@ -439,5 +400,3 @@ def test_from_folders_is_ready_to_use(
     assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
     assert isinstance(model.drafter, HeadDrafter)
     assert model.drafter.head.embedding.data_ptr() == model.target.frozen.embedding.data_ptr()
-    with pytest.raises(ValueError, match="dtype"):
-        SpeculativeModel.from_folders(target_folder, tmp_path / "head", dtype="float31")

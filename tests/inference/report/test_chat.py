@@ -78,7 +78,7 @@ class KnowsTheText:
         self.steps += 1
         if self.steps == self.stop_at:
             signal.raise_signal(signal.SIGINT)  # Ctrl-C
-        [text] = verified.texts  # type: ignore[attr-defined]
+        text = verified.rows[0].text  # type: ignore[attr-defined]
         count = self.steps % 4 + 1
         if self.known[: len(text)] != text or len(self.known) < len(text) + 4:
             self.known = text + self.target.generate([text], 16)[0] + [0] * 4

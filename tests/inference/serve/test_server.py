@@ -4,42 +4,22 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from matrix import slow
 from openai import BadRequestError, NotFoundError, OpenAI
-from server_run import NAME, Running, load_served, running, without
+from server_run import NAME, Running, alone, running, tokens_of, with_loop
 from tiny_run import CHAT_TEMPLATE, ENDS
 
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.targets.tokenizer import visible_text_of
+from headstart.inference.serve.service import Served
 
 MESSAGES: Any = [{"role": "user", "content": "the head guesses 🌳"}]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target")
-    with running(served, ServerSettings((NAME, "alias"), max_batch=4)) as found:
-        yield found
-
-
-def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:
-    return list(server.service.served.tokenizer(text, add_special_tokens=special)["input_ids"])
-
-
-def alone(server: Running, prompt: list[int], count: int, sampling: Sampling) -> str:
-    """The text that the target writes plainly, without a server."""
-    served = server.service.served
-    tokens = generate(served.target, prompt, count, sampling).tokens
-    return visible_text_of(served.tokenizer, without(tokens))
 
 
 def chat_prompt(server: Running) -> list[int]:
@@ -57,17 +37,15 @@ def complete(client: OpenAI, **fields: Any) -> Any:
 
 EXTRA: list[dict[str, Any]] = [
     {},
-    {"top_k": 20, "repetition_penalty": 1.2},
-    {"min_p": 0.02, "presence_penalty": 1.5},
-    {"speculative": False, "frequency_penalty": 0.8},
+    {"top_k": 20, "repetition_penalty": 1.2, "logit_bias": ((40, 6.5), (41, -100.0))},
+    {"speculative": False, "min_p": 0.02, "frequency_penalty": 0.8},
     {"presence_penalty": -1.0, "frequency_penalty": -0.5},
-    {"logit_bias": ((40, 6.5), (41, -100.0))},
 ]
 
 
 @pytest.mark.parametrize("seed", range(len(EXTRA)))
 def test_a_chat_is_what_the_target_writes_alone(server: Running, client: OpenAI, seed: int) -> None:
-    extra, temperature = EXTRA[seed], 0.0 if seed == 4 else 0.9
+    extra, temperature = EXTRA[seed], 0.0 if seed == 3 else 0.9
     fields = {**extra, "logit_bias": {str(token): bias for token, bias in extra.get("logit_bias", ())}}
     found = chat(client, seed=seed, temperature=temperature, top_p=0.95, max_tokens=30, extra_body=fields)
     own = {name: value for name, value in extra.items() if name != "speculative"}
@@ -78,21 +56,21 @@ def test_a_chat_is_what_the_target_writes_alone(server: Running, client: OpenAI,
     assert found.usage.prompt_tokens == len(chat_prompt(server))
 
 
-@pytest.mark.parametrize("seed", [0, 1, slow(2), slow(3)])
-@pytest.mark.parametrize("fields", [{}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
+@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
+@pytest.mark.parametrize("fields", [{"n": 3}, {"stop": ["e", "th", "🌳"]}, {"logit_bias": {"104": 20}}])
 def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields: dict[str, Any]) -> None:
     """Most tokens of this target are single bytes, so characters are spelled by several of them."""
     wanted = {"seed": seed, "temperature": 1.5, "max_tokens": 40, **fields}
-    whole = chat(client, **wanted)
-    chunks = list(chat(client, **wanted, stream=True, stream_options={"include_usage": True}))
-    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
-    assert text == whole.choices[0].message.content
-    assert chunks[0].choices[0].delta.role == "assistant"
-    finishes = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
-    assert [each for each in finishes if each] == [whole.choices[0].finish_reason]
-    assert finishes[-1] is not None
-    assert chunks[-1].usage == whole.usage
-    assert not any(chunk.usage for chunk in chunks[:-1])
+    full = chat(client, **wanted)
+    *chunks, last = chat(client, **wanted, stream=True, stream_options={"include_usage": True})
+    assert (last.choices, last.usage) == ([], full.usage)
+    assert last.metrics
+    assert not any(chunk.usage for chunk in chunks)
+    for choice in full.choices:
+        parts = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert parts[0].delta.role == "assistant"
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
 
 
 @pytest.mark.parametrize("stop", ["he", "target"])
@@ -169,8 +147,6 @@ def test_logprobs_are_those_of_the_target(server: Running, client: OpenAI) -> No
     assert [[pair.logprob for pair in each.top_logprobs] for each in several] == [
         pytest.approx(each, abs=1e-4) for each in best
     ]
-    old = complete(client, temperature=0, logprobs=0).choices[0].logprobs
-    assert len(old.tokens) == len(old.token_logprobs) == len(old.text_offset)
 
 
 def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> None:
@@ -184,21 +160,19 @@ def test_end_tokens_stop_ids_and_ignore_eos(server: Running, client: OpenAI) -> 
     stopped = complete(client, **fields, extra_body={"stop_token_ids": [free[1]]})
     assert stopped.choices[0].stop_reason == free[1]
     assert stopped.usage.completion_tokens == free.index(free[1]) + 1
-    for least in (5, 20):
-        found = complete(client, **fields, extra_body={"min_tokens": least})
-        assert found.usage.completion_tokens >= least
-        plain = complete(client, **fields, extra_body={"min_tokens": least, "speculative": False})
-        assert plain.choices[0].text == found.choices[0].text
+    long = complete(client, **fields, extra_body={"min_tokens": 20})
+    assert long.usage.completion_tokens == 20
+    plain = complete(client, **fields, extra_body={"min_tokens": 20, "speculative": False})
+    assert plain.choices[0].text == long.choices[0].text
 
 
 FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
 SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
 
 
-@pytest.mark.parametrize("seed", [0, slow(1), slow(2)])
-def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed: int) -> None:
+def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA, "strict": True}}
-    fields: dict[str, Any] = {"seed": seed, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
+    fields: dict[str, Any] = {"seed": 0, "temperature": 1.0, "max_tokens": 60, "response_format": wanted}
     found = chat(client, **fields).choices[0]
     assert found.finish_reason == "stop"
     answer = json.loads(found.message.content)
@@ -209,9 +183,8 @@ def test_a_schema_gives_valid_json_with_and_without_drafts(client: OpenAI, seed:
 
 def test_regular_expressions_and_choices_bind_the_text(client: OpenAI) -> None:
     for wanted, allowed in (({"regex": "a{3}b?"}, ("aaa", "aaab")), ({"choice": ["yes", "no."]}, ("yes", "no."))):
-        for seed in range(3):
-            extra = {"structured_outputs": wanted}
-            assert complete(client, seed=seed, temperature=1.0, extra_body=extra).choices[0].text in allowed
+        extra = {"structured_outputs": wanted}
+        assert complete(client, seed=0, temperature=1.0, extra_body=extra).choices[0].text in allowed
 
 
 def prompt_logprobs(server: Running, tokens: list[int]) -> list[float]:
@@ -221,7 +194,7 @@ def prompt_logprobs(server: Running, tokens: list[int]) -> list[float]:
     return [float(row[token]) for row, token in zip(logits, tokens[1:], strict=True)]
 
 
-@pytest.mark.parametrize("count", [0, 1, 8])
+@pytest.mark.parametrize("count", [0, 8])
 def test_an_echo_has_the_logprobs_of_the_prompt(server: Running, client: OpenAI, count: int) -> None:
     """As lm-eval asks for: of the last tokens, those of an answer to choose."""
     prompts = [tokens_of(server, text) for text in ("a draft is a tree", "the head 🌶 guesses")]
@@ -252,15 +225,13 @@ def test_an_echo_has_the_logprobs_of_the_prompt(server: Running, client: OpenAI,
             complete(client, max_tokens=0)
 
 
-@pytest.mark.parametrize("count", [0, 1])
-def test_a_sampled_token_was_missing_among_its_own_top_logprobs(client: OpenAI, count: int) -> None:
+def test_a_sampled_token_was_missing_among_its_own_top_logprobs(client: OpenAI) -> None:
     """Also a token of the prompt that is echoed."""
-    fields: dict[str, Any] = {"temperature": 2.0, "max_tokens": 20, "logprobs": count, "echo": True}
-    told = complete(client, **fields).choices[0].logprobs
+    told = complete(client, temperature=2.0, max_tokens=20, logprobs=1, echo=True).choices[0].logprobs
     for token, logprob, top in zip(told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True):
         assert top[token] >= logprob
-        assert len(top) <= count + 1
-    assert max(map(len, told.top_logprobs[1:])) == count + 1
+        assert len(top) <= 2
+    assert max(map(len, told.top_logprobs[1:])) == 2
 
 
 def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(server: Running, client: OpenAI) -> None:
@@ -279,9 +250,8 @@ def test_bytes_of_tokens_join_to_the_text_and_offsets_count_its_characters(serve
     assert choice.logprobs.text_offset[: len(tokens)] == starts
 
 
-def test_a_prompt_that_comes_again_is_not_read_again(server: Running) -> None:
-    served = load_served(Path(str(server.service.served.about["folder"])), prefix_memory=2**24)
-    with running(served, ServerSettings((NAME,), max_batch=4)) as found:
+def test_a_prompt_that_comes_again_is_not_read_again(served: Served) -> None:
+    with running(with_loop(served, prefix_memory=2**24), ServerSettings((NAME,), max_batch=4)) as found:
         prompt = list(range(20, 100))
         body = {"prompt": prompt, "max_tokens": 8, "temperature": 0}
         first, second = (found.http.post("/v1/completions", json=body, timeout=60).json() for _ in range(2))
@@ -337,21 +307,6 @@ def test_models_versions_and_tokens(server: Running, client: OpenAI) -> None:
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert http.post("/detokenize", json={"tokens": found["tokens"]}).json() == {"prompt": "a draft"}
     assert http.post("/tokenize", json={"messages": MESSAGES}).json()["tokens"] == chat_prompt(server)
-
-
-def test_a_continued_final_message_is_no_new_turn(server: Running) -> None:
-    body = {"messages": [*MESSAGES, {"role": "assistant", "content": "it"}], "continue_final_message": True}
-    found = server.http.post("/tokenize", json=body).json()["tokens"]
-    assert found == tokens_of(server, f"[user]{MESSAGES[0]['content']}[assistant]it", special=False)
-
-
-def test_streams_are_events_that_end_in_done(server: Running) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
-    with server.http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    assert all(json.loads(line.removeprefix("data: ")) for line in lines[:-1])
 
 
 def test_logs_hold_figures_and_no_text(server: Running, client: OpenAI) -> None:

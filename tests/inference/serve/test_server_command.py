@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -82,15 +83,12 @@ def test_keys_come_from_the_environment_too(
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
 
 
-def test_trees_are_costed_for_the_batch_that_the_command_line_asks_for() -> None:
-    options = serve_options(None, ["--target", "x", "--max-batch", "3"])
-    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
-
-
-def test_the_model_is_named_after_its_folder_unless_it_gets_names() -> None:
+def test_options_reach_the_settings() -> None:
     assert serve_options(None, ["--target", "org/model"]).settings.names == ("model",)
     named = serve_options(None, ["--target", "x", "--served-model-name", "a", "--served-model-name", "b"])
     assert named.settings.names == ("a", "b")
+    options = serve_options(None, ["--target", "x", "--max-batch", "3"])  # trees are costed for this batch
+    assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
 
 
 @contextmanager
@@ -122,6 +120,7 @@ def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subpro
             'vllm:num_requests_running{engine="0",model_name="target"} 0.0' in text
         ):
             assert thread.is_alive()
+            time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
         assert "shutdown" in process.stdout.readline()
         yield process, found

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from matrix import slow_unless
-from server_run import NAME, Running, load_served, running
+from server_run import NAME, Running, running
 from test_server_refused import COMPLETION, assert_refused
 
 from headstart.inference.core.drafter import PLAIN
@@ -51,18 +51,6 @@ class GatedLoop(DecodeLoop):
     def step(self) -> list[EmittedTokens]:
         self.gate.wait()
         return super().step()
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return load_served(tmp_path_factory.mktemp("served") / "target", max_batch=2)
-
-
-@pytest.fixture(scope="module")
-def server(served: Served) -> Iterator[Running]:
-    settings = ServerSettings((NAME,), max_batch=2, max_queue=6, max_body=2**20, body_timeout=1.0)
-    with running(served, settings) as found:
-        yield found
 
 
 @contextmanager
@@ -260,41 +248,30 @@ def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> 
         assert [choice["finish_reason"] for choice in other.answer().json()["choices"]] == ["length"] * 4
 
 
-def fail(*_: Any) -> Any:
-    raise RuntimeError("this choice failed")
+def failing_if(holds: Callable[..., object]) -> Callable[[Any], Callable[..., Any]]:
+    """Replaces a function by one that fails for the arguments for which this holds."""
+
+    def fail_or_call(own: Any, *arguments: Any) -> Any:
+        if holds(*arguments):
+            raise RuntimeError("this choice failed")
+        return own(*arguments)
+
+    return lambda own: lambda *arguments: fail_or_call(own, *arguments)
+
+
+def giving_up(own: Any) -> Callable[..., Any]:
+    return lambda state, path: own(state, path) & (len(state.taken) < 3)
 
 
 # What fails for a request with the stop string "fail", or with a grammar: a function, its replacement, the status.
 FAILURES: dict[str, tuple[Any, str, Callable[[Any], Callable[..., Any]], int]] = {
-    "when it is submitted": (
-        loop,
-        "check_request",
-        lambda own: lambda *given: fail() if given[1].stop else own(*given),
-        500,
-    ),
-    "in its stop strings": (StopStrings, "kept", lambda own: fail, 500),
-    "in the text that is shown": (
-        WrittenText,
-        "add",
-        lambda own: lambda *given: fail() if given[0].stop else own(*given),
-        500,
-    ),
-    "in its grammar": (GrammarState, "advance", lambda own: fail, 500),
-    "in its grammar, later": (
-        GrammarState,
-        "allowed",
-        lambda own: lambda state, path: fail() if len(state.taken) > 2 else own(state, path),
-        500,
-    ),
-    "as its grammar gives up": (
-        GrammarState,
-        "allowed",
-        lambda own: lambda state, path: own(state, path) & (len(state.taken) < 3),
-        400,
-    ),
+    "when it is submitted": (loop, "check_request", failing_if(lambda _, request, *more: request.stop), 500),
+    "in its stop strings": (StopStrings, "kept", failing_if(lambda *_: True), 500),
+    "in the text that is shown": (WrittenText, "add", failing_if(lambda written, *_: written.stop), 500),
+    "in its grammar": (GrammarState, "advance", failing_if(lambda *_: True), 500),
+    "in its grammar, later": (GrammarState, "allowed", failing_if(lambda state, path: len(state.taken) > 2), 500),
+    "as its grammar gives up": (GrammarState, "allowed", giving_up, 400),
 }
-
-
 SOME_FAILURES = ("when it is submitted", "as its grammar gives up")
 
 

@@ -6,20 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server_run import NAME, Running, load_served, running
+from server_run import NAME, Running, running
 
 from headstart.inference.core.request import EmittedTokens
 from headstart.inference.serve.api.output import Update
 from headstart.inference.serve.metrics import WATCHED_STEPS, AcceptanceWatch, promised_length
 from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.service import Served
 
 ROOT = Path(__file__).resolve().parents[3]
 DASHBOARD = ROOT / "docs/grafana/headstart.json"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target")
+def server(served: Served) -> Iterator[Running]:
     with running(served, ServerSettings((NAME,), max_batch=4)) as found:
         for seed in range(3):
             body = {"prompt": "a draft", "max_tokens": 30, "seed": seed, "ignore_eos": True, "stream": seed == 1}
@@ -67,46 +67,33 @@ def test_each_figure_has_one_name(server: Running) -> None:
     assert len({name.partition(":")[2] for name in names}) == len(names) > 30
 
 
-def step(accepted: int) -> Update:
-    return Update(EmittedTokens(0, [5] * (accepted + 1), [1] * (accepted + 1), 4, accepted), [], [], 0, 1.0, 1.0)
+def step(accepted: int, is_end: bool = False) -> Update:
+    """A step with 8 draft tokens; at the end of a text, the draft holds the end token, and no bonus token follows."""
+    count = accepted + (not is_end)
+    return Update(EmittedTokens(0, [5] * count, [1] * count, 8, accepted), [], [], 0, 1.0, 1.0)
 
 
-def write_promise(folder: Path, at_0: float, at_1: float) -> None:
+# The head's acceptance lengths at temperatures 0 and 1, the steps, and the measured length that is reported.
+WATCHED: dict[str, tuple[float, float, list[Update], float | None]] = {
+    "as promised": (4.1, 3.0, [step(2)], None),
+    "far below, and reported once": (4.1, 3.0, [step(1)], 2.0),
+    "drafts that hold the end of short answers": (4.1, 4.0, [step(1, is_end=True)], None),
+    "as promised at temperature 1, but far below that at 0": (2.93, 2.05, [step(1)], None),
+}
+
+
+@pytest.mark.parametrize("case", WATCHED)
+def test_acceptance_far_below_the_heads_promise_is_reported_once(case: str, tmp_path: Path) -> None:
+    at_0, at_1, steps, reported = WATCHED[case]
     config = {"headstart": {"acceptance_length": {"0": at_0, "1": at_1}}}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-def test_acceptance_far_below_the_heads_promise_is_reported_once(tmp_path: Path) -> None:
-    write_promise(tmp_path, at_0=4.1, at_1=3.0)
+    (tmp_path / "config.json").write_text(json.dumps(config))
     lines: list[str] = []
     watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(3 * WATCHED_STEPS):
-        watch.count(step(2))
-    assert not lines
-    for _ in range(3 * WATCHED_STEPS):
-        watch.count(step(1))
-    assert len(lines) == 1
-    assert "2.00" in lines[0] or "is 2." in lines[0]
-    assert "promises 3.00" in lines[0]
-    assert "headstart doctor" in lines[0]
-
-
-def test_drafts_that_hold_the_end_of_short_answers_are_not_called_far_below_the_promise(tmp_path: Path) -> None:
-    write_promise(tmp_path, at_0=4.1, at_1=4.0)
-    lines: list[str] = []
-    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(2 * WATCHED_STEPS):
-        watch.count(Update(EmittedTokens(0, [5], [1], 8, accepted=1), [], [], 0, 1.0, 1.0))
-    assert not lines
-
-
-def test_texts_at_temperature_1_were_called_far_below_the_promise_of_temperature_0(tmp_path: Path) -> None:
-    write_promise(tmp_path, at_0=2.93, at_1=2.05)
-    lines: list[str] = []
-    watch = AcceptanceWatch(promised_length(tmp_path), lines.append)
-    for _ in range(2 * WATCHED_STEPS):
-        watch.count(step(1))  # two tokens a step
-    assert not lines
+    for update in steps * (3 * WATCHED_STEPS):
+        watch.count(update)
+    assert len(lines) == (reported is not None)
+    for line in lines:
+        assert all(fact in line for fact in (f"is {reported:.2f}", f"promises {at_1:.2f}", "headstart doctor"))
 
 
 def test_a_head_without_a_measured_length_promises_nothing(tmp_path: Path) -> None:

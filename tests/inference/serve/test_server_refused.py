@@ -8,9 +8,7 @@ from typing import Any
 import httpx
 import pytest
 from matrix import slow_unless
-from server_run import NAME, load_served, running
-
-from headstart.inference.serve.options import ServerSettings
+from server_run import NAME, Running
 
 CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -18,10 +16,8 @@ JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target", max_batch=2)
-    with running(served, ServerSettings((NAME,), max_batch=2, max_queue=6, max_body=2**20)) as server:
-        yield server.http
+def client(server: Running) -> httpx.Client:
+    return server.http
 
 
 def schema(value: Any) -> dict[str, Any]:
@@ -39,7 +35,6 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}]
 REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     CHAT: [
         ({"messages": None}, "messages: None given", "at least one message"),
-        ({"messages": []}, "messages: [] given", "at least one message"),
         ({"messages": "hello"}, "messages: 'hello' given", "a list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: 'wizard' given", "system, developer"),
         ({"messages": [{"role": "user", "content": PICTURE}]}, "messages[0].content: [{'image_", "parts of type text"),
@@ -52,7 +47,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"tool_choice": "required"}, "tool_choice: 'required' given", "auto or none"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize' given", "the template"),
         ({"chat_template": "{{ x }}"}, "chat_template: there is no such field", "messages"),
-        ({"return_token_ids": True}, "return_token_ids: True given", "only false"),
     ],
     COMPLETION: [
         ({"prompt": [5] * 200}, "max_tokens: ", "128 positions"),
@@ -61,30 +55,21 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": None}, "prompt: missing", "required"),
         ({"prompt": ""}, "prompt: '' given", "at least one token"),
         ({"prompt": [5, 300]}, "prompt: 300 given", "0 to 299"),
-        ({"prompt": [-1]}, "prompt: -1 given", "0 to 299"),
         ({"prompt": ["a", 5]}, "prompt: ['a', 5] given", "a list of texts"),
         ({"temperature": -1}, "temperature: -1 given", "0 to 100"),
         ({"temperature": "hot"}, "temperature: 'hot' given", "a number"),
-        ({"top_p": 0}, "top_p: 0 given", "above 0"),
-        ({"min_p": 2}, "min_p: 2 given", "0 to 1"),
-        ({"top_k": -2}, "top_k: -2 given", "at least -1"),
-        ({"presence_penalty": 3}, "presence_penalty: 3 given", "-2 to 2"),
         ({"n": 0}, "n: 0 given", "1 to 128"),
         ({"n": 100}, "n: 100 choices", "at most 8"),
         ({"prompt": ["a"] * 9}, "prompt: 9 choices", "at most 8"),
-        ({"prompt": ["a"] * 200_000, "n": 128}, "n: 25600000 choices", "at most 8"),
         ({"max_tokens": 0}, "max_tokens: 0 given", "at least 1"),
         ({"max_tokens": 1.5}, "max_tokens: 1.5 given", "a whole number"),
         ({"seed": 2**63 - 1, "n": 2}, "seed: 9223372036854775807 given", "at most 2^63 - 2"),
-        ({"seed": 2**64}, "seed: 18446744073709551616 given", "a whole number"),
         ({"logit_bias": {"300": 1}}, "logit_bias: '300' given", "0 to 299"),
         ({"logit_bias": {"3": 101}}, "logit_bias: 101 given", "-100 to 100"),
         ({"stop": ["x"] * 10_000}, "stop: ['x', 'x', ", "at most 64"),
         ({"stop": 0}, "stop: 0 given", "a text"),
         ({"stop": ["a\ufffd"]}, "stop: ", "without U+FFFD"),
-        ({"stop": ["a", "\ud83d"]}, "stop: ", "without U+FFFD"),
         ({"stop": [""]}, "stop: [''] given", "1 to 1000 characters"),
-        ({"stop": "x" * 1001}, "stop: 'xxx", "1 to 1000 characters"),
         ({"stop_token_ids": [999]}, "stop_token_ids: 999 given", "0 to 299"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 given", "at most the 8"),
         (outputs(json=DEEP), "structured_outputs.json: ", "a JSON schema"),
@@ -95,12 +80,10 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (outputs(choice=[]), "structured_outputs.choice: [] given", "a list of texts"),
         ({"stream": "yes"}, "stream: 'yes' given", "true or false"),
         ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
-        ({"best_of": 4}, "best_of: 4 given", "only 1"),
         ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
         ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation: True given", "only false"),
         ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids: True given", "only false"),
-        ({"use_beam_search": True}, "use_beam_search: True given", "only false"),
         ({"temprature": 1}, "temprature: there is no such field", "did you mean temperature?"),
     ],
 }

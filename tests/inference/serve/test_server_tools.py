@@ -1,30 +1,16 @@
 """Laws of tool calls: forced or free, whole or streamed, drafted or not, they are the same and fit their tools."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from matrix import slow
 from openai import BadRequestError, OpenAI
-from server_run import NAME, load_served, running
+from server_run import NAME
+from test_server import SCHEMA
 from tiny_run import ENDS, build_tokenizer
 
-from headstart.inference.serve.options import ServerSettings
-
 MESSAGES: Any = [{"role": "user", "content": "look"}]
-FIELDS = {"a": {"enum": ["x", "yy"]}, "n": {"type": "boolean"}}
-SCHEMA = {"type": "object", "properties": FIELDS, "required": ["a", "n"], "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenAI]:
-    served = load_served(tmp_path_factory.mktemp("served") / "target")
-    with (
-        running(served, ServerSettings((NAME,), max_batch=4)) as server,
-        OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found,
-    ):
-        yield found
 
 
 def chat(client: OpenAI, **fields: Any) -> Any:

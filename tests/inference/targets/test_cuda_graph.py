@@ -166,10 +166,3 @@ def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)
     assert [spare.cache.target.capacity for spare in target.singleton(SpareSteps)] == [1024]
-
-
-def test_greedy_rejection_in_half_precision_does_not_crash(make_model: MakeModel, make_head: MakeHead) -> None:
-    target = TargetModel(make_model().bfloat16(), (2, 3, 4))
-    drafter = HeadDrafter(make_head().bfloat16(), Fixed.chain(3))
-    requests = [Request([5, 6, 7], 12, Sampling(0.0, rule="rejection"))]
-    assert len(generate_batch(target, requests, drafter, static=False)[0].tokens) == 12
