@@ -173,11 +173,11 @@ class DraftHead(nn.Module, ABC):
     @torch.no_grad()
     def take_weights(self, source: "DraftHead") -> None:
         """Start from the weights of another head of this shape. Factors are powers of two, so this is exact."""
-        own = source.state_dict()
-        for name, tensor in own.items():
+        state = source.state_dict()
+        for name, tensor in state.items():
             scale = self.folded_scale(name)
-            own[name] = tensor if scale is None else tensor / scale
-        self.load_state_dict(own)
+            state[name] = tensor if scale is None else tensor / scale
+        self.load_state_dict(state)
 
     def hold_lm_head(self, packed: nn.Module | None) -> None:
         """Get ready to draft with the target's lm_head; `packed` is its layer, if its weights are packed."""

@@ -54,8 +54,8 @@ class MergedAttention(torch.autograd.Function):
         steps, scale = len(keys_and_values) // 2, query.shape[-1] ** -0.5
         (key, *own_keys), (value, *own_values) = keys_and_values[:steps], keys_and_values[steps:]
         grad_out = gradients[0] if gradients[0].stride(-1) == 1 else gradients[0].contiguous()  # kernels require this
-        given = grad_out, query, key, value, out, logsumexp
-        grad_query, grad_key, grad_value = kernel_for(query).backward(*given, documents=ctx.documents)
+        inputs = grad_out, query, key, value, out, logsumexp
+        grad_query, grad_key, grad_value = kernel_for(query).backward(*inputs, documents=ctx.documents)
         grad_keys, grad_values = [grad_key], [grad_value]
         row = dot(grad_out, out, weights.dtype)  # [batch, heads, seq]: sum over all keys of weight * its gradient
         query_groups, grad_groups = group_heads(query, key), group_heads(grad_out, key)

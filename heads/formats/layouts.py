@@ -60,9 +60,9 @@ def serving_sections(
 ) -> Iterator[str]:
     """A heading for each engine that reads the layout, followed by its command or by the reasons why it has none."""
     layout = next(each for each in LAYOUTS if type(head) is each.kind and violations.keys() <= each.rules.keys())
-    for engine, found in violations.items():
+    for engine, broken in violations.items():
         yield f"### {ENGINE_NAMES[engine]}"
-        errors = [violation for violation in found if violation.severity == "error"]
+        errors = [violation for violation in broken if violation.severity == "error"]
         if errors:
             reasons = "\n".join(f"- {violation.where}: {violation.allowed}" for violation in errors)
             yield f"Cannot serve this head as it was trained:\n\n{reasons}"

@@ -28,9 +28,9 @@ from headstart.recipes.other_commands import OWN_FORMAT, lint_options
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = lint_options(__doc__, argv)
     with errors_as_messages():
-        found = lint(arguments.export, arguments.target, arguments.engine)
-        print("\n".join(map(str, found)) or all_is_well(arguments.export, arguments.engine))
-    sys.exit(1 if any(violation.severity == "error" for violation in found) else 0)
+        broken = lint(arguments.export, arguments.target, arguments.engine)
+        print("\n".join(map(str, broken)) or all_is_well(arguments.export, arguments.engine))
+    sys.exit(1 if any(violation.severity == "error" for violation in broken) else 0)
 
 
 def all_is_well(export: Path, engines: Sequence[str] | None) -> str:
@@ -45,12 +45,12 @@ def lint(export: Path, target: str, engines: Sequence[str] | None = None) -> lis
     """The violations that keep these engines from serving the head as trained; by default those it is meant for."""
     files, folder = HeadFiles.read(export), locate_target(target, field="--target")
     named = engines or engines_of(files)
-    found = violations(files, FrozenTarget.from_folder(folder, torch.float32), named)
+    broken = violations(files, FrozenTarget.from_folder(folder, torch.float32), named)
     trained = TargetOrigin.from_config(files.config)
     if trained is not None and trained.is_another(now := TargetOrigin.of(folder)):
         allowed = f"--target is {now}, of other weights or another config, so that fewer drafts may be accepted"
-        found += [Violation(each, "warning", "config.json headstart.target", str(trained), allowed) for each in named]
-    return found
+        broken += [Violation(each, "warning", "config.json headstart.target", str(trained), allowed) for each in named]
+    return broken
 
 
 def engines_of(files: HeadFiles) -> tuple[str, ...]:
@@ -65,12 +65,11 @@ def violations(files: HeadFiles, frozen: FrozenTarget, engines: Iterable[str]) -
     """Everything that keeps these engines from serving the head as it was trained."""
     layout = layout_of(files)
     subject = Subject(files, layout, frozen)
-    found: list[Violation] = []
+    broken: list[Violation] = []
     for engine in engines:
-        rules = layout.rules.get(engine)
-        if rules is None:
-            allowed = f"{engine} cannot read {layout.name}, only {', '.join(layout.rules)} can"
-            found.append(Violation(engine, "error", "layout", layout.name, allowed))
+        if engine in layout.rules:
+            broken += [violation for rule in layout.rules[engine] for violation in rule(subject, engine)]
         else:
-            found += [violation for rule in rules for violation in rule(subject, engine)]
-    return found
+            allowed = f"{engine} cannot read {layout.name}, only {', '.join(layout.rules)} can"
+            broken.append(Violation(engine, "error", "layout", layout.name, allowed))
+    return broken

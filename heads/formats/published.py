@@ -32,7 +32,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
         "taps": list(subject.taps),
         "target_num_layers": frozen.config.num_layers,
         "target_rope": asdict(frozen.config.rope),
-        **{key: value for key, value in subject.own.items() if key != "engines"},
+        **{key: value for key, value in subject.note.items() if key != "engines"},
         "kind": subject.kind,
     }
     return head_from_files(files.folder, translation.config, translation.tensors, frozen), translation.inferred

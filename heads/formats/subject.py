@@ -111,7 +111,7 @@ class Subject:
         return {self.layout.rename(name): tensor for name, tensor in self.files.tensors.items()}
 
     @property
-    def own(self) -> dict[str, Any]:
+    def note(self) -> dict[str, Any]:
         """The `headstart` section that our own heads carry; empty for published heads."""
         return self.files.config.get("headstart", {})
 

@@ -22,20 +22,21 @@ def names_and_shapes(subject: Subject, engine: str) -> Iterator[Violation]:
     """Every missing, misshapen or unknown tensor; engines silently ignore most of them."""
     if subject.missing_sizes:
         return
-    expected, optional = expected_shapes(subject, engine), subject.layout.optional
-    yield from wrong_shapes(subject, engine, expected)
-    for name in sorted(subject.tensors.keys() - expected.keys() - optional):
+    with torch.device("meta"):  # the tensors of an empty head with the sizes in config.json
+        expected = subject.layout.shapes(subject, engine)
+    tensors, optional = subject.tensors, subject.layout.optional
+    for name, shape in sorted(expected.items()):
+        if name not in tensors:
+            yield tensor_error(engine, name, MISSING, f"shape {list(shape)} is required")
+    for name in sorted(expected.keys() & tensors.keys()):
+        if tuple(tensors[name].shape) != expected[name]:
+            yield tensor_error(engine, name, list(tensors[name].shape), f"shape {list(expected[name])} is required")
+    for name in sorted(tensors.keys() - expected.keys() - optional):
         meant = subject.layout.rename(name.removeprefix("model."))
         allowed = f"{meant} is allowed" if meant in expected | dict.fromkeys(optional) else "no such tensor is allowed"
         if name in ("mask_hidden", "mask_embedding"):
             allowed = "no such tensor is allowed: the slots are filled with the embedding of mask_token_id"
-        yield tensor_error(engine, name, list(subject.tensors[name].shape), allowed)
-
-
-def expected_shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor that config.json asks for: those of an empty head of these sizes."""
-    with torch.device("meta"):
-        return subject.layout.shapes(subject, engine)
+        yield tensor_error(engine, name, list(tensors[name].shape), allowed)
 
 
 def shapes_of(head: DraftHead) -> dict[str, tuple[int, ...]]:
@@ -57,16 +58,6 @@ def target_of_sizes(target: TargetConfig, drafted: int) -> tuple[FrozenTarget, D
     vocab = DraftVocab(torch.arange(drafted, device="cpu"), max(drafted, target.vocab_size))
     lm_head = torch.empty(vocab.target_size, target.hidden_size)
     return FrozenTarget(target, lm_head, lm_head[0], None, lm_head), vocab
-
-
-def wrong_shapes(subject: Subject, engine: str, expected: dict[str, tuple[int, ...]]) -> Iterator[Violation]:
-    """The expected tensors that are missing, then those of another shape."""
-    found = subject.tensors
-    for name in sorted(expected.keys() - found.keys()):
-        yield tensor_error(engine, name, MISSING, f"shape {list(expected[name])} is required")
-    for name in sorted(expected.keys() & found.keys()):
-        if tuple(found[name].shape) != expected[name]:
-            yield tensor_error(engine, name, list(found[name].shape), f"shape {list(expected[name])} is required")
 
 
 def number_formats(subject: Subject, engine: str) -> Iterator[Violation]:

@@ -11,14 +11,14 @@ VERIFIER = ("verifier_lm_head.weight", "verifier_norm.weight")  # saved with spe
 
 def infer_rope(subject: Subject, translation: Translation) -> None:
     """Keep the head's own rotary embedding even if the target's differs: the EAGLE authors train with base 10000."""
-    own = subject.config
-    if not {"rope_parameters", "rope_theta", "rope_scaling"} & own.keys():
+    config = subject.config
+    if not {"rope_parameters", "rope_theta", "rope_scaling"} & config.keys():
         translation.inferred.append("rope: no key for it, so base 10000, as every engine assumes")
-    if "rms_norm_eps" not in own:
+    if "rms_norm_eps" not in config:
         translation.config["rms_norm_eps"] = ENGINES_EPSILON
         translation.inferred.append(f"rms_norm_eps: no key for it, so {ENGINES_EPSILON:g}, as every engine assumes")
     try:
-        rotary_table(Rope.from_config(own), 2, 1)
+        rotary_table(Rope.from_config(config), 2, 1)
     except (ValueError, KeyError) as error:
         translation.refused.append(f"rope: {error}")
 

@@ -58,8 +58,8 @@ def attend(
     if scaling is not None and scaling != width**-0.5:
         query = query * (scaling * width**0.5)
     value = functional.pad(value, (0, width - size)) if size < width else value
-    given = query, key, value, attention_mask
-    mixed = attention(*given) if head_cache is None else head_cache.attend(0, *given)
+    inputs = query, key, value, attention_mask
+    mixed = attention(*inputs) if head_cache is None else head_cache.attend(0, *inputs)
     return mixed[..., :size].transpose(1, 2), None
 
 
@@ -106,7 +106,7 @@ class StoredTensor:
         if not self.of_experts:
             return {self.names[0][0]: tensor}
         matrices = zip(self.names, tensor.chunk(len(self.names), dim=1), strict=True)
-        return {name: own for names, matrix in matrices for name, own in zip(names, matrix, strict=True)}
+        return {name: expert for names, matrix in matrices for name, expert in zip(names, matrix, strict=True)}
 
 
 class MtpHead(LastHiddenHead):
@@ -156,8 +156,8 @@ class MtpHead(LastHiddenHead):
 
     @classmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "MtpHead":
-        own = {"headstart", "torch_dtype", "architectures"}
-        head = cls({key: value for key, value in config.items() if key not in own}, tensors, frozen)
+        added = {"headstart", "torch_dtype", "architectures"}
+        head = cls({key: value for key, value in config.items() if key not in added}, tensors, frozen)
         known = {name for stored in head.stored.values() for names in stored.names for name in names}
         joined = {name: stored.join(tensors) for name, stored in head.stored.items()}
         unknown = {name: tensor for name, tensor in tensors.items() if name not in known}
@@ -168,12 +168,12 @@ class MtpHead(LastHiddenHead):
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
         """Start with the weights of the target's files."""
-        found = SafetensorsFolder(target_folder(frozen))
+        files = SafetensorsFolder(target_folder(frozen))
         names = (name for stored in self.stored.values() for names in stored.names for name in names)
-        read = {name: found.dense(name) for name in names}
+        read = {name: files.dense(name) for name in names}
         state = {name: stored.join(read) for name, stored in self.stored.items()}
         if missing := sorted(self.state_dict().keys() - state.keys()):
-            raise ValueError(f"{found.folder} lacks tensors of its MTP layer: {', '.join(missing)}; download it again")
+            raise ValueError(f"{files.folder} lacks tensors of its MTP layer: {', '.join(missing)}; download it again")
         self.load_state_dict(state)
 
     def engine_config(self) -> dict[str, Any]:
@@ -183,7 +183,7 @@ class MtpHead(LastHiddenHead):
     def engine_tensors(self) -> dict[str, Tensor]:
         """Under the names, and in the parts, of the target's files."""
         state = self.state_dict()
-        return {name: part for own, stored in self.stored.items() for name, part in stored.split(state[own]).items()}
+        return {name: part for key, stored in self.stored.items() for name, part in stored.split(state[key]).items()}
 
     def forward(
         self,
@@ -201,8 +201,8 @@ class MtpHead(LastHiddenHead):
         self, embedded: Hidden, features: Features, rotary: Tensor, mask: Mask | None, cache: AttentionCache | None
     ) -> Hidden:
         turns = rotary.chunk(2, dim=-1)  # cosines and sines, [batch, seq, head_dim] each
-        given = {"attention_mask": mask, "position_ids": None, "past_key_values": None, "head_cache": cache}
-        return self.layer(embedded, features, position_embeddings=turns, **given)
+        inputs = {"attention_mask": mask, "position_ids": None, "past_key_values": None, "head_cache": cache}
+        return self.layer(embedded, features, position_embeddings=turns, **inputs)
 
 
 def target_folder(frozen: FrozenTarget) -> Path:
@@ -213,14 +213,14 @@ def target_folder(frozen: FrozenTarget) -> Path:
 
 def mtp_names(names: Iterable[str], num_layers: int) -> list[str]:
     """The names of the tensors of MTP layers: mtp.*, or those of layers after the target's last."""
-    found = []
+    matches = []
     for name in names:
-        place = STORED.match(name)
-        assert place is not None
-        after_last = place[2] is not None and int(place[2]) >= num_layers
-        if (place[1] or after_last) and not COPIES.search(name):
-            found.append(name)
-    return found
+        match = STORED.match(name)
+        assert match is not None
+        after_last = match[2] is not None and int(match[2]) >= num_layers
+        if (match[1] or after_last) and not COPIES.search(name):
+            matches.append(name)
+    return matches
 
 
 def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, PreTrainedModel]:
@@ -253,8 +253,8 @@ def mtp_model(text: dict[str, Any], names: list[str]) -> tuple[MtpModel, PreTrai
         raise ValueError(f"head.kind: 'mtp' given, but {why}; {EAGLE}") from error
     kinds = model.config.to_dict().get("layer_types") or [FULL]
     if kinds != [FULL] or model.rotary_emb is None or model.has_per_layer_rope or model.use_shared_post_norm:
-        found = f"that of a {family} model has {', '.join(kinds)}"
-        raise ValueError(f"head.kind: 'mtp' given, but {found} or no plain rotary embedding; {needed}; {EAGLE}")
+        layer = f"the MTP layer of a {family} model has {', '.join(kinds)}"
+        raise ValueError(f"head.kind: 'mtp' given, but {layer} or no plain rotary embedding; {needed}; {EAGLE}")
     model.config._attn_implementation = OURS
     return model, twin
 
@@ -267,19 +267,19 @@ def stored_tensors(model: MtpModel, twin: PreTrainedModel, names: list[str]) -> 
     changes = model.get_weight_conversions(twin)
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
-    found: dict[str, dict[str | None, list[str]]] = {}
+    parts: dict[str, dict[str | None, list[str]]] = {}
     for name in sorted(names, key=dot_natural_key):
-        own, pattern = rename_source_key(name, renamings, converters)
-        found.setdefault(own.replace("layers.0.", "layer.", 1), {}).setdefault(pattern, []).append(name)
+        renamed, pattern = rename_source_key(name, renamings, converters)
+        parts.setdefault(renamed.replace("layers.0.", "layer.", 1), {}).setdefault(pattern, []).append(name)
     result = {}
-    for own, by_pattern in found.items():
+    for key, by_pattern in parts.items():
         pattern = next(iter(by_pattern))
         if pattern is None:
-            result[own] = StoredTensor([by_pattern[None]])
+            result[key] = StoredTensor([by_pattern[None]])
             continue
         converter = next(each for each in converters if pattern in each.source_patterns)
         steps = [(type(step), vars(step).get("dim")) for step in converter.operations]
         if steps not in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)]):
-            raise ValueError(f"head.kind: 'mtp' given, but the files keep {own} in another form than experts; {EAGLE}")
-        result[own] = StoredTensor([by_pattern[each] for each in converter.source_patterns], of_experts=True)
+            raise ValueError(f"head.kind: 'mtp' given, but the files keep {key} in another form than experts; {EAGLE}")
+        result[key] = StoredTensor([by_pattern[each] for each in converter.source_patterns], of_experts=True)
     return result

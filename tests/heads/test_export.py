@@ -141,12 +141,6 @@ def test_one_export_serves_three_engines_and_loads_in_headstart(
     assert same_bits(load_head_for(folder, frozen).state_dict(), head.state_dict())
 
 
-def test_one_export_of_eagle_1_serves_vllm_and_sglang(make_head: MakeHead, target_folder: Path, tmp_path: Path) -> None:
-    folder = exported(make_head("eagle1"), tmp_path, target_folder, "vllm")
-    assert read_config(folder)["headstart"]["engines"] == ["vllm", "sglang"]
-    assert not read_tensors(folder)["fc.bias"].any()
-
-
 def test_a_head_that_only_one_engine_can_serve_names_only_that_engine(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:

@@ -219,7 +219,7 @@ def test_every_mismatch_with_another_target_is_named_at_once(
     make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
 ) -> None:
     save_head(make_head(), tmp_path / "head")
-    changes = {"hidden_size": 64, "vocab_size": 50, "num_layers": 3, "rope": Rope(5e5)}
+    changes: dict[str, Any] = {"hidden_size": 64, "vocab_size": 50, "num_layers": 3, "rope": Rope(5e5)}
     message = refusal(
         tmp_path / "head", dataclasses.replace(frozen, config=dataclasses.replace(frozen.config, **changes))
     )

@@ -27,10 +27,7 @@ from headstart.recipes.schema_heads import Eagle1Section, Eagle3Section
 BATCH, SEQ = 2, 11
 EAGLE3_SHAPES: list[dict[str, Any]] = [
     {},
-    {"norm_output": True},
-    {"fc_norm": True},
     {"fc_norm": True, "norm_output": True},
-    {"num_kv_heads": 4},  # no grouped queries
     {"num_kv_heads": 1},
     {"taps": (0, 2, 4, 5, 7)},
     {"taps": (3,), "fc_norm": True},
@@ -38,13 +35,11 @@ EAGLE3_SHAPES: list[dict[str, Any]] = [
 ]
 EAGLE1_SHAPES: list[dict[str, Any]] = [
     {"kind": "eagle1"},
-    {"kind": "eagle1", "num_kv_heads": 1},
-    {"kind": "eagle1", "fc_bias": True},
+    {"kind": "eagle1", "num_kv_heads": 1, "fc_bias": True},
 ]
 MEDUSA_SHAPES: list[dict[str, Any]] = [
     {"kind": "medusa"},
-    {"kind": "medusa", "num_layers": 2, "bias": False},
-    {"kind": "medusa", "num_layers": 3, "num_heads": 5},
+    {"kind": "medusa", "num_layers": 2, "num_heads": 5, "bias": False},
 ]
 PEAGLE_SHAPES: list[dict[str, Any]] = [
     {"kind": "peagle"},
@@ -76,15 +71,14 @@ def causal_mask(start: int, count: int) -> Tensor:
 
 
 @all_shapes
-@pytest.mark.parametrize("sizes", [[1] * SEQ, [4, 1, 3, 2, 1]], ids=str)
-def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any], sizes: list[int]) -> None:
+def test_parallel_equals_incremental(make_head: MakeHead, shape: dict[str, Any]) -> None:
     """t: 0 1 2 3 | 4 | 5 6 7 | 8 9 | 10    each block sees all blocks before it and, causally, itself"""
     head = make_head(**shape).double()  # so that the tolerance covers only a different order of sums
     features, tokens, positions = head.project(random_taps(head)), random_tokens(head), torch.arange(SEQ)
     at_once = head(features, tokens, positions)
 
     slots, parts = empty_slots(head, SEQ), []
-    for count in sizes:
+    for count in (4, 1, 3, 2, 1):
         start = slots.lengths[0]
         block = slice(start, start + count)
         mask = causal_mask(start, count)
@@ -215,47 +209,6 @@ def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
     features = head.project(reader.passes.forward(tokens).taps)
     torch.testing.assert_close(features, output.hidden_states[-1], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize("t", [0, 4, SEQ - 1])
-def test_a_change_has_no_effect_before_its_index(head: Eagle3Head, t: int) -> None:
-    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
-    before = head(head.project(taps), tokens, positions)
-    other_tokens, other_taps = tokens.clone(), taps.clone()
-    other_tokens[:, t] = (tokens[:, t] + 1) % head.target.vocab_size
-    other_taps[:, t] += 1
-    for after in (
-        head(head.project(taps), other_tokens, positions),
-        head(head.project(other_taps), tokens, positions),
-    ):
-        assert torch.equal(after[:, :t], before[:, :t])
-        assert (after[:, t] != before[:, t]).any()
-
-
-def test_a_change_reaches_a_step_of_the_unroll_no_earlier_than_its_token(head: Eagle3Head) -> None:
-    """Step k feeds token t + k at index t, so a change of token 6 first takes effect at index 6 - k."""
-    taps, tokens, positions = random_taps(head), random_tokens(head), torch.arange(SEQ)
-    other = tokens.clone()
-    other[:, 6] = (tokens[:, 6] + 1) % head.target.vocab_size
-    caches = UnrollCache(), UnrollCache()
-    features = [head.project(taps)] * 2
-    for k in range(4):
-        inputs = tokens.roll(-k, dims=1), other.roll(-k, dims=1)
-        hidden = [
-            head(feature, fed, positions + k, cache=cache)
-            for feature, fed, cache in zip(features, inputs, caches, strict=True)
-        ]
-        assert torch.equal(hidden[0][:, : 6 - k], hidden[1][:, : 6 - k])
-        assert (hidden[0][:, 6 - k] != hidden[1][:, 6 - k]).any()
-        features = [head.feedback(*step) for step in zip(hidden, features, strict=True)]
-
-
-def test_only_distances_between_positions_matter(head: Eagle3Head) -> None:
-    features, tokens = head.project(random_taps(head)), random_tokens(head)
-    original, shifted = (head(features, tokens, torch.arange(SEQ) + start) for start in (0, 100))
-    torch.testing.assert_close(original, shifted, atol=1e-4, rtol=1e-4)
-    stretched = head(features, tokens, torch.arange(SEQ) * 2)
-    assert not torch.allclose(original, stretched, atol=1e-3)
 
 
 def test_each_sample_of_a_batch_may_have_its_own_positions(head: Eagle3Head) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import LevelHead
-from headstart.heads.calibration import Calibration, StaticTree, search_tree
+from headstart.heads.calibration import search_tree
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.subject import ServedTarget
 from headstart.heads.frozen import FrozenTarget
@@ -169,7 +169,7 @@ GROWTHS: list[GrowthPolicy] = [
 @pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
 @pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
 def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: GrowthPolicy, static: bool) -> None:
-    requests = [Request(PROMPT[:size], 12, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
+    requests = [Request(PROMPT[:size], 8, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
     drafter = HeadDrafter(make_head("medusa"), growth)
     for batch in (requests, requests[:2]):  # with penalties and without; only the latter may be captured in a graph
         wanted = [found.tokens for found in generate_batch(reader, batch)]
@@ -289,7 +289,6 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
     text = generate(reader, PROMPT, 10, drafter=head_drafter(loaded, searched)).tokens
     assert text == generate(reader, PROMPT, 10).tokens
-    assert StaticTree.from_config(json.loads(json.dumps(wanted.to_config()))).paths == wanted.paths
 
 
 # Files
@@ -347,9 +346,3 @@ def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, overrid
     build_run(tmp_path)
     with pytest.raises(ValueError, match=said):
         tiny_recipe(tmp_path, *MEDUSA_RUN, override)
-
-
-def test_a_calibration_with_a_tree_survives_saving_and_loading() -> None:
-    tree = search_tree([[0.5]], 1)
-    both = Calibration.from_config(replace(Calibration(), greedy=(2.0,), tree=tree).to_config())
-    assert both == Calibration((2.0,), (1.0,), (1.0,), tree)

@@ -172,7 +172,7 @@ def taps(subject: Subject, engine: str) -> Iterator[Violation]:
         yield config_error(engine, key, named, allowed)
         return
     counted = [layer if key == HIDDEN_STATES else layer + 1 for layer in named]
-    trained = subject.own.get("taps")
+    trained = subject.note.get("taps")
     if trained and list(trained) != counted:
         right = trained if key == HIDDEN_STATES else [tap - 1 for tap in trained]
         allowed = f"it captures hidden_states {counted} but the head reads {trained}: {right} is allowed"
@@ -240,7 +240,7 @@ def infer_slots(subject: Subject, translation: Translation) -> None:
     if not subject.taps:
         takes = f"vLLM takes hidden_states {engine_default(subject.frozen.config.num_layers)}"
         translation.refused.append(f"{LAYER_OUTPUTS}: missing; {takes}; add the layers of its training")
-    elif not subject.own:
+    elif not subject.note:
         key = HIDDEN_STATES if subject.layout.is_speculators else LAYER_OUTPUTS
         translation.inferred.append(f"taps: hidden_states {list(subject.taps)}, from {key}")
 

@@ -42,13 +42,9 @@ def is_peagle(files: HeadFiles) -> bool:
 
 
 def is_eagle3(files: HeadFiles) -> bool:
-    """Whether it has tensors that only EAGLE-3 heads have, or its layer attends over two concatenated inputs."""
-    if {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight", "d2t"} & files.names:
-        return True
-    widths = {name: tensor.shape[-1] for name, tensor in files.tensors.items() if tensor.ndim == 2}
-    query = next((width for name, width in widths.items() if name.endswith("self_attn.q_proj.weight")), None)
-    gate = next((width for name, width in widths.items() if name.endswith("mlp.gate_proj.weight")), None)
-    return query is not None and gate is not None and query == 2 * gate
+    """Whether it has tensors that only EAGLE-3 heads have."""
+    names = files.names
+    return bool({"layers.0.hidden_norm.weight", "d2t"} & names) or any(name.startswith("midlayer.") for name in names)
 
 
 def is_speculators(files: HeadFiles) -> bool:
@@ -176,9 +172,9 @@ def infer_taps(subject: Subject, translation: Translation) -> None:
     if top and nested and [layer + 1 for layer in nested] != list(top):
         differ = f"{TAPS} {top} and eagle_config's {nested} name different hidden states"
         translation.refused.append(f"{differ}; eagle_config counts layer outputs, one less: remove the wrong list")
-    if nested and not top and not subject.own:
+    if nested and not top and not subject.note:
         translation.inferred.append(f"taps: hidden_states {taps}, as eagle_config counts layer outputs {nested}")
-    elif not top and not subject.own:
+    elif not top and not subject.note:
         translation.inferred.append(f"taps: hidden_states {taps}, the default of every engine")
         if taps != engine_default(subject.frozen.config.num_layers):
             translation.refused.append(f"{TAPS}: missing, and the default taps collide in such a small target; add it")
