@@ -30,7 +30,7 @@ class ChainSupervision:
     """
 
     chains: tuple[Blocks, ...]  # those with no mask entry, with one, with two and so on
-    inside: Tensor  # [all entries], whether the target's choice is in the draft vocabulary; others are not scored
+    scored: Tensor  # [entries], places among all entries of those whose target's choice is in the draft vocabulary
     depths: Tensor  # [entries]
     rows: Tensor  # [entries], row in the batch
     columns: Tensor  # [entries], a + k
@@ -64,14 +64,15 @@ class TrainedChains(UnrolledHead):
         states = batch.last_hidden.flatten(0, 1)  # [batch * seq, hidden]
         places, shared = torch.unique(rows * batch.tokens.shape[1] + columns, return_inverse=True)
         inside = self.teacher.can_draft(states[places])[shared]
+        scored = inside.nonzero().flatten()
         return ChainSupervision(
             chains=chains,
-            inside=inside,
-            depths=depths[inside],
-            rows=rows[inside],
-            columns=columns[inside],
-            last_hidden=states[places][shared[inside]],
-            outside=int((~inside).sum()),
+            scored=scored,
+            depths=depths[scored],
+            rows=rows[scored],
+            columns=columns[scored],
+            last_hidden=states[places[shared[scored]]],
+            outside=len(inside) - len(scored),
         )
 
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
@@ -91,7 +92,7 @@ class TrainedChains(UnrolledHead):
             if masks:
                 chain = torch.cat([chain, fill(blocks, masks, cache)], dim=1)  # [blocks, masks + 1, feature]
             found.append(chain.flatten(0, 1))
-        return torch.cat(found)[supervision.inside].unsqueeze(0)
+        return torch.cat(found)[supervision.scored].unsqueeze(0)
 
     def run_masks(self, blocks: Blocks, count: int, cache: UnrollCache) -> Tensor:
         """The hidden states of so many mask entries after each anchor. [blocks, count, feature]"""
