@@ -48,6 +48,7 @@ class TargetDefaults:
             if (strings := settings.stop_strings) is not None:
                 raise wrong_value("stop_strings", strings, "null is", "set it to null, and name them in requests")
             ends = tuple(token for token in target.end_tokens if token < vocab_size)
+            read_rules(settings, [], 0, 1, ends, vocab_size)  # refuses tokens outside the vocabulary before any text
             sampling = forbid(read_sampling(settings), read_forbidden(settings, ends, vocab_size))
             if not own.keys().isdisjoint({"do_sample", "temperature"}):
                 temperature = 0.0 if own.get("do_sample") is False else own.get("temperature", 1.0)
