@@ -2,7 +2,8 @@
 
     python assets/demo_target/make/standard_library.py 768 > assets/demo_target/prompts_768.jsonl
 
-The bundled files were made by Python 3.11.7.
+The bundled files were made by Python 3.11.7. Six rows of _sysconfigdata, which names folders of the machine that Python
+was built for, have been replaced since.
 """
 
 import hashlib
@@ -19,7 +20,8 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 TARGET = Path(__file__).resolve().parents[1]
-# Skip tests, vendored copies and generated tables (code pages, help topics): people do not write such code by hand.
+# Skip tests, vendored copies and generated tables (code pages, help topics, _sysconfigdata): nobody writes such code
+# by hand.
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"})
 HELD_OUT_PERCENT = 5
 PROMPT_TOKENS = 64
@@ -42,7 +44,7 @@ def source_files() -> Iterator[SourceFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
-        if SKIPPED_FOLDERS.isdisjoint(relative.parts):
+        if SKIPPED_FOLDERS.isdisjoint(relative.parts) and not path.name.startswith("_sysconfigdata"):
             text = path.read_text(encoding="utf-8", errors="ignore")
             if text.strip():
                 yield SourceFile(relative.as_posix(), text)
