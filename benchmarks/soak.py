@@ -7,7 +7,7 @@ What follows `--` goes to `headstart serve`. In this order:
 texts       200 mixed requests of 16 clients (greedy and seeded, stop strings, schemas, shared beginnings, clients that
             leave); each finished text is asked for again, alone and without drafts, and must be the same.
 schemas     100 answers under a JSON schema, with drafts and without: all valid, and the same text.
-prefix      a system prompt of 1,000 tokens comes again: time to the first token, over that of its first time.
+prefix      a system prompt of 1,000 tokens is repeated: time to the first token, over the first request's.
 drops       1,000 connections that break off at random moments: rows, waiting requests and open files as before.
 memory      minutes of mixed load: the growth of the process's memory from the first third of them to the last.
 shutdown    SIGTERM while 16 clients stream: each gets its whole answer or an error, and the process ends with code 0.

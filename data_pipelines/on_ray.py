@@ -41,7 +41,7 @@ from headstart.recipes import Recipe
 COMMAND = "harvest --on ray"
 WORKER_LOCK_SUFFIX = ".worker"
 JOIN_CHECK_SECONDS = 1.0  # how often the driver looks for new machines
-BATCHES_PER_TASK = 8  # of responses; the last batch of a task is not full
+BATCHES_PER_TASK = 8  # batches of responses; the last batch of a task is not full
 TASKS_PER_WORKER_MIN = 4  # if there are enough shards, so that workers finish at about the same time
 TASK_LOSSES_MAX = 10  # worker losses on one task before giving up on it
 

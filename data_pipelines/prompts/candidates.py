@@ -40,7 +40,7 @@ from headstart.recipes.schema import SELF, DataSection
 
 Write = Callable[[list[Request]], list[Generation]]
 CANDIDATES = "candidates.jsonl"
-BATCHES_TOGETHER = 16  # of data.generate_batch candidates, which are appended together
+BATCHES_TOGETHER = 16  # batches of data.generate_batch candidates that are appended together
 USABLE_SHARE_AT_START, SPARE_FACTOR = 0.8, 1.02  # to guess how many candidates give the missing prompts
 LETTERS_MIN = 10  # in a user turn; fewer letters are not a question
 
@@ -122,8 +122,8 @@ class CandidateWriter:
     recipe: Recipe
     template: UserTemplate
     write: Write
-    end_tokens: Sequence[int]  # of the target
-    vocab_size: int  # of the target
+    end_tokens: Sequence[int]  # the target's
+    vocab_size: int  # the target's
     with_defaults: Callable[[Request], Request] = lambda request: request  # adds the target's default sampling
 
     def candidates(self, numbers: Iterable[int]) -> list[Json]:

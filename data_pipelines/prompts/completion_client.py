@@ -84,7 +84,7 @@ class CompletionClient:
 
     def __init__(self, urls: Sequence[str], pause: Callable[[float], None] = time.sleep) -> None:
         self.servers, self.pause = [Server(url.rstrip("/").removesuffix("/v1")) for url in urls], pause
-        self._lock = Lock()  # of the servers' failures
+        self._lock = Lock()  # guards the failures of the servers
         # One connection per request: httpx allows 100 by default, and the other requests would time out.
         self.client = httpx.Client(timeout=TIMEOUT, limits=httpx.Limits(max_connections=None))
         weakref.finalize(self, self.client.close)

@@ -203,7 +203,7 @@ def text_field(row: Json, name: str) -> str:
 
 
 def parse_tokens(row: Json) -> TokenRow:
-    """Tokens, and a mask of the tokens to train on; without a mask there are none."""
+    """Tokens, and a mask of the tokens to train on; without a mask, no token is trained on."""
     tokens = list_of(int, row.get("tokens", row.get("input_ids")), "tokens")
     mask = list_of(int, row.get("loss_mask", [0] * len(tokens)), "loss_mask")
     if any(isinstance(token, bool) for token in tokens):

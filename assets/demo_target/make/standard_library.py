@@ -20,8 +20,8 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.tokenizer import load_tokenizer
 
 TARGET = Path(__file__).resolve().parents[1]
-# Skip tests, vendored copies and generated tables (code pages, help topics, _sysconfigdata): nobody writes such code
-# by hand.
+# Skip tests, vendored copies and generated tables (code pages, help topics, _sysconfigdata): people do not write such
+# code by hand.
 SKIPPED_FOLDERS = frozenset({"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data"})
 HELD_OUT_PERCENT = 5
 PROMPT_TOKENS = 64
