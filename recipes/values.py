@@ -141,6 +141,6 @@ class Section(BaseModel):
     @classmethod
     def refuse_large_numbers(cls, value: object) -> object:
         numbers = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(number, int | float) and abs(number) >= 2**63 for number in numbers):
+        if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):
             raise ValueError("a number of fewer than 64 bits is allowed; lower it")
         return value
