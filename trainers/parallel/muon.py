@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in a number format that the device is fast in."""
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in a number format fast on the device."""
 
 from typing import Any
 
