@@ -292,16 +292,12 @@ def text_about(number: int) -> str:
 
 REFUSED = table(
     """
-a base model | none | null
-    data.prompts | self given | needs a chat template | choose the chat
-a template without a user turn | [assistant] | null
-    data.prompts | self given | rules out | choose a
-a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null
-    data.prompts | self given | unchanged and once | choose a
+a base model | none | null => data.prompts | self given | needs a chat template | choose the chat
+a template without a user turn | [assistant] | null => data.prompts | self given | rules out | choose a
+a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null => data.prompts
 a template without system prompts | {% if messages[1:] %}NO_SYSTEM{% endif %}OWN | data.self_system_prompts=[maths]
     data.self_system_prompts | 'maths' given | no system turn | remove it
-a system prompt that leaves no room | OWN | data.prompt_tokens=6
-    data.prompt_tokens | 6 given | 7 or more are allowed | raise it
+a system prompt that leaves no room | OWN | data.prompt_tokens=6 => data.prompt_tokens | 6 given | 7 or more are allowed
 """
 )
 
