@@ -85,7 +85,6 @@ PLACES = {  # what a word in braces stands for; {run} and {folder} are the finis
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run and an export."""
     folder = tmp_path_factory.mktemp("finished")
     build_run(folder)
     run(tiny_recipe(folder))
@@ -125,7 +124,6 @@ def remove(path: Path) -> None:
 
 
 def refuse(access: str, pattern: str, name: str, patch: pytest.MonkeyPatch) -> None:
-    """Let folders and files of this name not be made and written, or files not be read."""
     number = getattr(errno, name)
 
     def refusing(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
@@ -180,5 +178,4 @@ def test_a_failing_disk_or_network_is_one_message(
 
 
 def names(folder: Path) -> set[str]:
-    """The relative paths of everything below a folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}

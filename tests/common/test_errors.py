@@ -231,7 +231,6 @@ def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:
 
 
 def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> None:
-    """Weights and shards could be read by their owner only, whatever the umask."""
     write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
     write_text(tmp_path / "a.json", "{}")
     config = LlamaConfig(num_hidden_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=9, intermediate_size=8)

@@ -57,13 +57,11 @@ class SmallDisk:
 
 
 def when_writing(end: str) -> Callable[[int, str], bool]:
-    """The disk is full when the first file with this end of its name is written."""
     return lambda count, name: name.endswith(end)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, prompts and a recipe, whose run is in another folder for each test."""
     folder = tmp_path_factory.mktemp("full")
     build_run(folder)
     return folder
@@ -71,8 +69,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def typed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
-    """typed(code, command, *overrides): type a command on the recipe; its run is in tmp_path/run."""
-
     def run(code: int, command: str, *overrides: str) -> str:
         arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]
         outcome = type_command(arguments, monkeypatch, capsys)
@@ -223,7 +219,6 @@ def train_elsewhere(command: list[str], run_dir: Path) -> Path:
 
 @pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))
 def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
-    """Training said that the head was complete, and every other command that it was damaged."""
     typed(0, "train")
     expected = contents(tmp_path / "run/head")
     (tmp_path / "run/head" / name).write_bytes(expected[name][:100])

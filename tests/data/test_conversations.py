@@ -191,7 +191,6 @@ def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -
 
 @pytest.mark.parametrize("responses", ["given", "target"])
 def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
-    """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
     tokenizer = build_tokenizer()
     tokenizer.add_tokens(["[PAD]"])
     rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
@@ -300,7 +299,6 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
 
 
 def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
-    """A head would have been trained at loss 0, and written."""
     build_run(tmp_path)
     rows = [{"tokens": [5 + n, 20, 40, 60], "loss_mask": [0, 1, 0, 0]} for n in range(4)]
     write_rows(tmp_path / "prompts.jsonl", *rows)
@@ -347,7 +345,6 @@ def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
 
 
 def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
-    """data.responses: target; the row means the same as when its response is trained on."""
     template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
@@ -375,7 +372,6 @@ def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: P
 
 
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
-    """A plain text has no prompt; the first token alone says nothing."""
     path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
     tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}

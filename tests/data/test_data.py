@@ -39,13 +39,11 @@ TAPS = (1, 2, 3)  # the default taps of a target with 4 layers
 
 @pytest.fixture
 def copied(harvested: Path, tmp_path: Path) -> Recipe:
-    """A copy of the harvested run in another folder."""
     shutil.copytree(harvested / "run", tmp_path / "run")
     return tiny_recipe(harvested, f"run_dir={tmp_path / 'run'}")
 
 
 def read_all(folder: Path) -> None:
-    """Read every sample of both splits, as training does."""
     for split in ("train", "heldout"):
         store = FeatureStore(folder, split)
         for number in range(len(store)):
@@ -130,7 +128,6 @@ def set_end_tokens(target: Path) -> None:
 def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
     harvested: Path, tmp_path: Path, change: Callable[[Path], None], stage: str, named: str
 ) -> None:
-    """It used to go on with prompts of the old template. The remedy is one command line, for all that depends on it."""
     run = tmp_path / "run"
     shutil.copytree(harvested / "target", tmp_path / "target")
     shutil.copytree(harvested / "run", run)
@@ -151,7 +148,6 @@ def test_a_changed_target_at_the_same_path_is_noticed_and_the_remedy_works(
 
 
 def test_a_target_that_moved_is_the_same_target(harvested: Path, tmp_path: Path) -> None:
-    """Its path was part of the identity, so a renamed folder made a harvest useless."""
     shutil.copytree(harvested / "run", tmp_path / "run")
     shutil.copytree(harvested / "target", tmp_path / "renamed")
     before = modified(tmp_path / "run")
@@ -167,7 +163,6 @@ def test_a_template_in_another_file_is_the_same_template(harvested: Path, tmp_pa
 
 
 def test_a_tokenizer_saved_without_a_network_is_the_same_tokenizer(harvested: Path, tmp_path: Path) -> None:
-    """transformers saves whether the hub was to be asked, so one model fetched twice was two targets."""
     shutil.copytree(harvested / "target", tmp_path / "target")
     path = tmp_path / "target" / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -181,7 +176,6 @@ def test_a_tokenizer_saved_without_a_network_is_the_same_tokenizer(harvested: Pa
 
 
 def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> None:
-    """The features are the target's, whoever wrote the texts."""
     build_run(tmp_path)
     for name in ("prompts", "heldout"):
         (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name} {n}"}}\n' for n in range(6)))
@@ -194,7 +188,6 @@ def test_changed_weights_are_noticed_for_given_responses_too(tmp_path: Path) -> 
 
 
 def test_a_row_that_was_mended_needs_no_other_run_dir(harvested: Path, tmp_path: Path) -> None:
-    """The folder of prompts that were refused used to be refused again, for another content of the file."""
     good, path = (harvested / "prompts.jsonl").read_text(), tmp_path / "prompts.jsonl"
     path.write_text('{"text": 5}\n' + good)
     recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.prompts={path}")
@@ -403,14 +396,12 @@ def test_a_broken_line_in_our_own_files_is_refused_with_its_number(tmp_path: Pat
 
 
 def test_a_mark_at_the_start_of_our_own_files_is_ignored(tmp_path: Path) -> None:
-    """Some editors write it when a file of questions or a corpus is saved."""
     (tmp_path / "questions.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "good"}\n')
     assert list(read_jsonl(tmp_path / "questions.jsonl")) == [{"prompt": "good"}]
 
 
 @pytest.mark.parametrize("count", [768, slow(8192)])
 def test_the_demo_prompts_are_whole_and_none_is_held_out(count: int) -> None:
-    """Training does not depend on the installed Python's standard library, from which they were drawn."""
     demo = ROOT / "assets/demo_target"
     template = ChatTemplate(load_tokenizer(demo))
     rows = list(read_jsonl(demo / f"prompts_{count}.jsonl"))

@@ -25,7 +25,6 @@ MORE = "data.num_prompts=20"
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    """A harvested run of 12 prompts, in a folder of its own."""
     for name in ("target", "run"):
         shutil.copytree(harvested / name, tmp_path / name)
     for name in ("recipe.yaml", "prompts.jsonl", "heldout.jsonl"):
@@ -39,7 +38,6 @@ def grow(folder: Path, count: int) -> None:
 
 
 def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
-    """The files of a harvest of the same recipe into an empty folder."""
     other = tiny_recipe(folder, f"run_dir={folder / 'fresh'}", *overrides)
     harvest(other)
     return contents(other.run_dir)
@@ -93,7 +91,6 @@ def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Calla
 def test_a_kill_while_prompts_are_added_costs_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
 ) -> None:
-    """The same command then ends as if it had not been killed."""
     grow(folder, 20)
     calls = 0
 
@@ -159,7 +156,6 @@ def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: P
 
 
 def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(folder: Path) -> None:
-    """Their report used to take the place of the one on the prompts that are there."""
     with (folder / "prompts.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
     before = contents(folder / "run")

@@ -28,7 +28,6 @@ MORE = "data.num_prompts=13"
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    """A recipe of the same harvest whose run is not made yet."""
     values = {**recipe_values(harvested), "run_dir": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path

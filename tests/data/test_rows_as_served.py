@@ -143,8 +143,6 @@ def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
 
 
 def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The date is that on which the run was begun."""
-
     class Today(date):
         @classmethod
         def today(cls) -> "Today":
@@ -259,7 +257,6 @@ def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
 
 
 def test_a_response_with_a_prompt_is_trained_on() -> None:
-    """The prompt alone used to be trained on, in silence."""
     response, completion = {"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}
     chat = [("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "that<|im_end|>")]
     assert trained_on(template(CHATML), response) == chat
@@ -317,7 +314,6 @@ def test_an_answer_that_begins_with_newlines_is_kept() -> None:
 
 
 def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """The prompt that the server makes of a request with these messages."""
     return str(found.tokenizer.decode(served_tokens(found, messages)))
 
 
@@ -353,7 +349,6 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def answers(messages: list[dict[str, Any]]) -> Iterator[int]:
-    """Places of the turns that are trained on."""
     return (place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("weight") != 0)
 
 

@@ -124,7 +124,6 @@ def test_when_all_servers_are_gone_each_is_named_and_finished_responses_are_kept
 
 
 def test_no_connection_to_a_server_outlives_its_client(stack: ExitStack) -> None:
-    """Python warned of sockets that nobody had closed, in whatever ran when it collected them."""
     url, _ = stack.enter_context(serving())
     client = CompletionClient([url])
     connections = client.client
@@ -189,7 +188,6 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
 
 @pytest.fixture
 def start(tmp_path: Path, target: TargetModel) -> Iterator[Callable[..., str]]:
-    """Starts a server that writes states; returns its URL."""
     (tmp_path / "written").mkdir()
     with ExitStack() as stack:
         yield lambda **fields: stack.enter_context(

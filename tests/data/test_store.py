@@ -133,7 +133,6 @@ def test_states_that_a_format_cannot_hold_are_found_in_it(tmp_path: Path, storag
 
 
 def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A run with a target whose embedding is changed."""
     build_run(folder)
     path = folder / "target" / "model.safetensors"
     weights = load_file(path)
@@ -145,7 +144,6 @@ def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> No
 def test_states_too_large_for_the_format_stop_the_harvest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
 ) -> None:
-    """They were stored as infinities, verified as sound, and found in the first step of training that read them."""
     run_with(tmp_path, lambda embedding: embedding * 1e6)
     if not checked_first:  # as if only later texts had such states
         monkeypatch.setattr(harvest_stages, "check_states", lambda *_: None)
@@ -284,7 +282,6 @@ def test_an_epoch_reads_a_few_shards_at_a_time_and_every_sample_once(monkeypatch
 
 
 def change_a_state(path: Path) -> None:
-    """Change one number of the last hidden states, which stays finite."""
     tensors = load_file(path)
     tensors["last_hidden"][0, 0] += 1
     with safe_open(path, "pt") as file:
@@ -372,7 +369,6 @@ def test_the_first_sample_of_a_shard_costs_its_own_bytes(
 
 
 def tensor_bytes() -> int:
-    """The bytes of all tensors in the memory of this process."""
     dense = (each for each in gc.get_objects() if type(each) is Tensor and each.layout is torch.strided)
     found = (each.untyped_storage() for each in dense if each.device.type == "cpu")
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
@@ -469,7 +465,6 @@ def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path)
 
 
 def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harvested: Path) -> None:
-    """When a run ends or is stopped, reading stops and no thread is left."""
     watched = Watched(harvested / "run")
     watched.gate.clear()
     ahead = ReadAhead(watched)

@@ -133,7 +133,6 @@ def test_nvidias_ids_count_layer_outputs_and_its_files_have_no_t2d(make_head: Ma
 
 
 def test_a_missing_d2t_is_derived_from_t2d(make_head: MakeHead, frozen: FrozenTarget) -> None:
-    """speculators' own converter drops both if one is missing."""
     files = published(make_head(vocab=LIMITED), "vllm")
     del files.tensors["d2t"]
     back, inferred = import_head(files, frozen)

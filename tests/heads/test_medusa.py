@@ -52,7 +52,6 @@ PROMPT = [5, 6, 7, 8]
 
 @pytest.fixture(scope="module")
 def reader(deep_target: TargetModel) -> TargetModel:
-    """The heads' target, tapped at the hidden state that Medusa reads."""
     return TargetModel(deep_target.model, (deep_target.config.num_layers,))
 
 
@@ -108,7 +107,6 @@ def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: F
 
 
 def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
-    """A level's tokens by the definition, likeliest first."""
     hidden = feature
     for number in range(head.shape.num_layers):
         block = head.state_dict()[f"blocks.{level}.layers.{number}.weight"]
@@ -187,7 +185,6 @@ def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
 def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
     kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """`headstart chat --head` with three Medusa heads said "decode.depth: 4 given", which no flag sets."""
     head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")

@@ -45,7 +45,6 @@ OBJECTIVE = Objective(unroll_weights=(1.0, 0.7, 0.5, 0.3))
 
 
 def a_sample(length: int, written: range) -> Sample:
-    """A text of random tokens, of which the target wrote some."""
     generator = torch.Generator().manual_seed(length)
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[list(written)] = True
@@ -78,7 +77,6 @@ def a_text(seq: int = SEQ) -> Batch:
 
 
 def chain_at(anchor: int) -> tuple[Blocks, ...]:
-    """One chain of all depths."""
     none = Blocks((), (), ())
     return none, none, none, Blocks((0,), (anchor,), (0,))
 

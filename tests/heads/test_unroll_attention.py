@@ -103,7 +103,6 @@ def test_large_scores_on_one_side_do_not_overflow(kernel: CausalKernel, loud: st
 
 
 def seen_by(change: Callable[[Tensor], None], step: int, documents: Documents | None) -> list[int]:
-    """The indices, in a row of 5, whose output depends on a change of a step's keys."""
     with torch.no_grad():
         torch.manual_seed(1)
         query, keys, values = random_blocks(2, seq=5)
@@ -207,7 +206,6 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool,
 def test_on_a_gpu_the_fused_kernel_equals_the_portable_one(
     dtype: torch.dtype, num_kv_heads: int, packed: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are merged with three later steps, forward and backward; the portable one runs in float32."""
     blocks = random_blocks(3, seq=128, num_kv_heads=num_kv_heads, dtype=dtype)
     half = [each.detach().cuda().requires_grad_() for each in (blocks[0], *blocks[1], *blocks[2])]
     exact = [each.detach().float().requires_grad_() for each in half]

@@ -132,7 +132,6 @@ def type_all(arguments):
 
 @pytest.mark.parametrize("arguments", [["--help"], ["recipes/tiny.yaml", "train.stepz=3"]], ids=["help", "typo"])
 def test_neither_help_nor_the_message_about_a_typo_waits_for_torch(arguments: list[str]) -> None:
-    """A typo in a recipe took 4.7 s to be reported."""
     launched = ["headstart.data_pipelines.harvest", *(f"trainers/{name}.py" for name in ("eagle", "medusa", "block"))]
     plain = [name for name, command in cli.COMMANDS.items() if command.read_arguments is not recipe_from_command_line]
     program = f"LAUNCHED, PLAIN = {launched}, {plain}\n{TYPE_EVERYTHING}\ntype_all({arguments})"
@@ -150,7 +149,6 @@ def test_the_command_tells_its_version(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.parametrize("arguments", [slow("--help"), "report --help"])
 def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
-    """`headstart -h | head -1` ended in BrokenPipeError."""
     command = f"{sys.executable} -m headstart.cli {arguments} | head -1"
     ended = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("usage: headstart ")
@@ -158,7 +156,6 @@ def test_help_into_head_is_no_broken_pipe(arguments: str) -> None:
 
 
 def test_examples_in_help_call_the_command_as_its_usage_does() -> None:
-    """`headstart lint --help` showed `python -m headstart.heads.formats.lint` in its examples."""
     for name, module in MODULES.items():
         text = cli.docstring(module)
         assert text is not None

@@ -55,7 +55,6 @@ main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name i
 
 @pytest.fixture(scope="module")
 def plain(target: TargetModel) -> Plain:
-    """plain(sampling, prompt=PROMPT, count=NEW_TOKENS): the new tokens of plain decoding."""
     known: dict[tuple[Sampling, tuple[int, ...], int], list[int]] = {}
 
     def decode(sampling: Sampling, prompt: list[int] = PROMPT, count: int = NEW_TOKENS) -> list[int]:
@@ -69,7 +68,6 @@ def plain(target: TargetModel) -> Plain:
 
 @pytest.fixture
 def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
-    """make_drafter(name, *texts): one of DRAFTERS for whole texts, each a prompt with its continuation."""
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 

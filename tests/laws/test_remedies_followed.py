@@ -36,7 +36,6 @@ def headstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 @pytest.fixture(scope="session")
 def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run of two steps: the recipe is its recipe.yaml, the run its run/."""
     folder = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         values = recipe_values(folder)
@@ -50,7 +49,6 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def trained(trained_once: Path, tmp_path: Path) -> Path:
-    """A copy of the finished run, to be broken; target and prompts stay where they are."""
     shutil.copytree(trained_once / "run", tmp_path / "run")
     (tmp_path / "target").symlink_to(trained_once / "target")
     values = yaml.safe_load((trained_once / "recipe.yaml").read_text())
@@ -59,7 +57,6 @@ def trained(trained_once: Path, tmp_path: Path) -> Path:
 
 
 def refused(outcome: Outcome) -> str:
-    """The message of a command that failed as it should, in one line."""
     assert outcome.code != 0, f"accepted: {outcome.text}"
     assert "Traceback" not in outcome.text, outcome.text
     return " ".join(outcome.err.split())
@@ -94,7 +91,6 @@ def command_it_names(message: str, name: str, recipe: Path) -> list[str]:
 
 @pytest.mark.parametrize("change", ["seed=4", "data.dtype=bfloat16", "train.unroll=2"])
 def test_each_remedy_for_a_changed_recipe_is_enough(trained: Path, headstart: Type, change: str) -> None:
-    """Four removals were demanded one after the other: prompts, responses, features, checkpoints."""
     command = ("train", trained / "recipe.yaml", change)
     message = refused(headstart(*command))
     assert "choose another run_dir" in message
@@ -106,7 +102,6 @@ def test_each_remedy_for_a_changed_recipe_is_enough(trained: Path, headstart: Ty
 
 
 def test_the_prompts_of_another_run_are_not_named_for_removal(trained: Path, headstart: Type) -> None:
-    """With data.folder of another run, the message told the user to remove that run's prompts."""
     shared = f"data.folder={trained / 'run'}"
     command = ("train", trained / "recipe.yaml", "seed=4", f"run_dir={trained / 'mine'}")
     message = refused(headstart(*command, shared))
@@ -137,7 +132,6 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_broken_one(trained: Path, he
 
 
 def test_an_existing_export_is_replaced_as_the_message_says(trained: Path, headstart: Type) -> None:
-    """It said "allow overwriting it", which is no field of a recipe."""
     command = ("export", trained / "recipe.yaml", "export.format=native")
     succeeded(headstart(*command))
     remedy = re.search(r"rm -r (\S+)\)", refused(headstart(*command)))
@@ -208,7 +202,6 @@ def test_a_head_of_the_other_script_is_trained_by_the_script_that_is_named(
 
 
 def test_a_missing_draft_model_is_reported_as_its_own_field(trained: Path, headstart: Type) -> None:
-    """It was reported as target.path."""
     report = ("report", trained / "recipe.yaml", *REPORT[:3], "report.baselines=[plain, draft_model]")
     for model in ((), (f"decode.draft_model={trained / 'nowhere'}",)):
         message = refused(headstart(*report, *model))

@@ -159,7 +159,6 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a sound recipe, and everything that it names."""
     folder = tmp_path_factory.mktemp("recipes")
     build_run(folder)
     (folder / "one.jsonl").write_text('{"prompt": "import os"}\n')

@@ -19,7 +19,6 @@ NUM_LAYERS = 16
 
 @pytest.fixture
 def good(tmp_path: Path) -> dict[str, Any]:
-    """The smallest recipe; its files exist."""
     target = tmp_path / "target"
     target.mkdir()
     (target / "config.json").write_text(json.dumps({"num_hidden_layers": NUM_LAYERS, "vocab_size": 1024}))
@@ -44,7 +43,6 @@ def write(folder: Path, values: dict[str, Any]) -> Path:
 
 
 def report(folder: Path, values: dict[str, Any], *overrides: str) -> list[str]:
-    """The lines of the error report below its heading."""
     with pytest.raises(RecipeError) as error:
         load_recipe(write(folder, values), overrides)
     return [line.strip() for line in str(error.value).splitlines()[1:]]

@@ -93,7 +93,6 @@ class Scripted:
         return batch_trees(trees)
 
     def continuation(self, prefix: list[int], remaining: int) -> list[int]:
-        """The true next tokens, at most `ahead` and at most as many as remain."""
         text = next(text for text in self.texts if text[: len(prefix)] == prefix)
         return text[len(prefix) :][: max(min(self.ahead, remaining), 0)]
 
@@ -101,7 +100,6 @@ class Scripted:
         raise NotImplementedError
 
     def random_below(self, end: int) -> int:
-        """A random number from 0 to end - 1."""
         return int(torch.randint(end, (), generator=self.random))
 
 

@@ -51,7 +51,6 @@ PROMPTS = [[5 + number, 40, 41 + number % 7, 60] for number in range(40)]
 
 
 def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
-    """Save a new head of the recipe; its drafts are seldom right."""
     frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
     vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
     save_head(new_head(recipe.head, frozen, vocab, seed), folder)
@@ -60,7 +59,6 @@ def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """A tiny recipe whose run has a head."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
     random_head(recipe, recipe.head_dir, 0)
@@ -69,7 +67,6 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @contextmanager
 def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) -> Iterator[Running]:
-    """A server of the recipe's head that keeps its traffic."""
     arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--adapt-memory", "0.01", "--always-draft", *more]
     options = serve_options(None, arguments)
     with ThreadPoolExecutor(1) as thread:
@@ -203,7 +200,6 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
 
 
 def texts_of(target: TargetModel, texts: list[tuple[list[int], list[int]]]) -> list[Sample]:
-    """Samples of prompts and their responses."""
     samples = []
     for prompt, response in texts:
         states = tap(target, [prompt + response])
@@ -246,7 +242,6 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
 
 
 def traffic_of(recipe: Recipe) -> Snapshot:
-    """A snapshot of what the tiny target wrote."""
     target = TargetModel.load(recipe.target, (2, 3, 4))
     samples = texts_of(target, [(prompt, generate(target, prompt, 12).tokens) for prompt in PROMPTS[:16]])
     return Snapshot("head", samples[4:], samples[:4])

@@ -42,7 +42,6 @@ BLOCK = (
 
 
 def a_sample(length: int, written: range, seed: int) -> Sample:
-    """A text of random tokens, of which the target wrote some."""
     generator = torch.Generator().manual_seed(seed)
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[list(written)] = True
@@ -187,7 +186,6 @@ def test_chunks_change_neither_loss_nor_gradient(
 
 
 def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_recipe: MakeRecipe) -> None:
-    """Its own loss is that to the text alone."""
     plain = *BLOCK, "head.markov_rank=0", "train.unroll=3"
     assert Objective.from_recipe(make_recipe("a", *plain)).weight == 0
     assert Objective.from_recipe(make_recipe("b", *plain, "train.objective=reverse_kl")).weight == 1
@@ -246,7 +244,6 @@ def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead
 
 
 def saved_bytes(make_head: MakeHead, seq: int) -> int:
-    """What autograd keeps for a text of this length, with as many blocks whatever its length."""
     head = make_head("block", reaches=(Reach(), Reach())).requires_grad_(True)
     blocks = draw_blocks(Batch.collate([a_sample(seq, range(seq), 1)], torch.float32), 16, "key")
     tokens, taps = torch.zeros(1, seq, dtype=torch.long), torch.randn(1, seq, 96)

@@ -68,7 +68,6 @@ def cut_in_half(path: Path) -> None:
 def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
-    """Going back to the one before it is the user's decision."""
     checkpoints = saved(tmp_path, 5)
     checkpoints.save(snapshot(10, target={"fc.weight": torch.ones(3, 4)}))
     damage(tmp_path / "step-10" / file)

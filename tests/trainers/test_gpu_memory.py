@@ -85,7 +85,6 @@ def check(recipe: Recipe, devices: str) -> None:
 def test_every_gpu_recipe_fits_the_gpus_that_it_names(
     gpu_recipe: Callable[..., Recipe], name: str, devices: str
 ) -> None:
-    """The 8B recipe needed 116 GB of an 80 GB card, and the target that decodes 16 GB more; nothing checked it."""
     recipe = gpu_recipe(name)
     assert recipe.train.precision == "bfloat16"
     if "_70b" in name and devices == "80GB":
@@ -110,7 +109,6 @@ def test_every_gpu_recipe_fits_the_gpus_that_it_names(
 def test_the_settings_named_by_a_refusal_make_the_run_fit(
     gpu_recipe: Callable[..., Recipe], name: str, devices: str, overrides: list[str]
 ) -> None:
-    """It used to compare only weights and gradients with the memory, so the first step ended in a CUDA error."""
     with pytest.raises(ValueError, match=r"train\.accumulate: \d+ given, .* allowed there; write train\.") as refusal:
         check(gpu_recipe(name, *overrides), devices)
     named = str(refusal.value).partition("; write ")[2].split()
@@ -134,7 +132,6 @@ def test_slices_of_a_head_need_less_than_the_whole(gpu_recipe: Callable[..., Rec
 
 @pytest.fixture(scope="module")
 def middling(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose target is large enough for activations to outweigh a head's weights."""
     folder = tmp_path_factory.mktemp("middling")
     build_run(folder)
     sizes = {"hidden_size": 128, "intermediate_size": 448, "head_dim": 32, "vocab_size": 512}
@@ -205,7 +202,6 @@ def test_a_plan_for_devices_that_are_not_here(
 def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
     middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It ran out of memory in the first step, hours later. A dry run shows the plan first."""
     small = Machine(1, torch.device("cuda"), 40 * 10**6)
     monkeypatch.setattr(Machine, "running", lambda *_: small)
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
@@ -256,7 +252,6 @@ def test_the_plan_has_the_hours_of_each_stage(gpu_recipe: Callable[..., Recipe])
 
 
 def test_gpus_with_layers_of_their_own_write_no_faster_than_one(gpu_recipe: Callable[..., Recipe]) -> None:
-    """They compute one after another; the plan had divided the time by their number."""
     alone, layers = (
         planned_hours(gpu_recipe("llama3_8b", f"target.split={split}"), 8 if split == "layers" else 1)
         for split in ("null", "layers")

@@ -37,13 +37,11 @@ def frozen(harvested: Path) -> FrozenTarget:
 
 
 def rows(recipe: Recipe) -> list[tuple[int, str]]:
-    """(step, train or heldout) of every row of metrics.jsonl."""
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     return [(line["step"], next(name.partition("/")[0] for name in line if "/" in name)) for line in lines]
 
 
 def numbers(recipe: Recipe) -> list[dict[str, float]]:
-    """All rows of metrics.jsonl without the values that depend on the clock."""
     lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
     return [{name: value for name, value in line.items() if "per_second" not in name} for line in lines]
 
@@ -123,7 +121,6 @@ def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
 def test_measuring_and_logging_do_not_change_the_weights(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Measuring and logging more often, and decoding held-out prompts, leave the weights as they are."""
     often, rarely = make_recipe("often", "train.checkpoint_every=2", "train.eval_prompts=1"), make_recipe("rarely")
     run(often)
     monkeypatch.setattr(loop, "LOG_EVERY", 8)
@@ -252,7 +249,6 @@ def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
 def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The export of such a run had no held-out figures."""
     rarely = "train.checkpoint_every=100", "train.warmup_steps=1"
     stopped, train_step = make_recipe("run", *rarely), loop.train_step
     monkeypatch.setattr(loop, "train_step", lambda a, b, c, _: train_step(a, b, c, True))

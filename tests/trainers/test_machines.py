@@ -54,7 +54,6 @@ def free_port() -> int:
 def launch_machine(
     folder: Path, number: int, port: int, script: Path, *arguments: str, config: str = "ddp"
 ) -> subprocess.Popen[str]:
-    """Start one machine's part of a launch of two machines with one rank each."""
     home = folder / f"machine{number}"
     home.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
@@ -65,7 +64,6 @@ def launch_machine(
 
 
 def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
-    """Train on two machines, each with overrides of its own."""
     port, recipe = free_port(), str(folder / "recipe.yaml")
     return [
         launch_machine(folder, number, port, TRAINER, recipe, *mine, config=config)
@@ -74,7 +72,6 @@ def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "d
 
 
 def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
-    """What the launches printed; fails if they do not end in time."""
     try:
         return [machine.communicate(timeout=seconds)[0] for machine in machines]
     finally:
@@ -180,7 +177,6 @@ def test_machines_with_different_recipes_are_refused_by_field(folder: Path) -> N
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_within_a_minute(folder: Path, victim: int) -> None:
-    """The others waited for it for six hours."""
     shared = f"run_dir={folder / 'shared'}"
     machines = launch_training(folder, (shared, *LONG), (shared, *LONG))
     wait_for_steps(folder / "shared", 60)
@@ -233,7 +229,6 @@ def test_processes_started_apart_are_refused(folder: Path) -> None:
 
 
 def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> None:
-    """It ended the launcher, and the trainer went on unseen."""
     log, run = folder / "log", folder / "run"
     with log.open("w") as file:
         launcher = start_process([*accelerate(1), str(folder / "recipe.yaml"), *LONG], log=file)
@@ -266,7 +261,6 @@ def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: P
 
 
 def test_a_file_that_one_machine_lacks_ends_all_machines(folder: Path) -> None:
-    """The machine that had it waited for the other one."""
     shared = f"run_dir={folder / 'shared'}"
     for number in range(2):
         (folder / f"machine{number}").mkdir()

@@ -50,7 +50,6 @@ def joint(mode: str, **fields: float) -> str:
 
 @pytest.fixture(scope="module", params=slow_unless(["lora"], MODES))
 def tuned(request: pytest.FixtureRequest, harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    """The recipe of a run that has tuned its target."""
     folder = tmp_path_factory.mktemp("tuned") / "run"
     shutil.copytree(harvested / "run", folder)
     measured = "train.eval_prompts=1", "train.checkpoint_every=8", "report.num_prompts=1", "report.temperatures=[0.9]"
@@ -62,13 +61,11 @@ def tuned(request: pytest.FixtureRequest, harvested: Path, tmp_path_factory: pyt
 
 
 def on_tuned(recipe: Recipe) -> Recipe:
-    """The recipe with its tuned target as the target."""
     section = recipe.target.model_copy(update={"path": str(recipe.tuned_target_dir)})
     return recipe.model_copy(update={"target": section})
 
 
 def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
-    """Untrained heads with their target, and a batch of harvested samples."""
     frozen = FrozenTarget.from_folder(folder / "target", torch.float32)
     vocab = draft_vocab(recipe.head, torch.zeros(frozen.config.vocab_size, dtype=torch.long))
     head = new_head(recipe.head, frozen, vocab, seed=0)

@@ -30,8 +30,6 @@ def online(folder: Path, *overrides: str, where: str = "auto") -> Recipe:
 
 
 class Counted:
-    """A target that records the lengths of each batch that it reads."""
-
     def __init__(self, recipe: Recipe) -> None:
         self.target, self.asked = TargetModel.load(recipe.target, TAPS), list[list[int]]()
 
@@ -54,7 +52,6 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: str) -> None:
-    """With the target in this process, and in a separate one."""
     recipe = online(harvested, where=where)
     before = modified(harvested)
     with open_stores(recipe, harvest(recipe), TAPS) as made:

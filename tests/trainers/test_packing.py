@@ -29,7 +29,6 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # arguments of make_head, and
 
 
 def random_sample(length: int, kind: str) -> Sample:
-    """A text of which the target wrote random parts, possibly including the first token."""
     taps = torch.randn(length, 0 if kind == "eagle1" else 3 * HIDDEN)
     return Sample(torch.randint(VOCAB, (length,)), torch.rand(length) < 0.8, taps, torch.randn(length, HIDDEN))
 

@@ -63,7 +63,6 @@ a run_dir in /proc | run_dir=/proc/x => run_dir | /proc/x given | a writable fol
 def test_what_would_fail_after_the_harvest_is_refused_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, dry_run: str
 ) -> None:
-    """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("wandb.login", lambda **options: False)
@@ -77,7 +76,6 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
 def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run of tiny_medusa2 was refused without peft, and a run noticed after the harvest."""
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["head={kind: medusa, medusa_heads: 3}", "joint.mode=lora", "joint.lora_rank=2"]
     recipe = tiny_recipe(folder, *options)
@@ -121,7 +119,6 @@ def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
 
 
 def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """decode.nodes=100000 reached 19 GB and was killed."""
     step, cpu = StepMemory(cached=4096, vocab_size=1000, element=4), torch.device("cpu")
     most = step.most_nodes(rows=2, length=500, free=20 * GIGABYTE)
     assert step.needed(2, most, 500) <= 20 * GIGABYTE < step.needed(2, most + 1, 500)
@@ -134,7 +131,6 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_lower_decode_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`decode.nodes: 0 given, up to 0 is allowed here`: two of six harvests beside each other on one GPU ended so."""
     step = StepMemory(cached=23_040, vocab_size=49_152, element=2)
     monkeypatch.setattr(budget, "free_memory", lambda device: 7 * GIGABYTE)
     fits = 7 * GIGABYTE // step.needed(1, 1, 768)
@@ -171,7 +167,6 @@ no questions | report.prompts=/gone.jsonl => report.prompts | /gone.jsonl given 
 def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """An empty report.prompts ended in a traceback, and turns of text were asked by their first letter."""
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
     rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
     (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")

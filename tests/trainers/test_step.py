@@ -37,7 +37,6 @@ from headstart.trainers.step import (
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
-    """The result of the first step, and its gradient before clipping."""
     found: dict[str, Tensor] = {}
 
     def watching(head_on_ranks: ReplicatedHead) -> float:
@@ -99,7 +98,6 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
 def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
     make_recipe: Callable[..., Recipe], head: str, trained_on: list[int], split: str
 ) -> None:
-    """It used to train at loss 0 and to write a head, or to measure on nothing."""
     recipe = make_recipe("run", f"head={head}")
     shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
     training = start_training(recipe)

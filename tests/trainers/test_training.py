@@ -49,7 +49,6 @@ def frozen(harvested: Path) -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def samples(harvested: Path) -> list[Sample]:
-    """Four training samples of different lengths."""
     store = FeatureStore(tiny_recipe(harvested).features_dir, "train")
     found = sorted((store[number] for number in range(len(store))), key=lambda sample: len(sample.tokens))[::3]
     assert len({len(sample.tokens) for sample in found}) == len(found) == 4
@@ -57,7 +56,6 @@ def samples(harvested: Path) -> list[Sample]:
 
 
 def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3Head:
-    """A head without zero weights, which would hide paths through it."""
     size = section.get("draft_vocab_size")
     counts = FeatureStore(tiny_recipe(harvested).features_dir, "train").token_counts(frozen.config.vocab_size)
     vocab = DraftVocab.full(len(counts)) if size is None else DraftVocab.most_frequent(counts, size)

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(recipe: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
-    """Start the documented command as a process, from another folder."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
     environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
@@ -43,7 +42,6 @@ LONGER = "train.steps=60", "train.checkpoint_every=5"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the command has made everything from prompts to head, in steps enough to be stopped in."""
     folder = tmp_path_factory.mktemp("finished")
     finish(start(build_run(folder), *LONGER, EVALUATED))
     return folder

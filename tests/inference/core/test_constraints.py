@@ -56,7 +56,6 @@ WRITTEN = '{"kind": "dog", "age": 7, "tame": false}{"kind": "cow", "age": 123, "
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> TargetModel:
-    """Its end token is 0."""
     folder: Path = build_target(tmp_path_factory.mktemp("constrained"))
     taps = TargetConfig.from_folder(folder).default_taps()
     return TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), taps)
@@ -263,7 +262,6 @@ def test_calls_follow_their_tools_and_nothing_else(grammars: Grammars) -> None:
 
 
 def spells(grammar: Grammar, text: str) -> bool:
-    """Whether a whole text is one of a grammar's."""
     tokens = [*build_tokenizer()(text)["input_ids"], 0]
     return grammar.start().advance(tokens) == len(tokens)
 

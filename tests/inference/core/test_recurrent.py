@@ -52,7 +52,6 @@ def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
 
 
 def texts(target: TargetModel, asked: list[Request]) -> list[list[int]]:
-    """Each prompt with its plain continuation."""
     return [[*each.prompt, *plain(target, tuple(each.prompt), each.sampling)] for each in asked]
 
 

@@ -46,7 +46,6 @@ def comparable(stats: DecodeStats) -> DecodeStats:
 
 
 def texts_of(target: TargetModel, requests: list[Request], make_head: MakeHead) -> Texts:
-    """The requests with what plain decoding writes for each of them alone."""
     whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
     return Texts(target, whole, make_head)
 
@@ -195,7 +194,6 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
 
 
 def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
-    """Short texts come before longer ones that began earlier, and each comes once."""
     requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 1])]
     wanted = generate_batch(target, requests)
     found = list(generate_each(target, requests, max_batch=2))
@@ -228,7 +226,6 @@ def test_stats_of_a_batch_report_bytes_moved_and_seconds(target: TargetModel, te
 
 @pytest.fixture(scope="module")
 def five_token_target(make_model: MakeModel) -> TargetModel:
-    """A target with a vocabulary of five tokens."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     return TargetModel(make_model(vocab_size=5, initializer_range=0.25, intermediate_size=16, **sizes), (0, 1))
 

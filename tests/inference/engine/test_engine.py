@@ -38,13 +38,11 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def texts(target: TargetModel, make_head: MakeHead) -> Texts:
-    """The requests with what each writes alone."""
     whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in REQUESTS]
     return Texts(target, whole, make_head)
 
 
 def written(texts: Texts, number: int) -> list[int]:
-    """What a request writes alone."""
     return texts.whole[number][len(REQUESTS[number].prompt) :]
 
 
@@ -241,7 +239,6 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
 
 
 def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
-    """Nobody but our attention may look into the mask of several parts; a model that does is found out."""
     model = make_model(num_hidden_layers=4)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -308,7 +305,6 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
 
 
 def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
-    """Of prompts that share the rows' steps, or take turns with them; without rows a pass may be large."""
     for shares_steps in (False, True):
         schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
         assert (schedule.tokens(has_rows=False), schedule.tokens(has_rows=True)) == (512, 16)
@@ -428,7 +424,6 @@ FAILING: dict[str, dict[str, Any]] = {
 def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
     target: TargetModel, texts: Texts, what: str, drafted: bool
 ) -> None:
-    """It ended the step, and with it every row."""
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
     loop = DecodeLoop(target, drafter, max_batch=3)
     numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]

@@ -188,7 +188,6 @@ def test_right_values_of_other_types_are_accepted(model: SpeculativeModel) -> No
 
 @pytest.fixture(scope="module")
 def folders(target_folder: Path, head: Eagle3Head, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target, its head, and damaged copies of both."""
     base = tmp_path_factory.mktemp("api")
     save_head(head, base / "head")
     for name in ("no tensor", "other shape", "not finite", "cut short", "not JSON", "unknown"):

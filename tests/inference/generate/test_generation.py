@@ -65,7 +65,6 @@ def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
 
 @pytest.fixture(scope="module")
 def theirs(make_model: MakeModel) -> Any:
-    """The transformers model with the weights of `target`, not wrapped by TargetModel."""
     return make_model(num_hidden_layers=4)
 
 
@@ -336,8 +335,6 @@ def test_the_detailed_output_agrees_with_transformers(model: SpeculativeModel, t
 
 
 class Recorder:
-    """A streamer that records what it is given."""
-
     def __init__(self) -> None:
         self.given: list[Any] = []
 

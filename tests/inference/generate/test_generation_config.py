@@ -60,7 +60,6 @@ def demo() -> Demo:
 
 
 def say(folder: Path, fields: dict[str, Any]) -> Path:
-    """Write a folder's generation_config.json; fields that it has stay."""
     path = folder / "generation_config.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps({**own, **fields}))
@@ -111,7 +110,6 @@ SOME_FILES = (
 
 @pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
 def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo, tmp_path: Path) -> None:
-    """All of it was dropped in silence."""
     own, call = FILES[case]
     theirs, model = demo.reading(say(tmp_path, own))
     with warnings.catch_warnings():
@@ -142,7 +140,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def test_scores_are_those_of_transformers_at_every_token_of_a_text(
     case: str, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were raw log-probabilities, whatever penalties and truncation applied."""
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     found = model.generate(**prompts(**details), seed=4)
@@ -204,7 +201,6 @@ OWN = {
 
 
 def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
-    """The server read a file that was gone, and the harvest none at all, so heads were trained on other texts."""
     build_run(tmp_path)
     say(tmp_path / "target", {**OWN, "max_new_tokens": 12})
     served, recipe = load_served(tmp_path / "target"), tiny_recipe(tmp_path, "data.response_tokens=12")

@@ -41,7 +41,6 @@ ESCAPE = "\x1b"
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target with a tokenizer and a chat template, and an untrained head for it."""
     folder = tmp_path_factory.mktemp("chat")
     build_target(folder / "target", num_layers=3)
     for name in ("config.json", "generation_config.json"):  # one end token, or most answers would be empty
@@ -90,8 +89,6 @@ class KnowsTheText:
 
 @pytest.fixture
 def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
-    """make_chat(drafter, temperature=0.0, colours=False): a chat and what it prints."""
-
     def make(drafter: Drafter, temperature: float = 0.0, colours: bool = False, longest: int = 24) -> Any:
         printed = io.StringIO()
         system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
@@ -302,7 +299,6 @@ def test_piped_lines_are_answered_one_by_one_without_colours(
 def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides_them(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were ignored; and the longest answer by default left a small target no room for the question."""
     shutil.copytree(folders / "target", tmp_path / "target")
     path = tmp_path / "target" / "generation_config.json"
     path.write_text(json.dumps({"eos_token_id": 0, "do_sample": True, "temperature": 1.5, "no_repeat_ngram_size": 1}))
@@ -327,7 +323,6 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
 def test_a_message_names_options_where_no_recipe_is_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: Path
 ) -> None:
-    """It named keys of a recipe, which no option sets."""
     shutil.copytree(folders / "target", tmp_path / "own_code")
     path = tmp_path / "own_code" / "config.json"
     auto_map = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
@@ -341,8 +336,6 @@ def test_a_message_names_options_where_no_recipe_is_given(
 def test_the_default_target_is_fetched_if_it_is_missing(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was fetched again in every folder that the chat was started from."""
-
     def fetch(folder: Path, source: str) -> str:
         folder.parent.mkdir(parents=True)
         folder.symlink_to(folders / "target")

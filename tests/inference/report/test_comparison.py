@@ -84,7 +84,6 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
 
 
 def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
-    """Rows wait at the same time, so their waits must not be added up."""
     run = run_batch(Method("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)

@@ -41,8 +41,6 @@ def replay_texts_once() -> Iterator[None]:
 
 
 class Prompts(list[list[int]]):
-    """A hashable list of prompts, as `cache` needs."""
-
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(str(self))
 
@@ -106,7 +104,6 @@ def write_ids(config: Config, tensors: Tensors) -> None:
 
 
 def round_coarsely(config: Config, tensors: Tensors) -> None:
-    """Round to multiples of 0.9 standard deviations, as a format of very few bits does."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.ndim == 2:
             step = 0.9 * tensor.std()
@@ -114,7 +111,6 @@ def round_coarsely(config: Config, tensors: Tensors) -> None:
 
 
 def overflow(config: Config, tensors: Tensors) -> None:
-    """Write a weight beyond 65504, which is infinite in float16."""
     tensors["fc.weight"] = tensors["fc.weight"].half()
     tensors["fc.weight"][0, :4] = 1e6
 

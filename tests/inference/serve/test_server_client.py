@@ -26,7 +26,6 @@ def server(templated: Running) -> Running:
 
 @pytest.fixture(scope="module")
 def outside(server: Running, client: OpenAI) -> OpenAI:
-    """The same client for the paths that are not below /v1."""
     return client.with_options(base_url=server.url)
 
 

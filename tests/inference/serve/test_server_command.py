@@ -93,7 +93,6 @@ def test_options_reach_the_settings() -> None:
 
 @contextmanager
 def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
-    """A server of its own process that has begun to answer one request for so many choices, and the answer."""
     target = build_target(folder / "target", num_layers=2)
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--port", "0"]
     pipe = subprocess.PIPE
@@ -153,7 +152,6 @@ def test_packages_that_are_missing_are_named(
 
 
 def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that compute had two pools of OpenMP threads, which slowed every step down by a third."""
     folder, seen = build_target(tmp_path / "target"), []
     from_folders = SpeculativeModel.from_folders
 
@@ -186,7 +184,6 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
 
 
 def test_the_server_names_the_drafts_that_a_target_with_states_gets(tmp_path: Path) -> None:
-    """It named trees, which such a target does not verify."""
     folder = build_target(tmp_path / "target")
     vocab_size = TargetConfig.from_folder(folder).vocab_size
     make_family("qwen3_next", vocab_size=vocab_size).save_pretrained(folder)

@@ -91,7 +91,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> None:
-    """The message has the field, its value, what is allowed and what to do."""
     prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
     for fields, beginning, allowed in REFUSED[path]:
         body = json.dumps({**prompt, **fields})  # in ASCII, as other clients write halves of surrogate pairs
@@ -102,7 +101,6 @@ def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> No
 
 
 def assert_refused(answer: httpx.Response, status: int, *facts: str) -> str:
-    """Returns the message."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == status

@@ -140,7 +140,6 @@ def test_events_add_up_to_the_whole_response(client: OpenAI, text: str | None) -
 def test_text_after_a_call_was_told_before_it(
     client: OpenAI, text: str, items: list[str | None], speculative: bool
 ) -> None:
-    """Drafts bring both in one step, and a whole answer both at once."""
     extra = {"structured_outputs": {"choice": [text]}, "speculative": speculative}
     fields = {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 104, "extra_body": extra}
     whole, last = respond(client, **fields), list(respond(client, **fields, stream=True))[-1].response

@@ -230,7 +230,6 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 def decoded(
     make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
-    """Four texts in three rows, on the CPU or on pretended cards, and one that begins with what was written before."""
     model = make_model()
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
     target = TargetModel(model, TAPS)
@@ -288,7 +287,6 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 
 
 def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
-    """Blocks are written, kept, moved, copied, taken over and grown; every layer stays on its card."""
     devices = [CUDA, CUDA, SECOND]
 
     def fill(spread: bool) -> tuple[list[Tensor], list[torch.device | None]]:
@@ -332,8 +330,6 @@ def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: M
 
 
 class Samples(SampleStore):
-    """Random samples of unlike lengths, in memory."""
-
     def __init__(self, taps: tuple[int, ...], hidden_size: int, num_layers: int) -> None:
         torch.manual_seed(1)
         stored = len([each for each in taps if each < num_layers])
