@@ -2,11 +2,9 @@
 
 import errno
 import os
-import signal
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -185,21 +183,6 @@ def test_ctrl_c_while_a_command_is_loading_is_one_line(
     assert outcome.err.strip() == "interrupted before the work began; run the same command again"
 
 
-@pytest.mark.slow
-def test_a_harvest_that_ctrl_c_stops_goes_on_with_the_same_command(harvested: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "headstart.cli", "harvest", str(harvested / "recipe.yaml")]
-    command += [f"run_dir={tmp_path}/run", "data.num_prompts=14", "data.response_tokens=100", "data.generate_batch=1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=quiet_environment(ROOT), **pipes)  # type: ignore[call-overload]
-    while process.poll() is None and not list((tmp_path / "run").glob("responses/*.journal")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert said.strip() == "interrupted; the same command continues where it stopped"
-    subprocess.run(command, env=quiet_environment(ROOT), capture_output=True, check=True)
-
-
 # Files
 
 
@@ -238,25 +221,3 @@ def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> N
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert {path.suffix for path in files} == {".safetensors", ".json"}
     assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o666 & ~umask}
-
-
-@pytest.mark.slow
-def test_every_file_of_a_run_has_the_mode_that_the_umask_gives(
-    tmp_path: Path, umask: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe, run_dir = str(build_run(tmp_path)), tmp_path / "run"
-    report = ["report", recipe, "report.num_prompts=1", "report.baselines=[plain, chain]"]
-    target = ["--target", str(tmp_path / "target")]
-    for arguments in (
-        ["train", recipe],
-        ["export", recipe, "export.format=vllm"],
-        ["convert", str(run_dir / "export/vllm"), str(run_dir / "converted"), *target],
-        report,
-        ["store", "merge", str(run_dir / "merged"), str(run_dir / "features")],
-    ):
-        outcome = type_command(arguments, monkeypatch, capsys)
-        assert outcome.code == 0, outcome.text
-    files = [path for path in run_dir.rglob("*") if path.is_file()]
-    assert {path.suffix for path in files} >= {".safetensors", ".json", ".jsonl", ".md", ".svg"}
-    modes = {path.relative_to(run_dir).as_posix(): oct(stat.S_IMODE(path.stat().st_mode)) for path in files}
-    assert set(modes.values()) == {oct(0o666 & ~umask)}, modes

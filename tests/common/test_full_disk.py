@@ -21,8 +21,6 @@ from tiny_run import build_run, contents, quiet_environment
 from headstart.heads import files as head_files
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"
-
 Type = Callable[..., str]  # type a command; returns what it printed
 
 
@@ -155,19 +153,6 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     typed(0, "export", "export.format=vllm")
     engine = {name: content for name, content in contents(tmp_path / "first").items() if name != "README.md"}
     assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
-
-
-@pytest.mark.slow
-def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
-    typed(0, "train")
-    for name in ("report.json.partial", "report.md.partial"):
-        with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, when_writing(name))
-            assert "No space left on device" in typed(1, "report", *REPORT)
-        assert not list((tmp_path / "run").glob("report/*.partial"))
-    typed(0, "report", *REPORT)
-    outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
-    assert [outcome["forced"]["outside"] for outcome in outcomes] == [0, 0]
 
 
 def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, tmp_path: Path) -> None:

@@ -187,20 +187,6 @@ def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tup
     assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
 
 
-def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
-) -> None:
-    url, handler = server
-    handler.failures = iter([0] * 5 + [400])
-    values = f"data.server={url}", "data.generate_batch=1", "data.online=[auto]"
-    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", *values)
-    with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
-        harvest(recipe)
-    harvest(recipe)
-    assert len(handler.seen) == 16  # no sample was requested twice
-    assert [row["id"] for row in responses(recipe)] == list(range(12))
-
-
 def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504, 429, 408])

@@ -9,14 +9,13 @@ import pytest
 from accelerate import PartialState
 from bad_inputs import assert_told, type_command
 from matrix import slow
-from test_data import kill_while_writing_features, kill_while_writing_responses
+from test_data import kill_while_writing_features
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.data_pipelines.stages.stage import Stage
-from headstart.recipes import Recipe
 from headstart.recipes.command_line import Part
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
@@ -69,15 +68,6 @@ def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
             assert now[name] == before[name], name
     assert now["features/heldout-00000.safetensors"] == before["features/heldout-00000.safetensors"]
     assert contents(folder / "run") == fresh(folder, override)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_while_writing_features, kill_while_writing_responses])
-def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
-    kill(tiny_recipe(folder))
-    grow(folder, 20)
-    harvest(tiny_recipe(folder, MORE))
-    assert contents(folder / "run") == fresh(folder, MORE)
 
 
 @pytest.mark.parametrize(

@@ -152,15 +152,6 @@ def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
 
 
 @pytest.mark.slow
-def test_more_prompts_continue_from_features_in_a_bucket(store: str, local: Path, tmp_path: Path) -> None:
-    harvest(tiny_recipe(local, f"run_dir={tmp_path}/fewer", "data.num_prompts=7"))
-    fill(store, tmp_path / "fewer")
-    recipe = tiny_recipe(local, f"run_dir={store}")
-    harvest(recipe)
-    assert_same_data(recipe, local)
-
-
-@pytest.mark.slow
 def test_a_cache_smaller_than_the_features_changes_nothing(
     store: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,6 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import gc
-import json
 import math
 import re
 import shlex
@@ -16,12 +15,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from matrix import slow
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch import Tensor
-from torch.testing import assert_close
 
 from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest_stages
@@ -33,7 +30,6 @@ from headstart.data_pipelines.features.shard_files import (
     bytes_per_token,
     decode,
     encode,
-    non_finite,
     open_shard,
     stored_states,
     stored_tokens,
@@ -106,32 +102,6 @@ def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_a
     assert not (tmp_path / "shard.partial").exists()
 
 
-@pytest.mark.parametrize("storage", ["int8", slow("float8")])
-def test_a_harvest_in_8_bits_is_close_to_one_in_float32(harvested: Path, tmp_path: Path, storage: str) -> None:
-    shutil.copytree(harvested / "run" / "prompts", tmp_path / "prompts")
-    shutil.copytree(harvested / "run" / "responses", tmp_path / "responses")
-    harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.dtype={storage}"))
-    whole, small = FeatureStore(harvested / "run" / "features", "train"), FeatureStore(tmp_path / "features", "train")
-    for number in range(len(whole)):
-        for name in ("taps", "last_hidden"):
-            full, found = vars(whole[number])[name], vars(small[number])[name]
-            assert (found - full).norm() / full.norm() < 0.05
-        assert_close(small[number].tokens, whole[number].tokens)
-        assert_close(small[number].loss_mask, whole[number].loss_mask)
-
-
-@pytest.mark.parametrize("value", [1.0, 7e4, math.inf, math.nan])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "float8", "int8"])
-def test_states_that_a_format_cannot_hold_are_found_in_it(tmp_path: Path, storage: str, value: float) -> None:
-    states = torch.randn(5, 64)
-    states[3, 2] = value
-    stored = encode("x", states, storage)
-    save_file(stored, tmp_path / "file")
-    is_held = bool(decode(safe_open(tmp_path / "file", "pt"), "x", 0, 5)[3, 2].isfinite())
-    assert is_held == (math.isfinite(value) and (storage, value) != ("float16", 7e4))
-    assert bool(non_finite(stored)) != is_held
-
-
 def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     build_run(folder)
     path = folder / "target" / "model.safetensors"
@@ -153,19 +123,6 @@ def test_states_too_large_for_the_format_stop_the_harvest(
         harvest(recipe)
     assert bool(list(recipe.responses_dir.glob("*.jsonl*"))) != checked_first
     assert not list(recipe.features_dir.glob("*.safetensors"))
-
-
-@pytest.mark.parametrize(("responses", "online"), [("target", "[auto]"), ("given", "[auto]"), slow(("given", "null"))])
-def test_a_target_that_computes_nonsense_is_refused_with_online_features_too(
-    tmp_path: Path, responses: str, online: str
-) -> None:
-    run_with(tmp_path, lambda embedding: embedding * math.nan)
-    rows = "".join(json.dumps({"text": f"{number} is a number of two tokens or more"}) + "\n" for number in range(12))
-    (tmp_path / "prompts.jsonl").write_text(rows)
-    (tmp_path / "heldout.jsonl").write_text('{"text": "nothing like it"}\n')
-    recipe = tiny_recipe(tmp_path, f"data.responses={responses}", f"data.online={online}", "train.eval_prompts=0")
-    with pytest.raises(ValueError, match=r"target\.dtype: float32 given, .* hidden states are not finite"):
-        train(recipe)
 
 
 # The commands

@@ -28,8 +28,6 @@ MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
-Type = Callable[..., Outcome]
-
 UP = "midlayer.mlp.up_proj.weight"
 
 

@@ -293,19 +293,6 @@ def test_a_truncated_or_missing_file_is_refused_by_name(make_model: MakeModel, t
         FrozenTarget.from_folder(tmp_path, torch.float32)
 
 
-def test_pickled_weights_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    model = make_model()
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"neither model\.safetensors .*pickled weights are not read"):
-        FrozenTarget.from_folder(tmp_path, torch.float32)
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        TargetConfig.from_folder(tmp_path)
-
-
 def test_the_config_read_from_files_equals_that_of_the_loaded_model(
     deep_target: TargetModel, target_folder: Path
 ) -> None:

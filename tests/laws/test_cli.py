@@ -69,14 +69,6 @@ def test_train_runs_the_script_of_the_recipes_kind_of_head(
     assert f"--num_processes N {script} RECIPE" in capsys.readouterr().out
 
 
-def test_train_refuses_a_wrong_recipe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit) as stop:
-        headstart(monkeypatch, "train", "recipes/tiny.yaml", "train.steps=0")
-    assert stop.value.code == 2
-    assert "train.steps: 0 given" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_help_of_a_subcommand_is_the_modules_own_and_names_the_command_that_was_typed(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -152,18 +152,6 @@ def test_machines_that_each_have_all_slices_of_the_head_take_the_same_steps(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config_name", "ranks"), CONFIGS[1::2])
-def test_every_launch_resumes_what_a_single_process_saved(
-    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int
-) -> None:
-    """The third and fourth step, from the weights and optimizer state after the second."""
-    saved, result = harvested / "one.half", tmp_path / "result.safetensors"
-    finish(launch(config_name, ranks, "tests/support/rank_steps.py", harvested, result, saved))
-    earlier = re.compile(r"(loss|norm|gradient)\.[01]\b")
-    assert_same(load_file(result), {name: tensor for name, tensor in one_process.items() if not earlier.match(name)})
-
-
-@pytest.mark.slow
 def test_a_block_head_takes_the_same_steps_under_every_launch(harvested: Path, tmp_path: Path) -> None:
     """The blocks that are drawn from a text do not depend on the rank that reads it."""
     values = yaml.safe_load((harvested / "recipe.yaml").read_text())

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from killed_runs import killed_in
-from matrix import slow, slow_unless
+from matrix import slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
 from torch.testing import assert_close
@@ -27,7 +26,6 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.recipes import Recipe
 from headstart.trainers import loop, run
 from headstart.trainers.loop import SampleOrder
-from headstart.trainers.step import Training
 from headstart.trainers.tracking import Tracker
 
 
@@ -58,6 +56,7 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run
     "medusa2": (7, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
     "adamw": (5, ()),
     "late": (7, MUON),
+    "peagle": (5, ("head={kind: peagle, num_layers: 2, depths: 4, taps: [2, 3, 4]}", "train.unroll=4")),
     "block": (6, BLOCK),
     "medusa2 in its warm-up": (2, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 4}")),
     "medusa2 with adapters": (7, (*MEDUSA, "joint={mode: lora, lora_rank: 4, learning_rate: 1e-2, warmup_steps: 2}")),
@@ -216,34 +215,6 @@ def test_non_finite_features_are_named_by_shard_and_row(make_recipe: Callable[..
     write_manifest(recipe.features_dir, every, about)
     with pytest.raises(ValueError, match=r"the features of samples 7 \(row 2 of train-00001\.safetensors\) are not"):
         run(recipe)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), slow((signal.SIGINT, 130))])
-def test_a_signal_in_a_step_that_is_to_be_measured_loses_nothing(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, number: int, code: int
-) -> None:
-    """The signal arrives in step 4, after which a measurement is due: the run saves first, and measures on resuming."""
-    whole, stopped, train_step, steps = make_recipe("whole"), make_recipe("stopped"), loop.train_step, iter(range(1, 9))
-    before = signal.getsignal(signal.SIGINT)
-    run(whole)
-
-    def signalled(training: Training, step: int, numbers: list[int], interrupted: bool) -> Any:
-        if next(steps) == 4:
-            os.kill(os.getpid(), number)
-            interrupted = True  # the loop would have read this after the signal
-        return train_step(training, step, numbers, interrupted)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "train_step", signalled)
-        with pytest.raises(SystemExit) as ended:
-            run(stopped)
-    assert ended.value.code == code
-    assert [path.name for path in stopped.checkpoints_dir.glob("step-*")] == ["step-4"]
-    assert signal.getsignal(signal.SIGINT) is before
-    run(stopped)
-    assert contents(stopped.checkpoints_dir) == contents(whole.checkpoints_dir)
-    assert contents(stopped.head_dir) == contents(whole.head_dir)
-    assert numbers(stopped) == numbers(whole)
 
 
 def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(

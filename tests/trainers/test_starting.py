@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from killed_runs import killed_in
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -81,18 +80,6 @@ def test_a_run_begins_where_the_other_one_ended(
     assert "before and" in capsys.readouterr().out
     ids = [load_file(recipe.head_dir / "model.safetensors")["d2t"] for recipe in (first, tuned)]
     assert torch.equal(*ids)
-
-
-def test_a_killed_warm_start_resumes_into_the_same_weights(make_recipe: MakeRecipe) -> None:
-    first = make_recipe("first", "train.steps=1")
-    run(first)
-    whole, killed = (make_recipe(name, f"train.start_from={first.head_dir}") for name in ("whole", "killed"))
-    run(whole)
-    with killed_in(6):
-        run(killed)
-    run(killed)
-    one, other = (recipe.head_dir / "model.safetensors" for recipe in (whole, killed))
-    assert one.read_bytes() == other.read_bytes()
 
 
 def test_a_published_head_keeps_what_no_recipe_can_say(

@@ -117,25 +117,6 @@ def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finishe
     assert_close(two, one, rtol=1e-3, atol=1e-4)  # ranks add up in another order
 
 
-@pytest.mark.slow
-def test_one_rank_continues_after_the_last_sample_of_two(finished: Path, tmp_path: Path) -> None:
-    """SIGTERM stops a launch of two ranks; one rank continues with the next batch, in two micro-batches."""
-    run_dir = tmp_path / "run"
-    copy_stages(finished, run_dir)
-    process = start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", ranks=2)
-    wait_for_step(run_dir / "metrics.jsonl", 10, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "saved after step" in output
-    stopped = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
-    assert 10 <= stopped < 60
-    output = finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", "train.accumulate=2"))
-    assert f"resuming after step {stopped}" in output
-    one, handed = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
-    assert_close(handed, one, rtol=1e-3, atol=1e-4)
-
-
 def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:
     while process.poll() is None and logged_step(metrics) < step:
         time.sleep(0.01)

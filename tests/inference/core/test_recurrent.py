@@ -26,9 +26,6 @@ from headstart.recipes.schema import DecodeSection, TargetSection
 
 PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
 NEW = 14
-Make = Callable[..., TargetModel]
-
-
 KINDS = [*STATEFUL, "own cache"]
 
 
