@@ -279,7 +279,6 @@ def damage(store: Path, kind: str, content: str) -> None:
 STORES = table(
     """
 merge without stores | merge {new} => store merge | only | one or more stores must follow it
-merge of a folder that is not there | merge {new} {store} {place}/nowhere => nowhere holds no features
 merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"} => dtype: 'float32' in | 'int8' in
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again

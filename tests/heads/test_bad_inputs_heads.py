@@ -309,7 +309,6 @@ doctor: a depth beyond any head | nothing | DOCTOR --depth 100000 => --depth | 1
 doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json => --manifest
 export: a number format that torch lacks | float3 | EXPORT => torch_dtype | 'float3' | float32, bfloat16 or float16
 export: the folder is a file | run a file | EXPORT => run_dir | run is a file
-report: no head, before it asks for prompts | nothing | REPORT => decode.head | run/head holds no head
 report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => report.other_heads.other
 report: the tokenizer of another model | nothing | PLAIN target.path={place}/target 'report.baselines=[plain]'
     a prompt holds token id | 0 to 96 of the target | the target's own tokenizer
@@ -319,7 +318,6 @@ report: a head as the draft model | nothing | PLAIN 'report.baselines=[draft_mod
     head | embed_tokens.weight is missing | all tensors of a model | give a model's folder
 report: no prompts | nothing | REPORT 'report.baselines=[plain]' => heldout.jsonl | is missing
 chat: no head in the recipe's run | nothing | chat {place}/recipe.yaml => decode.head | run/head holds no head
-chat: a recipe and a target | nothing | chat {place}/recipe.yaml --target {place}/whole => --target | whole given
 chat: a question longer than the target's positions | nothing | CHAT --dtype float32 --prompt hello --max-new-tokens 128
     the question is | tokens long | are allowed | lower --max-new-tokens
 """)

@@ -121,13 +121,7 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
         if trained.objective is DFLASH2:  # 0.9 TV, and the text once more without the selector
             slot = -head.slot_logits(states[level]).log_softmax(-1)
             loss = 0.45 * (p - q).abs().sum() + 0.1 * text + 0.1 * (slot[column[0]] if len(column) else 0)
-        found.append(
-            {
-                "loss": loss,
-                "hit": (p.argmax() == q.argmax()).float(),
-                "accepted": kept,
-            }
-        )
+        found.append({"loss": loss, "hit": (p.argmax() == q.argmax()).float(), "accepted": kept})
     return found
 
 
@@ -164,10 +158,7 @@ def test_the_loss_is_that_of_the_head_level_by_level(
     assert_close(scores.sums(), sums, atol=1e-4, rtol=1e-4)
     assert_close(scores.loss, wanted, atol=1e-4, rtol=1e-4)
     parameters = [each for each in trained.parameters() if each.requires_grad]
-    for one, other in zip(
-        torch.autograd.grad(scores.loss, parameters), torch.autograd.grad(wanted, parameters), strict=True
-    ):
-        assert_close(one, other, atol=1e-4, rtol=1e-3)
+    assert_close(*(torch.autograd.grad(loss, parameters) for loss in (scores.loss, wanted)), atol=1e-4, rtol=1e-3)
 
 
 def test_chunks_change_neither_loss_nor_gradient(

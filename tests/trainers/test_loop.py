@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 import signal
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +14,11 @@ from killed_runs import killed_in
 from matrix import slow_unless
 from safetensors.torch import load_file
 from tiny_run import contents, write_shard
-from torch.testing import assert_close
 
 from headstart.data_pipelines.features.batches import Batch, Sample
 from headstart.data_pipelines.features.shards import FeatureStore, shard_name, write_manifest
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
-from headstart.heads.kinds.eagle1 import Eagle1Head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.recipes import Recipe
 from headstart.trainers import loop, run
@@ -83,18 +80,6 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[...,
     assert rows(cut) == [
         row for step in range(1, 9) for row in [(step, "train"), *[(step, "heldout")] * (step % 4 == 0)]
     ]
-
-
-def test_an_eagle_1_run_learns_and_ends_in_a_head_that_can_be_loaded(
-    make_recipe: Callable[..., Recipe], frozen: FrozenTarget
-) -> None:
-    recipe = make_recipe("run", "head={kind: eagle1}", "train.objective=blended_acceptance")
-    shutil.rmtree(recipe.features_dir)  # they hold the taps of an EAGLE-3 head
-    run(recipe)
-    losses = [line["heldout/loss_0"] for line in numbers(recipe) if "heldout/loss_0" in line]
-    assert losses[1] < losses[0]
-    assert FeatureStore(recipe.features_dir, "train")[0].taps.shape[1] == 0  # the last hidden state is stored once
-    assert isinstance(load_head_for(recipe.head_dir, frozen), Eagle1Head)
 
 
 def test_a_plain_eagle_3_head_is_saved_with_the_scales_of_its_taps(
@@ -230,19 +215,6 @@ def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
     ended = make_recipe("run", *rarely, "train.steps=1")
     run(ended)
     assert [row["step"] for row in numbers(ended) if "heldout/loss_0" in row] == [1]
-
-
-def test_a_packed_run_ends_in_the_head_of_a_padded_run_up_to_rounding(
-    make_recipe: Callable[..., Recipe],
-) -> None:
-    heads, losses = [], []
-    for name, packing in (("padded", "null"), ("packed", "60")):
-        recipe = make_recipe(name, f"train.pack_tokens={packing}", "train.accumulate=2")
-        run(recipe)
-        heads.append(load_file(recipe.head_dir / "model.safetensors"))
-        losses.append([row["train/loss_0"] for row in numbers(recipe) if "train/loss_0" in row])
-    assert_close(losses[1], losses[0], rtol=1e-3, atol=1e-4)
-    assert_close(heads[1], heads[0], rtol=1e-3, atol=1e-4)  # packed sums add up in another order
 
 
 @pytest.mark.slow

@@ -105,11 +105,7 @@ def test_a_published_head_keeps_what_no_recipe_can_say(
         ("eagle3", ["head.draft_vocab_size=70"], "draft_vocab_size: 70 in the recipe, 80 in the folder"),
         ("eagle3", ["head.intermediate_size=32"], "intermediate_size: 32 in the recipe, 64 in the folder"),
         ("eagle3", BLOCK, "head.kind: block in the recipe, eagle3 in the folder"),
-        (
-            "block",
-            ["head={kind: block, block_size: 5}", "train.unroll=5"],
-            "block_size: 5 in the recipe, 4 in the folder",
-        ),
+        ("block", ["head={kind: block, block_size: 5}", "train.unroll=5"], "block_size: 5 in the recipe, 4 in the"),
     ],
 )
 def test_a_head_that_differs_from_the_recipe_is_refused_by_name(

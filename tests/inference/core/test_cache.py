@@ -136,18 +136,6 @@ def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(tar
     assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
 
 
-def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
-    slots = Slots([torch.zeros(1, 2, 1, 1, 8, 1)])
-    first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
-    slots.append(0, first, first)
-    slots.advance([1])
-    keys, values = slots.append(0, second, -second)
-    assert keys.flatten().tolist() == [1, 2, 2]
-    assert values.flatten().tolist() == [1, -2, -2]
-    slots.set_lengths([0])
-    assert slots.append(0, second, second)[0].flatten().tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
 def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
     """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""

@@ -74,16 +74,11 @@ def prompts(**fields: Any) -> dict[str, Any]:
 SHORT = {"max_new_tokens": NEW, "pad_token_id": 0}
 # What the file says, and the call. Each is another text than without the file.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a penalty": ({**SHORT, "repetition_penalty": 1.3}, {}),
     "n-grams": ({**SHORT, "no_repeat_ngram_size": 2}, {}),
     "the longest text and prompt": ({"max_length": 25, "pad_token_id": 0}, {}),
     "a length that the call replaces": ({"max_length": 11, "repetition_penalty": 1.3}, {"max_new_tokens": NEW}),
     "an older end token": ({**SHORT, "eos_token_id": [COMMA, 1000]}, {}),
-    "a least length with the prompt": ({**SHORT, "eos_token_id": COMMA, "min_length": 21}, {}),
-    "words": ({**SHORT, "bad_words_ids": [[COMMA], [199, 199], [14, 903]]}, {}),
-    "suppressed tokens": ({**SHORT, "suppress_tokens": [COMMA, DOT], "begin_suppress_tokens": [287]}, {}),
     "a forced end": ({**SHORT, "forced_eos_token_id": 0, "max_new_tokens": 8}, {}),
-    "a bias": ({**SHORT, "sequence_bias": [[[COMMA], -20.0]], "renormalize_logits": True}, {}),
     "a configuration beside it": (
         {**SHORT, "repetition_penalty": 1.3},
         {"generation_config": GenerationConfig(no_repeat_ngram_size=3)},
@@ -102,10 +97,7 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-SOME_FILES = (
-    *("n-grams", "the longest text and prompt", "an older end token", "a forced end"),
-    "a call that switches some off",
-)
+SOME_FILES = "n-grams", "the longest text and prompt", "an older end token", "a call that switches some off"
 
 
 @pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
@@ -128,9 +120,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
         **{"min_new_tokens": 5, "forced_eos_token_id": 0, "renormalize_logits": True, "suppress_tokens": [DOT]},
     },
     "greedy": {
-        "eos_token_id": [COMMA, DOT],
-        "repetition_penalty": 1.2,
-        "begin_suppress_tokens": [287],
+        **{"eos_token_id": [COMMA, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
         "no_repeat_ngram_size": 2,
     },
 }

@@ -191,13 +191,6 @@ def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
         read_questions(tmp_path / "rows.jsonl", ChatTemplate(build_tokenizer()), 1000, 1)
 
 
-def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    (tmp_path / "test.parquet").write_text("{}")
-    with pytest.raises(ValueError, match=r"report\.prompts: .*a complete parquet file is allowed"):
-        read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
-
-
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:
     """As in Spec-Bench's file: ten questions of each of MT-Bench's topics, in order, and 80 of each other group."""
     rows = [{"category": topic, "turns": [f"{topic} {i}", "b"]} for topic in ("writing", "stem") for i in range(3)]

@@ -143,13 +143,3 @@ def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome
 def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
     written = (trained.report_dir / "report.md").read_text()
     assert [column for column in COLUMNS if f"| {column} " not in written or f"\n- {column}: " not in written] == []
-
-
-def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, "report.other_heads={other: nowhere}")
-    wanted = r"decode\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
-    with pytest.raises(ValueError, match=wanted):
-        report(recipe)
-    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; .* headstart prompts RECIPE"):
-        report(tiny_recipe(tmp_path, "report.baselines=[plain]"))

@@ -356,23 +356,16 @@ class Samples(SampleStore):
 
 
 WINDOW = Reach(6, causal=True), Reach(causal=True)
-EAGLE3, BLOCK = "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
+PACKED, EAGLE3, BLOCK = "train.pack_tokens=40", "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
 TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what its recipe says
     "eagle1": (HEADS["eagle1"], ["head={kind: eagle1}", "train.unroll=2"]),
     "eagle3": (HEADS["eagle3"], [EAGLE3, "train.optimizer=adamw"]),
-    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.pack_tokens=40"]),
+    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, PACKED]),
     "eagle3, checkpointed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.activation_checkpointing=true"]),
     "eagle3, micro-batches": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.accumulate=2"]),
-    "peagle, packed": (
-        HEADS["peagle"],
-        ["head={kind: peagle, num_layers: 2, depths: 4}", "train.unroll=4", "train.pack_tokens=40"],
-    ),
+    "peagle, packed": (HEADS["peagle"], ["head={kind: peagle, num_layers: 2, depths: 4}", "train.unroll=4", PACKED]),
     "medusa": (HEADS["medusa"], ["head={kind: medusa, medusa_heads: 3}", "train.unroll=3"]),
-    "dspark": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4"]),
-    "dspark, packed": (
-        HEADS["dspark"],
-        [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", "train.pack_tokens=40"],
-    ),
+    "dspark, packed": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", PACKED]),
     "dflash": ({**HEADS["dflash"], "block_size": 5}, [f"head={{kind: {BLOCK}}}", "train.unroll=4"]),
     "window": ({"kind": "block", "reaches": WINDOW}, [f"head={{kind: {BLOCK}, causal: true}}", "train.unroll=4"]),
 }
