@@ -269,7 +269,7 @@ def read_prompts(
             report.held_out.append(row.line)
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
-        report.unread.update(sorted(unread_keys(row.read())))
+        report.unread.update(sorted(unread_keys(row.read(), parsed)))
         if data.responses == "given" and isinstance(parsed, Conversation) and parsed.answered() != parsed:
             report.unanswered.append(row.line)
         if any(sample["cut"] for sample in samples):

@@ -69,7 +69,15 @@ a turn of a number | {"messages": [{"role": "user", "content": 3}]}
 a part with reasoning | {"messages": [{user}, {"role": "assistant", "content": [{"type": "reasoning", "text": "x"}]}]}
     contains parts that are not text | only text is supported
 reasoning in a list | {"messages": [{user}, {"role": "assistant", "content": "b", "reasoning_content": ["why"]}]}
-    the reasoning of turn 2 is a list | text is needed
+    turn 2: reasoning_content: ['why'] given | a text is allowed
+reasoning of two texts | {"messages": [{user}, {"from": "gpt", "value": "b", "reasoning": "x", "thinking": "y"}]}
+    turn 2: thinking: 'y' given | the same text as in reasoning is allowed | remove one of them
+content that says two things | {"messages": [{"role": "user", "from": "human", "content": "a", "value": "b"}, {reply}]}
+    turn 1: content and value say two things | one is allowed | remove the other
+messages that say two things | {"messages": [{user}, {reply}], "conversations": [{user}]}
+    messages and conversations say two things | remove the other
+tokens that say two things | {"tokens": [1, 2], "input_ids": [1, 3]}
+    tokens and input_ids say two things
 an answer first | {"messages": [{reply}, {user}]}
     right after the start | ORDER
 tools that are not JSON | {"messages": [{user}], "tools": "{"}
@@ -77,7 +85,9 @@ tools that are not JSON | {"messages": [{user}], "tools": "{"}
 tool calls that are a number | {"messages": [{user}, {"role": "assistant", "tool_calls": 3}]}
     tool_calls is a number | a list of objects
 a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
-    turn 2 has a tool call | without a function name
+    turn 2: tool_calls[0]: {'function': {}} given | an object with function.name is allowed
+a tool call with a list | {"messages": [{user}, {"from": "gpt", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}
+    turn 2: tool_calls[0].function.arguments: '[1]' (not an object) given | a JSON object in a string, is allowed
 tokens with a fraction | {"tokens": [1, 2.0]}
     a number (2.0) at place 2 | whole numbers
 tokens of true and false | {"tokens": [true]}
@@ -92,6 +102,14 @@ a mask of labels | {"tokens": [1, 2], "loss_mask": [-100, 1]}
     loss_mask holds -100 | 0 and 1 are allowed
 labels | {"input_ids": [1, 2], "labels": [-100, 1]}
     the row has labels | write loss_mask, with 1 for each token whose label is not -100
+a mask beside messages | {"messages": [{user}, {reply}], "loss_mask": [0, 1]}
+    the row has loss_mask, a mask of tokens, without tokens | weight: 0 in each turn that is not trained on
+labels beside messages | {"messages": [{user}, {reply}], "labels": [-100, -100]}
+    the row has labels, a mask of tokens, without tokens | weight: 0 in each turn
+a mask beside a prompt | {"prompt": "x", "response": "y", "assistant_masks": [0, 1]}
+    the row has assistant_masks, a mask of tokens, without tokens | tokens and loss_mask
+a mask beside a text | {"text": "x y", "loss_mask": [0, 1]}
+    the row has loss_mask, a mask of tokens, without tokens | tokens and loss_mask
 images of a row | {"messages": [{user}], "images": ["a.png"]}
     the row has images | not supported | remove the field if the text is right without it
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}

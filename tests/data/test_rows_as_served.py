@@ -30,12 +30,15 @@ from headstart.data_pipelines.prompts.chat_masks import (
     given_samples,
     parse_known,
 )
+from headstart.data_pipelines.prompts.conversations import unread_keys
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.api.encode import PromptEncoder
+from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import ChatRequest
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.messages import REASONING_NAMES
 from headstart.recipes.schema import DataSection
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|calls|>")
@@ -195,6 +198,27 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     assert calls in prompt_of(found, {"messages": messages[:3]}) == served(found, messages[:3])
     words = [words for _, words in trained_on(found, {"messages": messages})]
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
+
+
+def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving() -> None:
+    """The server dropped what rows read, and both dropped reasoning_details, in silence."""
+    found = template(CHATML.replace("{{ m.content", "{{ (m.reasoning_content or '') + m.content"))
+    for name in (*REASONING_NAMES, "no_such_field"):
+        value = [{"type": "reasoning.text", "text": "hidden"}] if name == "reasoning_details" else "hidden"
+        messages = [user("Hi"), says("Hello.", **{name: value}), user("Again")]
+        if name in REASONING_NAMES:
+            assert "hidden" in prompt_of(found, {"messages": messages}) == served(found, messages)
+            continue
+        assert {f"{name} of a turn"} == unread_keys({"messages": messages}, parse_known(found, {"messages": messages}))
+        with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
+            served(found, messages)
+        assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
+
+
+def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -> None:
+    call = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+    messages = [user("Hi"), says(None, tool_calls=[call]), RESULT]
+    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": messages}) == served(template(HYBRID), messages)
 
 
 # What rows say besides their words

@@ -21,10 +21,10 @@ from headstart.inference.serve.api.fields import (
     Templated,
     TextRequest,
     TokenizeRequest,
-    has_function,
-    read_json,
+    refuse_unknown,
 )
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.messages import FIELDS, read_message, unread_fields
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
 from headstart.recipes.sampling import SamplingFields
@@ -95,28 +95,17 @@ class PromptEncoder:
 
 def turn(name: str, message: Message) -> dict[str, Any]:
     """A message as templates take it; `name` is its path in the request."""
-    fields = message.model_dump(exclude_none=True)
-    content = fields.get("content", "" if message.tool_calls else None)
+    given = {**vars(message), **(message.model_extra or {})}
+    content = message.content if message.content is not None or not message.tool_calls else ""
     if content is None:
         raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
-    fields["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if fields.pop("tool_calls", []):
-        fields["tool_calls"] = [
-            with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls or [])
-        ]
-    return fields
-
-
-def with_arguments(name: str, call: Any) -> Any:
-    """An earlier tool call with its arguments as an object, as templates expect them, in the client's order of keys."""
-    if not has_function(call):
-        raise wrong(name, call, "an object with function.name is", "give back the server's call")
-    arguments = call["function"].get("arguments", {})
+    if unread := unread_fields(given):
+        refuse_unknown(f"{name}.{unread[0]}", given[unread[0]], FIELDS)
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     try:
-        parsed = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        raise wrong(f"{name}.function.arguments", arguments, "a JSON object in a string is", "correct it") from None
-    return {**call, "function": {**call["function"], "arguments": parsed}}
+        return read_message({**given, "content": text})
+    except ValueError as error:
+        raise ApiError(400, f"{name}.{error}", f"{name}.{str(error).partition(':')[0]}") from None
 
 
 @dataclass(frozen=True)
