@@ -6,6 +6,7 @@ Errors are ValueErrors that begin with the field; the caller puts the message's 
 import json
 import re
 import reprlib
+from collections.abc import Set
 from typing import Any
 
 from headstart.common.errors import wrong_value
@@ -44,10 +45,9 @@ def read_message(given: Json) -> Json:
     return message | {name: given[name] for name in ("name", "tool_call_id") if given.get(name)}
 
 
-def unread_fields(given: Json) -> list[str]:
+def unread_fields(given: Json, known: Set[str] = FIELDS | IGNORED) -> list[str]:
     """The names of a message's fields that have a value and are not read."""
-    known, says_nothing = FIELDS | IGNORED, (None, "", [], {}, False)
-    return [name for name, value in given.items() if name not in known and value not in says_nothing]
+    return [name for name, value in given.items() if name not in known and value not in (None, "", [], {}, False)]
 
 
 def read_reasoning(given: Json) -> str:

@@ -167,6 +167,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"conversation": "conv_1"}, "conversation: there is no such field", "input"),
     ({"input": None}, "input: missing", "required"),
     ({"input": []}, "input: []", "at least one message"),
+    ({"input": [{"role": "user", "content": "x", "thinking": "y"}]}, "input[0].thinking: there is no such", "content"),
     ({"input": [{"content": "x"}]}, "input[0].role: None", "a role"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference'", "a complete message"),
     (
