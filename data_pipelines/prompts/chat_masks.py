@@ -232,7 +232,7 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     tokenizer, joined = template.tokenizer, whole
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
         whole = prompt + encode_after(template, answer)
-        if tokenizer.decode(whole) != tokenizer.decode(joined):  # such as an end token after the prompt
+        if tokenizer.decode(whole) != tokenizer.decode(joined):
             raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give messages, or tokens")
     if early := {*template.end_tokens()} & {*whole[len(prompt) : -1]}:
         mark = tokenizer.decode([min(early)])

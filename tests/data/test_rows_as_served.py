@@ -176,6 +176,15 @@ def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pyt
         make_prompts(tiny_recipe(tmp_path, "target.chat_template_kwargs={date: 2026-05-05}", "data.prompt_tokens=100"))
 
 
+def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gave() -> None:
+    source = "\n{% set form = '%-d %b %Y' %}{% macro day() %}{{ strftime_now(form) }}{% endmacro %}{{ day() }}" + CHATML
+    today, row = date.today(), {"messages": [user("Hi")]}
+    asked = prompt_of(template(source, date=today.isoformat()), row)
+    assert asked == prompt_of(template(source), row)
+    assert asked.startswith(f"\n{today.strftime('%-d %b %Y')}<")
+    assert prompt_of(template(source, date="2026-01-02"), row).startswith("\n2 Jan 2026<")
+
+
 # Tool calls
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -189,6 +198,16 @@ def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
     assert '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>' in prompt_of(
         template(HYBRID), row
     )
+
+
+def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> None:
+    said: list[str] = []
+    for source in (CHATML, "{{ tools }}" + CHATML):
+        encoder = PromptEncoder(template(source), 999, 100_000, said.append)
+        for tools in ([], TOOLS, TOOLS):
+            encoder.from_chat(ChatRequest.model_validate({"messages": [user("Hi")], "tools": tools}))
+    [line] = said
+    assert "which the target's chat template does not write" in json.loads(line)["warning"]
 
 
 def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_them_so() -> None:
@@ -224,6 +243,7 @@ def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -
 # What rows say besides their words
 
 
+TOOLS = [{"type": "function", "function": CALL | {"description": "of a day", "parameters": {"type": "object"}}}]
 HELLO = {"messages": [user("Hi"), says("Hello.")]}
 NO_MARKS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 NO_MARKS += "{% if add_generation_prompt %}assistant: {% endif %}"
@@ -239,6 +259,8 @@ ODD_FIELDS = [
         (HYBRID, [HELLO, HELLO], r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers"),
         (NO_MARKS, [HELLO], "the chat template writes no end mark after 1 answers"),  # so it never learns to end
         (CHATML, [*ODD_FIELDS, ODD_FIELDS[0]], "not read: lang of a turn (3), source (2)"),
+        (CHATML, [HELLO | {"tools": TOOLS}], "not read: tools that the chat template does not write (1)"),
+        (CHATML, [HELLO | {"prompt": "Hello.", "text": "Hello.", "response": ""}], "not read: prompt (1), text (1)"),
         (CHATML, [{"messages": [*HELLO["messages"], user("Bye")]}], "dropped the turns after the last answer of 1"),
     ],
 )
@@ -292,18 +314,25 @@ def test_a_response_with_a_prompt_is_trained_on() -> None:
         assert trained_on(template(source), completion) == [("go ", "on<|eos|>")]
 
 
-def test_a_rendered_prompt_gets_no_second_start_token() -> None:
+def test_a_rendered_prompt_begins_with_the_start_token_once_in_rows_and_in_serving() -> None:
+    """With the token it was served with two, without it it was trained on with none and served with one."""
     found = template("{{ bos_token }}" + CHATML)
     backend = found.tokenizer.backend_tokenizer
     start = (SPECIAL[0], backend.token_to_id(SPECIAL[0]))
     backend.post_processor = TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[start])
-    rendered = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt_of(found, {"prompt": rendered}) == rendered == prompt_of(found, {"messages": [user("Hi")]})
-    row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
-    assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
-    assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
-    with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
-        trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
+    rendered = prompt_of(found, {"messages": [user("Hi")]})
+    assert rendered == "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    encoder = PromptEncoder(found, len(found.tokenizer), 100_000)
+    for prompt in (rendered, rendered.removeprefix("<|bos|>")):
+        assert prompt_of(found, {"prompt": prompt}) == rendered
+        assert found.tokenizer.decode(encoder.from_prompt(prompt, special=True)) == rendered
+        assert found.tokenizer.decode(encoder.from_prompt(prompt, special=False)) == prompt
+        row = {"prompt": prompt, "completion": "Hello.<|im_end|>"}
+        assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
+        assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
+        assert trained_on(found, {"text": prompt}) == [("<|bos|>", rendered.removeprefix("<|bos|>"))]
+        with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
+            trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
     assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
 
 
@@ -326,8 +355,8 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     backend.post_processor = ends
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    with pytest.raises(BadRow, match="the tokens of prompt and answer decode to another text"):
-        samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
+    [sample] = samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
+    assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
 
 
 def test_an_answer_that_begins_with_newlines_is_kept() -> None:

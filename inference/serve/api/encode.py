@@ -1,7 +1,9 @@
 """Turns the fields of requests into requests for the decode loop: prompts, sampling, and the form of the text."""
 
+import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -30,6 +32,10 @@ from headstart.inference.targets.tokenizer import spells_special_token, text_of,
 from headstart.recipes.sampling import SamplingFields
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+UNSEEN_TOOLS = (
+    "a request has tools, which the target's chat template does not write, so the target does not see them; "
+    "a tool_choice that forces a call still applies"
+)
 SAMPLING = SamplingFields.model_fields.keys() - {"seed"}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
@@ -37,9 +43,12 @@ RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript do
 class PromptEncoder:
     """Encodes prompts for one target. Not safe to use from several threads at once."""
 
-    def __init__(self, template: ChatTemplate, vocab_size: int, max_positions: int) -> None:
-        self.template, self.tokenizer = template, template.tokenizer
+    def __init__(
+        self, template: ChatTemplate, vocab_size: int, max_positions: int, log: Callable[[str], None] = print
+    ) -> None:
+        self.template, self.tokenizer, self.log = template, template.tokenizer, log
         self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.said: set[str] = set()  # warnings
         self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
@@ -63,6 +72,8 @@ class PromptEncoder:
         turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
         try:
             tools = None if fields.tool_choice == "none" else fields.tools or None
+            if tools and not self.template.writes_tools:
+                self.say_once(UNSEEN_TOOLS)
             text = self.template.render(turns, tools, opens_answer, continued, variables)
         except Exception as error:  # a template is a program, which may raise anything
             refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
@@ -70,13 +81,18 @@ class PromptEncoder:
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         return self.from_text(text, "messages", bool(fields.add_special_tokens))
 
+    def say_once(self, warning: str) -> None:
+        if warning not in self.said:
+            self.said.add(warning)
+            self.log(json.dumps({"warning": warning}))
+
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special` adds the tokens that the tokenizer puts around every text."""
+        """The tokens of a text; `special` adds those that the tokenizer puts around every text, unless it has them."""
         longest = self.max_positions * self.longest_token
         if len(text) > longest:
             given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
             raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return self.template.encode_text(text) if special else self.template.encode(text)
 
     def from_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
         """One prompt of a completion; `special` as in `from_text`."""
