@@ -200,6 +200,49 @@ def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
     )
 
 
+ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
+TEXTS_ALONE = HYBRID.replace(
+    "(c.function | tojson)",
+    "c.function.name + '(' + (c.function.arguments.values() | select('string') | join(', ')) + ')'",
+)
+
+
+def calls_with(value: Any) -> dict[str, Any]:
+    return says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": value}}}])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "hidden"),
+    [
+        ("{{ 'weather city Oslo' }}" + CHATML, [ASKS_SNOW, CALLS_WEATHER, RESULT], "the tool call weather of turn 2"),
+        (TEXTS_ALONE, [user("add a 7"), calls_with(7), RESULT], "the tool call add of turn 2"),
+        (TEXTS_ALONE, [user("add a true"), calls_with({"b": [True]}), RESULT], "the tool call add of turn 2"),
+        (
+            HYBRID.replace("{{ m.content", "{{ '' if m.role == 'tool' else m.content"),
+            [user("snow?"), CALLS_WEATHER, RESULT],
+            "the words of turn 3",
+        ),
+        (
+            CHATML.replace("{{ m.content", "{{ ('' if m.role == 'system' else m.content)"),
+            [{"role": "system", "content": "Be brief."}, user("Be brief. Snow?")],
+            "the words of turn 1",
+        ),
+    ],
+)
+def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
+    source: str, messages: list[dict[str, Any]], hidden: str
+) -> None:
+    with pytest.raises(BadRow, match=f"does not write {hidden}"):
+        prompt_of(template(source), {"messages": messages})
+    answered = {"messages": [*messages, says("Yes.")]}
+    for turns in ("all", "last"):
+        with pytest.raises(BadRow, match=f"does not write {hidden}"):
+            samples(template(source), answered, turns=turns)
+    if messages[1].get("tool_calls"):  # as the answer that is trained on
+        with pytest.raises(BadRow, match=f"does not write {hidden}"):
+            samples(template(source), {"messages": messages[:2] if "3" not in hidden else answered["messages"]})
+
+
 def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> None:
     said: list[str] = []
     for source in (CHATML, "{{ tools }}" + CHATML):
@@ -245,6 +288,7 @@ def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -
 
 TOOLS = [{"type": "function", "function": CALL | {"description": "of a day", "parameters": {"type": "object"}}}]
 HELLO = {"messages": [user("Hi"), says("Hello.")]}
+SNOWS = {"messages": [ASKS_SNOW, CALLS_WEATHER, RESULT, says("It snows.")]}  # its call is an answer, too
 NO_MARKS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 NO_MARKS += "{% if add_generation_prompt %}assistant: {% endif %}"
 ODD_FIELDS = [
@@ -256,7 +300,8 @@ ODD_FIELDS = [
 @pytest.mark.parametrize(
     ("source", "rows", "part"),
     [
-        (HYBRID, [HELLO, HELLO], r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers"),
+        (HYBRID, [HELLO, SNOWS], r"the chat template adds '<think>\n\n</think>\n\n' before 3 answers"),
+        (REASONING, [HELLO, SNOWS], r"the chat template adds '\n</think>\n\n' before 3 answers"),
         (NO_MARKS, [HELLO], "the chat template writes no end mark after 1 answers"),  # so it never learns to end
         (CHATML, [*ODD_FIELDS, ODD_FIELDS[0]], "not read: lang of a turn (3), source (2)"),
         (CHATML, [HELLO | {"tools": TOOLS}], "not read: tools that the chat template does not write (1)"),
@@ -285,6 +330,30 @@ def test_an_answer_that_the_template_hides_or_that_holds_an_end_mark_refuses_the
 ) -> None:
     with pytest.raises(BadRow, match=why):
         samples(template(CHATML), {"messages": [user("2+2?"), answer]})
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        (REASONING, "<think>\nTwo and two."),  # of a prompt that opens the block
+        (HYBRID, "<think>Two and two."),  # after an empty block that the template writes
+        (HYBRID, "<think>Two and two.</think>Four."),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "<think>Two and two."),
+    ],
+)
+def test_a_block_of_reasoning_without_its_end_was_trained_on_after_another(source: str, content: str) -> None:
+    with pytest.raises(BadRow, match="turn 2 opens <think> once more than the chat template; close it, or remove it"):
+        trained_on(template(source), {"messages": [user("2+2?"), says(content)]})
+
+
+def test_an_empty_block_of_reasoning_was_written_twice() -> None:
+    opens = template(CHATML.replace("assistant\n", "assistant\n<reason>\n"))  # and writes answers as they are
+    for content, words in (
+        ("<reason></reason>Four.", "\n</reason>\n\nFour.<|im_end|>"),
+        ("<reason>Two.</reason>Four.", "Two.</reason>Four.<|im_end|>"),
+    ):
+        [(before, found)] = trained_on(opens, {"messages": [user("2+2?"), says(content)]})
+        assert (before[-9:], found) == ("<reason>\n", words)
 
 
 def test_turns_of_weight_zero_are_context_only() -> None:
