@@ -33,7 +33,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
     def in_site(link: str) -> str | None:
-        """The path from this page to a linked file as a page or picture of the site; None if the site does not hold it."""
+        """The path from this page to a linked page or picture of the site; None if the site does not hold it."""
         path = posixpath.normpath(posixpath.join(folder, link))
         found = TOP_PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
         if found is None or files.get_file_from_path(found) is None:
