@@ -72,7 +72,7 @@ BUDGETS = {
     "recipes": 1_940,
     "trainers": 1_960,
     "trainers/objectives": 860,
-    "trainers/parallel": 510,
+    "trainers/parallel": 545,
     "trainers/refresh": 545,
 }
 

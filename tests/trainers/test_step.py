@@ -22,6 +22,7 @@ from headstart.recipes.schema_train import TrainSection
 from headstart.trainers import run
 from headstart.trainers.loop import SampleOrder
 from headstart.trainers.new_head import build_head, start_of_run
+from headstart.trainers.parallel import muon
 from headstart.trainers.parallel.head_on_ranks import ReplicatedHead, build_optimizers, set_learning_rates
 from headstart.trainers.parallel.launch import start_accelerator
 from headstart.trainers.step import (
@@ -217,3 +218,24 @@ def test_the_learning_rates_of_both_optimizers_are_a_function_of_the_step_alone(
     assert_close(adamw[30], 1e-3 * 0.5)  # halfway down the cosine
     assert 0 < adamw[49] < 1e-3 * 0.01
     assert_close([rate * 20 for rate in adamw], list(muon))
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (16, 6)])
+def test_muon_without_bfloat16_instructions_iterates_in_float32(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(optimizer_class: type[torch.optim.Muon]) -> Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape, generator=generator))
+        optimizer = optimizer_class([weight], lr=0.1, weight_decay=0.0)
+        for _ in range(3):
+            weight.grad = torch.randn(shape, generator=generator)
+            optimizer.step()
+        return weight.detach()
+
+    monkeypatch.setattr(muon, "has_bfloat16", lambda device: True)
+    assert trained(muon.Muon).equal(trained(torch.optim.Muon))  # torch's iterates in bfloat16
+    monkeypatch.setattr(muon, "has_bfloat16", lambda device: False)
+    in_float32 = trained(muon.Muon)
+    assert not in_float32.equal(trained(torch.optim.Muon))
+    assert_close(in_float32, trained(torch.optim.Muon), atol=0.02, rtol=0)

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from headstart.heads.files import Tensors
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.unrolled import HeadInTraining, UnrollScores
+from headstart.trainers.parallel.muon import Muon
 
 BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
 # Prefixes of the matrices that have a row per token.
@@ -185,7 +186,7 @@ def build_optimizers(head: nn.Module, section: TrainSection) -> list[Optimizer]:
     rest = [p for _, p in named if id(p) not in matrix_ids]
     optimizers: list[Optimizer] = [torch.optim.AdamW(rest, lr=section.learning_rate, betas=BETAS, weight_decay=0.0)]
     if matrices:
-        optimizers.append(torch.optim.Muon(matrices, lr=section.muon_learning_rate, weight_decay=0.0))
+        optimizers.append(Muon(matrices, lr=section.muon_learning_rate, weight_decay=0.0))
     return optimizers
 
 
