@@ -33,10 +33,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     folder = posixpath.dirname(sources.get(uri, f"docs/{uri}"))
 
     def in_site(link: str) -> str | None:
-        """The address of a linked file as a page or picture of the site; None if the site does not hold it."""
+        """The path from this page to a linked page or picture of the site; None if the site does not hold it."""
         path = posixpath.normpath(posixpath.join(folder, link))
         found = TOP_PAGES.get(path, path.removeprefix("docs/") if path.startswith("docs/") else None)
-        return found if found is not None and files.get_file_from_path(found) is not None else None
+        if found is None or files.get_file_from_path(found) is None:
+            return None
+        return posixpath.relpath(found, posixpath.dirname(uri) or ".")
 
     def follow(match: re.Match[str]) -> str:
         text, link, anchor = match[1], match[2], match[3] or ""

@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -13,11 +15,12 @@ from headstart.common.errors import RUN_AGAIN
 from headstart.common.files import remove, whole_folder, write_text
 from headstart.common.remote import fetch, url_of
 from headstart.data_pipelines.features.batches import SampleStore
-from headstart.data_pipelines.stages.stage import Json, Stage, differences
+from headstart.data_pipelines.stages.stage import CHECKSUM, Json, Stage, checksum, differences
 from headstart.heads.files import Tensors, write_safetensors
 from headstart.recipes import Recipe
 
 STATE = "state.json"
+NAME = re.compile(r"step-(0|[1-9]\d*)")
 KEPT = 2  # newest checkpoints
 # Fields of the train section that may change when a run is resumed: they affect the weights only through the order of
 # additions, or only those that a run begins with.
@@ -56,10 +59,10 @@ class Checkpoints:
         self.accepted: Json = {}  # inputs in which the checkpoints may differ
 
     def steps(self) -> list[int]:
-        """The steps of the whole checkpoints, ascending."""
-        paths = (path for path in self.folder.glob("step-*") if path.suffix == "")
+        """The steps of the whole checkpoints, ascending; folders of other names are not ours."""
+        paths = [path for path in self.folder.glob("step-*") if NAME.fullmatch(path.name) and path.is_dir()]
         if url_of(self.folder) is not None:  # an upload that was cut off lacks its last file
-            paths = (path for path in paths if (path / STATE).is_file())
+            paths = [path for path in paths if (path / STATE).is_file()]
         return sorted(int(path.name.removeprefix("step-")) for path in paths)
 
     def newest(self) -> int:
@@ -67,11 +70,10 @@ class Checkpoints:
         return max(self.steps(), default=0)
 
     def newest_inputs(self) -> Json | None:
-        """The inputs of the newest checkpoint, None if there is none that can be read."""
-        try:
-            return json.loads((self.path(self.newest()) / STATE).read_text())["inputs"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None  # `load` names what is wrong
+        """The inputs of the newest checkpoint, None without one; raises ValueError if it cannot be read."""
+        newest = self.newest()
+        with self._named(newest):
+            return json.loads((self.path(newest) / STATE).read_text())["inputs"] if newest else None
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -83,7 +85,6 @@ class Checkpoints:
         """
         every = {"head": snapshot.weights, "optimizers": snapshot.optimizers, "target": snapshot.target}
         files = {name: tensors for name, tensors in every.items() if tensors}
-        state = {"step": snapshot.step, "files": list(files), "inputs": self.inputs}
         path = self.path(snapshot.step)
         try:
             for leftover in self.folder.glob("*.partial"):
@@ -91,6 +92,8 @@ class Checkpoints:
             with whole_folder(path) as partial:
                 for name, tensors in files.items():
                     write_safetensors(tensors, partial / f"{name}.safetensors")
+                checksums = {name: checksum(partial / f"{name}.safetensors") for name in files}
+                state = {"step": snapshot.step, CHECKSUM: checksums, "inputs": self.inputs}
                 write_text(partial / STATE, json.dumps(state, indent=1))
                 for each in partial.iterdir():
                     flush(each)
@@ -108,22 +111,32 @@ class Checkpoints:
         newest = self.newest()
         if newest == 0:
             return None
-        path = self.path(newest)
-        try:
+        path, files = self.path(newest), dict[str, Tensors]()
+        with self._named(newest):
             state = json.loads((path / STATE).read_text())
-            for name in state["files"]:
-                fetch(path / f"{name}.safetensors")
-            files = {name: load_file(path / f"{name}.safetensors") for name in state["files"]}
+            for name, wanted in dict(state[CHECKSUM]).items():
+                fetch(file := path / f"{name}.safetensors")
+                if checksum(file) != wanted:
+                    raise ValueError(f"{file.name} is damaged: its {CHECKSUM} differs from the one in {STATE}")
+                files[name] = load_file(file)
             optimizers, target = files.get("optimizers", {}), files.get("target", {})
             snapshot = Snapshot(int(state["step"]), files["head"], optimizers, target)
             found = {**state["inputs"], **self.accepted}
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise ValueError(f"{path} cannot be read ({error}); remove it to resume from the one before it") from error
         if different := differences(found, self.inputs, "checkpoint {}, recipe {}"):
             lines = "\n  ".join([f"{path} belongs to another recipe:", *different])
             advice = f"choose another run_dir, undo the change in the recipe, or remove {self.folder} to start over"
             raise ValueError(f"{lines}\n{advice}")
         return snapshot
+
+    @contextmanager
+    def _named(self, step: int) -> Iterator[None]:
+        """Name a checkpoint that cannot be read, and the one before it."""
+        try:
+            yield
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            before = max((each for each in self.steps() if each < step), default=None)
+            resumes = "start over" if before is None else f"resume from step-{before}"
+            raise ValueError(f"{self.path(step)} cannot be read ({error}); remove it to {resumes}") from error
 
     def note_export(self, what: Json) -> None:
         """Record which weights became the run's head, and on what machine they were trained."""

@@ -29,7 +29,8 @@ Span = tuple[int, int]
 STAND_IN = "\u27e6words of the assistant\u27e7"  # rendered in place of a turn's words, to find what surrounds them
 LONGEST_HEADER = 256  # most characters that a template writes between a prompt and the reply
 OPENED = re.compile(r"\s*<(\w+)>\s*")  # a block that a prompt opens for the answer, as DeepSeek-R1's <think>
-REASONING = re.compile(r"\A\s*(?:<think>)?(.*?)</think>(.*)\Z", re.DOTALL)  # in the words of a turn
+BLOCK = re.compile(r"<(/?)(\w+)>\s*\Z")  # opened or closed at the end of a text
+MARKS_FROM = 9_170_000_000_000
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class ChatMasks:
         """The tokens after which the target answers the last turn that is not the assistant's."""
         asked = conversation.prompt()
         text = self.render(asked, ask=True)
-        refuse_hidden(text, asked)
+        self._refuse_hidden(hidden_before(text, asked), asked, ask=True)
         return self._served(asked, self.template.encode(text))
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
@@ -71,7 +72,7 @@ class ChatMasks:
         for place in answers if turns == "all" else answers[-1:]:
             before = conversation.first(place)
             asked = self.render(before, ask=True)
-            refuse_hidden(asked, before)
+            self._refuse_hidden(hidden_before(asked, before), before, ask=True)
             prompt, written = self._tokens(asked, self._answer(conversation, place, asked))
             self._served(before, prompt)
             known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
@@ -119,19 +120,35 @@ class ChatMasks:
             mark = self.template.special.search(tail)  # the first: Phi-3 writes an end-of-text mark after it
             end = len(full) - len(tail) + (mark.end() if mark else 0)
         start, opened = self._start(before, asked, full, opening)
-        answer = full[start:end]
+        answer, added = full[start:end], opening[start:] if full.startswith(opening) else ""
         if opened is not None:
+            added = "" if reasoning_of(turn, opened)[0] else f"\n</{opened}>\n\n"
             answer = closed(turn, opened, answer, full[len(full) - len(tail) : end])
-        if hidden := hidden_in("".join(answer.split()), turn, with_reasoning=True):
-            raise BadRow("chat template", f"the chat template does not write {hidden} of turn {place + 1}")
+        if block := BLOCK.search(asked + added):  # stands right before the words
+            again, words = f"<{block[2]}>", reasoning_of(turn, block[2])[1]
+            is_shown_twice = block[1] == "/" and again in answer.removeprefix(added)
+            if words.lstrip().startswith(again) or (is_shown_twice and turn["content"].lstrip().startswith(again)):
+                why = f"turn {place + 1} opens {again} once more than the chat template; close it, or remove it"
+                raise BadRow("reasoning", why)
+        hidden = hidden_in("".join(answer.split()), turn, place, opened or "think", with_reasoning=True)
+        if hidden or turn.get("tool_calls"):
+            self._refuse_hidden(hidden, conversation.first(place + 1), place)
         if mark and answer.count(mark[0]) > 1:
             raise BadRow("end mark", f"turn {place + 1} holds {mark[0]}, at which the target stops; remove it there")
         self.without_end += mark is None
-        if not turn.get("reasoning_content") and not turn.get("tool_calls"):
-            added, words, _ = answer.partition(turn["content"].strip()[:40])
-            if words and added.strip():  # text that no part of the row says
-                self.added[added] += 1
+        if added.strip():  # text that no part of the row says
+            self.added[added] += 1
         return answer
+
+    def _refuse_hidden(self, hidden: str | None, conversation: Conversation, first: int = 0, ask: bool = False) -> None:
+        """Raise BadRow if a part is `hidden`, or the template does not write a part of a turn from `first` on.
+
+        Each part is looked for in its own place: its text may stand elsewhere, too.
+        """
+        marked, parts = with_marks(conversation.messages, first)
+        written = self.render(replace(conversation, messages=marked), ask)
+        if hidden := hidden or next((part for mark, part in parts.items() if mark not in written), None):
+            raise BadRow("chat template", f"the chat template does not write {hidden}")
 
     def _start(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[int, str | None]:
         """Where the answer starts in the rendering `full`, and the name of a block that only the prompt opens.
@@ -232,7 +249,7 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     tokenizer, joined = template.tokenizer, whole
     if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
         whole = prompt + encode_after(template, answer)
-        if tokenizer.decode(whole) != tokenizer.decode(joined):  # such as an end token after the prompt
+        if tokenizer.decode(whole) != tokenizer.decode(joined):
             raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give messages, or tokens")
     if early := {*template.end_tokens()} & {*whole[len(prompt) : -1]}:
         mark = tokenizer.decode([min(early)])
@@ -264,60 +281,69 @@ def parse_known(template: ChatTemplate, row: Json) -> Parsed:
 
 def closed(turn: Json, tag: str, answer: str, tail: str) -> str:
     """The answer after a prompt that has opened the block <tag>: the turn's reasoning if it has any, then its end."""
-    reasoning, words = reasoning_of(turn)
-    if reasoning and REASONING.match(turn["content"]) and not turn.get("tool_calls"):
-        return f"{reasoning.lstrip()}</{tag}>{words}{tail}"  # the row's own spaces
-    if reasoning:
-        return f"{reasoning.strip()}\n</{tag}>\n\n{answer}"
-    return f"\n</{tag}>\n\n{answer}"
+    reasoning, words = reasoning_of(turn, tag)
+    if words != turn["content"] and not turn.get("tool_calls"):
+        if reasoning:
+            return f"{reasoning.lstrip()}</{tag}>{words}{tail}"  # the row's own spaces
+        answer = words.lstrip() + tail
+    return f"{reasoning.strip()}\n</{tag}>\n\n{answer}"
 
 
-def reasoning_of(turn: Json) -> tuple[str, str]:
-    """The reasoning of a turn, from its own field or from its words, and the words without it."""
-    match = REASONING.match(turn["content"])
+def reasoning_of(turn: Json, tag: str = "think") -> tuple[str, str]:
+    """The reasoning of a turn, from its own field or from its words in a block <tag>, and the words without it."""
+    match = re.match(rf"\s*(?:<{tag}>)?(.*?)</{tag}>(.*)\Z", turn["content"], re.DOTALL)
     reasoning, words = (match[1], match[2]) if match else ("", turn["content"])
     return turn.get("reasoning_content") or reasoning, words
 
 
-def refuse_hidden(asked: str, before: Conversation) -> None:
-    """Raise BadRow unless the prompt shows all of the turns before it, except reasoning, which templates drop."""
+def hidden_before(asked: str, before: Conversation) -> str | None:
+    """The first text of a conversation that a prompt hides, except reasoning, which templates drop."""
     shown = "".join(asked.split())
-    for number, turn in enumerate(before.messages, start=1):
-        if hidden := hidden_in(shown, turn, with_reasoning=False):
-            raise BadRow("chat template", f"the chat template does not write {hidden} of turn {number}")
+    found = (hidden_in(shown, turn, place) for place, turn in enumerate(before.messages))
+    return next(filter(None, found), None)
 
 
-def hidden_in(shown: str, turn: Json, with_reasoning: bool) -> str | None:
-    """The first part of a turn that a rendering hides, in words; `shown` is the rendering without spaces."""
-    reasoning, words = reasoning_of(turn)
+def hidden_in(shown: str, turn: Json, place: int, tag: str = "think", with_reasoning: bool = False) -> str | None:
+    """The first text of a turn that a rendering hides, in words; `shown` is the rendering without spaces."""
+    reasoning, words = reasoning_of(turn, tag)
     if not is_shown(words, shown):
-        return "the words"
-    if with_reasoning and not is_shown(reasoning, shown):
-        return "the reasoning"
-    for call in turn.get("tool_calls") or ():
-        function = call["function"]
-        if not all(is_shown(part, shown) for part in (function["name"], *texts_in(function["arguments"]))):
-            return f"the tool call {function['name']}"
-    return None
+        return f"the words of turn {place + 1}"
+    return f"the reasoning of turn {place + 1}" if with_reasoning and not is_shown(reasoning, shown) else None
+
+
+def with_marks(turns: Sequence[Json], first: int) -> tuple[list[Json], dict[str, str]]:
+    """The turns, in which each text and part of a call from turn `first` on is a mark of its own; and what each marks.
+
+    A mark is text for text, and a number for a number, true, false or null.
+    """
+    parts: dict[str, str] = {}
+
+    def mark(value: Any, part: str) -> Any:
+        if isinstance(value, dict):
+            return {mark(name, part): mark(each, part) for name, each in value.items()}
+        if isinstance(value, list):
+            return [mark(each, part) for each in value]
+        if isinstance(value, str) and not value.strip():
+            return value
+        number = MARKS_FROM + len(parts)
+        parts[f"{number}"] = part
+        return f"mark{number}" if isinstance(value, str) else number
+
+    marked = [*turns[:first]]
+    for number, turn in enumerate(turns[first:], start=first + 1):
+        calls = []
+        for call in turn.get("tool_calls", ()):
+            part = f"the tool call {call['function']['name']} of turn {number}"
+            calls.append({**call, "function": {name: mark(each, part) for name, each in call["function"].items()}})
+        words = mark(turn["content"], f"the words of turn {number}")
+        marked.append({**turn, "content": words, **({"tool_calls": calls} if calls else {})})
+    return marked, parts
 
 
 def is_shown(text: str, shown: str) -> bool:
     """Whether a text is in a rendering, as it is or as JSON writes it; spaces do not count."""
     forms = (text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1])
     return any("".join(form.split()) in shown for form in forms)
-
-
-def texts_in(value: Any) -> Iterator[str]:
-    """The texts in a JSON value, names of fields included."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        for name, each in value.items():
-            yield name
-            yield from texts_in(each)
-    elif isinstance(value, list):
-        for each in value:
-            yield from texts_in(each)
 
 
 def runs(mask: Sequence[int]) -> list[Span]:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from headstart.data_pipelines.prompts.rows import BadRow, in_words
 from headstart.data_pipelines.stages.stage import Json
+from headstart.inference.targets.messages import read_message, unread_fields
 
 Item = TypeVar("Item")
 
@@ -34,16 +35,12 @@ FOLLOWS: dict[str, set[str | None]] = {
 }
 
 
-ROW_KEYS = {  # that are read
-    *("prompt", "text", "response", "completion", "messages", "conversations", "system", "tools"),
-    *("tokens", "input_ids", "loss_mask", "chat_template_kwargs"),
-}
-TURN_KEYS = {
-    *("role", "from", "content", "value", "tool_calls", "name", "tool_call_id"),
-    *("reasoning_content", "reasoning", "thinking", "weight"),
-}
+CHAT = ("system", "tools", "chat_template_kwargs")  # fields that are read with messages alone
+# The fields of each form of a row. The first form with a value decides, and the fields of the others are not read.
+FORMS = (("tokens", "input_ids", "loss_mask"), ("messages", "conversations"), ("prompt", *ANSWERS), ("text",))
+MASKS = ("loss_mask", "labels", "assistant_masks")  # fields that say of each token whether it is trained on
+TURN_KEYS = ("from", "value", "weight")  # that only rows have
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of content parts that hold the turn's text
-CALL_KEYS = {"id", "type", "index", "function", "name", "arguments"}
 # Keys that would change the training text and are not supported, each with the remedy.
 REFUSED = dict.fromkeys(
     (
@@ -121,10 +118,13 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
     (`ChatTemplate.is_turn`). {text} and, as in TRL, {prompt, completion} are plain text.
     """
     fields = {name: value for name, value in row.items() if value is not None}
+    tokens, turns = one_of(fields, "tokens", "input_ids"), one_of(fields, "messages", "conversations")
+    if tokens is None and (masks := [name for name in MASKS if fields.get(name)]):
+        remedy = "give messages with weight: 0 in each turn that is not trained on, or tokens and loss_mask"
+        raise BadRow("unsupported field", f"the row has {masks[0]}, a mask of tokens, without tokens; {remedy}")
     refuse_keys(fields, REFUSED_IN_ROW, "the row")
-    if "tokens" in fields or "input_ids" in fields:
-        return parse_tokens(fields)
-    turns = fields.get("messages", fields.get("conversations"))
+    if tokens is not None:
+        return parse_tokens(tokens, fields)
     if turns is None and "prompt" in fields and (answers := [name for name in ANSWERS if name in fields]):
         return parse_answer(fields, answers, is_turn)
     if answers := [name for name in ANSWERS if has_words(fields.get(name))]:
@@ -178,18 +178,23 @@ def refuse_keys(fields: Json, refused: dict[str, str], owner: str) -> None:
         raise BadRow("unsupported field", f"{owner} has {names[0]}, which is not supported; {refused[names[0]]}")
 
 
-def unread_keys(row: Json) -> set[str]:
+def one_of(fields: Json, *spellings: str, owner: str = "") -> Any:
+    """The value of a field with several spellings, None if it is not there; raises BadRow if two say two things."""
+    given = [name for name in spellings if fields.get(name) is not None]
+    for other in given[1:]:
+        if fields[other] != fields[given[0]]:
+            raise BadRow("unclear", f"{owner}{given[0]} and {other} say two things, one is allowed; remove the other")
+    return fields[given[0]] if given else None
+
+
+def unread_keys(row: Json, parsed: Parsed) -> set[str]:
     """The fields of a row and of its turns that have a value and are not read."""
     lists = [row.get(name) for name in ("messages", "conversations", "prompt", *ANSWERS)]
-    listed = [turn for turns in lists if isinstance(turns, list) for turn in turns]
-    names = {name for name, value in row.items() if value is not None and name not in ROW_KEYS}
-    return names | {
-        f"{name} of a turn"
-        for turn in listed
-        if isinstance(turn, dict)
-        for name, value in turn.items()
-        if value is not None and name not in TURN_KEYS
-    }
+    turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
+    form = next(names for names in FORMS if any(row.get(name) is not None for name in names))
+    read = {*form, *(CHAT if isinstance(parsed, Conversation) else ())}
+    names = {name for name, value in row.items() if name not in read and value not in (None, "", [], {})}
+    return names | {f"{name} of a turn" for turn in turns for name in unread_fields(turn) if name not in TURN_KEYS}
 
 
 def text_field(row: Json, name: str) -> str:
@@ -202,9 +207,9 @@ def text_field(row: Json, name: str) -> str:
     return text
 
 
-def parse_tokens(row: Json) -> TokenRow:
+def parse_tokens(given: object, row: Json) -> TokenRow:
     """Tokens, and a mask of the tokens to train on; without a mask, no token is trained on."""
-    tokens = list_of(int, row.get("tokens", row.get("input_ids")), "tokens")
+    tokens = list_of(int, given, "tokens")
     mask = list_of(int, row.get("loss_mask", [0] * len(tokens)), "loss_mask")
     if any(isinstance(token, bool) for token in tokens):
         raise BadRow("unknown form", "tokens holds true or false, token ids are needed; change the field")
@@ -251,24 +256,23 @@ def parse_turn(turn: Json, number: int) -> Json:
     """A turn in either spelling (role/content or from/value), with the keys that templates read."""
     turn = {key: value for key, value in turn.items() if value is not None}
     refuse_keys(turn, REFUSED_IN_TURN, f"turn {number}")
-    name, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
-    if name == "function_call":
-        remedy = f"write a turn by assistant with {REFUSED_IN_TURN[name].removeprefix('write ')}"
+    place = f"turn {number}: "
+    names = {key: ROLES.get(name, name) if isinstance(name := turn.get(key), str) else name for key in ("role", "from")}
+    role, content = one_of(names, "role", "from", owner=place), one_of(turn, "content", "value", owner=place)
+    if role == "function_call":
+        remedy = f"write a turn by assistant with {REFUSED_IN_TURN[role].removeprefix('write ')}"
         raise BadRow("wrong turn", f"turn {number} is by function_call, which is not supported; {remedy}")
-    if not isinstance(name, str) or name not in ROLES:
-        raise BadRow("wrong turn", f"turn {number} is by {name!r}; allowed roles are {', '.join(ROLES)}")
-    message: Json = {"role": ROLES[name], "content": text_of(content, number)}
-    if turn.get("tool_calls"):
-        calls = list_of(dict, turn["tool_calls"], "tool_calls")
-        message["tool_calls"] = [parse_call(call, number) for call in calls]
-    elif not message["content"].strip():
-        raise BadRow("empty", f"turn {number} by {name} is empty; give it text, or remove the turn")
-    reasoning = turn.get("reasoning_content") or turn.get("reasoning") or turn.get("thinking")
-    if reasoning and not isinstance(reasoning, str):
-        raise BadRow("unknown form", f"the reasoning of turn {number} is {in_words(reasoning)}, text is needed")
-    if reasoning:
-        message["reasoning_content"] = reasoning
-    return message | {key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)}
+    if not isinstance(role, str) or role not in SPELLINGS:
+        raise BadRow("wrong turn", f"turn {number} is by {role!r}; allowed roles are {', '.join(ROLES)}")
+    text = text_of(content, number)
+    if calls := turn.get("tool_calls"):
+        list_of(dict, calls, "tool_calls")
+    elif not text.strip():
+        raise BadRow("empty", f"turn {number} by {role} is empty; give it text, or remove the turn")
+    try:
+        return read_message({**turn, "role": role, "content": text})
+    except ValueError as error:
+        raise BadRow("unknown form", f"{place}{error}") from error
 
 
 def text_of(content: object, number: int) -> str:
@@ -284,24 +288,6 @@ def text_of(content: object, number: int) -> str:
     if not isinstance(content, str):
         raise BadRow("unknown form", f"turn {number} is {in_words(content)}, text is needed")
     return content
-
-
-def parse_call(call: Json, number: int) -> Json:
-    """A tool call whose arguments are an object, parsed from JSON text if necessary."""
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadRow("unknown form", f"turn {number} has a tool call without a function name")
-    if unknown := sorted(name for name in {*call, *function} - CALL_KEYS if (function | call)[name] is not None):
-        why = f"turn {number}: the call of {function['name']} has {unknown[0]}, which is not known"
-        raise BadRow("unsupported field", f"{why}; name and arguments are needed: rename or remove it")
-    field = f"turn {number}: the arguments of {function['name']}"
-    arguments = {} if function.get("arguments") is None else function["arguments"]
-    if isinstance(arguments, str):
-        arguments = parse_json(arguments, field) if arguments.strip() else {}
-    if not isinstance(arguments, dict):
-        raise BadRow("unknown form", f"{field} are {in_words(arguments)}, an object is needed; correct them")
-    identity = {"id": call["id"]} if call.get("id") else {}
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}, **identity}
 
 
 def parse_json(text: str, field: str) -> Any:

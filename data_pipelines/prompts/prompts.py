@@ -40,6 +40,7 @@ from headstart.recipes import Recipe, run_command
 from headstart.recipes.schema import SELF, DataSection
 
 ROW_REPORT = "rows.json"  # the unusable rows and why
+UNSEEN_TOOLS = "tools that the chat template does not write"
 GROWING_INPUTS = {"data.prompts", "data.num_prompts"}  # may change if the existing prompts remain the first
 Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
 
@@ -269,7 +270,9 @@ def read_prompts(
             report.held_out.append(row.line)
             continue
         rows += [{"id": len(rows) + place, **sample} for place, sample in enumerate(samples)]
-        report.unread.update(sorted(unread_keys(row.read())))
+        report.unread.update(sorted(unread_keys(row.read(), parsed)))
+        if isinstance(parsed, Conversation) and parsed.tools and not template.writes_tools:
+            report.unread[UNSEEN_TOOLS] += 1
         if data.responses == "given" and isinstance(parsed, Conversation) and parsed.answered() != parsed:
             report.unanswered.append(row.line)
         if any(sample["cut"] for sample in samples):

@@ -55,7 +55,7 @@ class Service:
         self.metrics = Metrics(settings.names[0], self._gauges())
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
-        self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions)
+        self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions, log)
         self.max_choices = settings.max_batch + settings.max_queue  # that may decode or wait
         self.requests = RequestEncoder(target, self.prompts, served.defaults, self.max_choices)
         self.encoding = asyncio.Lock()

@@ -26,9 +26,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.serve.api.errors import ApiError
-from headstart.inference.serve.api.fields import read_json
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.options import ServerSettings
+from headstart.inference.targets.messages import read_json
 
 Result = TypeVar("Result")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
+from string import ascii_letters
 from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -18,7 +19,11 @@ from headstart.recipes.schema import TargetSection
 Json = dict[str, Any]
 
 DATE = "date"  # the setting that fixes a template's current day
-STRFTIME = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+# Takes the place of the function in a template: it knows the day's value of each directive, such as %d or %-m.
+STRFTIME = (
+    "{%% macro strftime_now(format) %%}{%% set found = namespace(text=format) %%}{%% for key, value in %s.items() %%}"
+    "{%% set found.text = found.text | replace(key, value) %%}{%% endfor %%}{{ found.text }}{%% endmacro %%}\n"
+)
 PROBE = {"probe_key": "probe value"}
 # How a template may expect a turn with tool calls: its content if it has no text, and the type of the arguments.
 CALL_FORMS: tuple[tuple[str | None, type], ...] = (("", dict), (None, dict), (None, str), ("", str))
@@ -65,8 +70,19 @@ class ChatTemplate:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_text(self, text: str) -> list[int]:
-        """Tokens of plain text, not a chat; adds special tokens unless the text is rendered."""
-        return list(self.tokenizer(text, add_special_tokens=not self.is_rendered(text), verbose=False)["input_ids"])
+        """Tokens of text that is not a chat, such as a rendered one, for the target to continue.
+
+        They begin, once, with the tokens that the tokenizer puts before every text, which a rendered text may hold.
+        """
+        tokens = self.encode(text)
+        return tokens if tokens[: len(self._start)] == self._start else self._start + tokens
+
+    @cached_property
+    def _start(self) -> list[int]:
+        """The tokens that the tokenizer puts before every text."""
+        word = self.encode("a")
+        tokens = list(self.tokenizer("a")["input_ids"])
+        return tokens[: next((at for at in range(len(tokens)) if tokens[at : at + len(word)] == word), 0)]
 
     def prompt_tokens(self, text: str) -> list[int]:
         """The tokens of a prompt in plain text: a user's turn, or without a chat template text to continue."""
@@ -160,6 +176,15 @@ class ChatTemplate:
         return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
     @cached_property
+    def writes_tools(self) -> bool:
+        """Whether the template shows the tools of a conversation to the target."""
+        tools = [{"type": "function", "function": {"name": "probe_name", "description": "", "parameters": PROBE}}]
+        try:
+            return "probe_name" in self.render([{"role": "user", "content": "probe"}], tools)
+        except Exception:  # a template may raise anything for a tool that it does not understand
+            return True
+
+    @cached_property
     def call_form(self) -> tuple[str | None, type]:
         """The first form in which this template writes a call's arguments as an object; the first if it writes none."""
         call = {"type": "function", "id": "probe0000", "function": {"name": "probe_name", "arguments": PROBE}}
@@ -176,11 +201,9 @@ class ChatTemplate:
 
 
 def with_date(source: str, day: date) -> str:
-    """A template whose current day is this one; raises ValueError if it formats the date by other means."""
-    dated = STRFTIME.sub(lambda match: json.dumps(day.strftime(match[2])), source)
-    if "strftime_now(" in dated:
-        raise ValueError(f"chat_template_kwargs.{DATE}: given, but the template does not name its format; leave it out")
-    return dated
+    """A template whose current day is this one."""
+    directives = [f"%{flag}{letter}" for flag in ("", "-") for letter in ascii_letters]
+    return STRFTIME % json.dumps({directive: day.strftime(directive) for directive in directives}) + source
 
 
 def day_of(text: Any) -> date:

@@ -42,15 +42,27 @@ a turn by a bot | {"messages": [{user}, {"role": "bot", "content": "x"}]} => tur
 a turn without words | {"messages": [{user}, {"role": "assistant", "content": ""}]} => turn 2 by assistant is empty
 a part with reasoning | {"messages": [{user}, {"role": "assistant", "content": [{"type": "reasoning", "text": "x"}]}]}
     contains parts that are not text | only text is supported
+reasoning of two texts | {"messages": [{user}, {"from": "gpt", "value": "b", "reasoning": "x", "thinking": "y"}]}
+    turn 2: thinking: 'y' given | the same text as in reasoning is allowed | remove one of them
+content that says two things | {"messages": [{"role": "user", "from": "human", "content": "a", "value": "b"}, {reply}]}
+    turn 1: content and value say two things | one is allowed | remove the other
+messages that say two things | {"messages": [{user}, {reply}], "conversations": [{user}]}
+    messages and conversations say two things | remove the other
 an answer first | {"messages": [{reply}, {user}]} => right after the start | ORDER
 tool calls that are a number | {"messages": [{user}, {"role": "assistant", "tool_calls": 3}]} => tool_calls is a number
 a tool call without a name | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"function": {}}]}]}
-    turn 2 has a tool call | without a function name
+    turn 2: tool_calls[0]: {'function': {}} given | an object with function.name is allowed
+a tool call with a list | {"messages": [{user}, {"from": "gpt", "tool_calls": [{"name": "f", "arguments": "[1]"}]}]}
+    turn 2: tool_calls[0].function.arguments: '[1]' (not an object) given | a JSON object in a string, is allowed
 tokens with a fraction | {"tokens": [1, 2.0]} => a number (2.0) at place 2 | whole numbers
 no tokens | {"tokens": []} => tokens is an empty list | NEEDS
 a token above the vocabulary | {"tokens": [300]} => token 300 given | 0 to 299
 a mask of another length | {"tokens": [1, 2], "loss_mask": [1]} => 2 tokens and 1 loss_mask values
 labels | {"input_ids": [1, 2], "labels": [-100, 1]} => the row has labels
+a mask beside messages | {"messages": [{user}, {reply}], "loss_mask": [0, 1]}
+    the row has loss_mask, a mask of tokens, without tokens | weight: 0 in each turn that is not trained on
+a mask beside a prompt | {"prompt": "x", "response": "y", "assistant_masks": [0, 1]}
+    the row has assistant_masks, a mask of tokens, without tokens | tokens and loss_mask
 images of a row | {"messages": [{user}], "images": ["a.png"]} => the row has images | not supported
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function

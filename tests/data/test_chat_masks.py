@@ -174,7 +174,7 @@ def test_tool_calls_are_trained_on_and_tool_results_are_not(name: str, call: str
         ("{{ raise_exception('no such role') }}", "refuses these messages .*no such role"),
         ("{% for m in messages %}{{ m.content.missing.deeper }}{% endfor %}", "refuses these messages"),
         ("{% for m in messages %}[{{ m.role }}]{% endfor %}", "does not write the words of turn 1"),
-        ("{% for m in messages %}[{{ m.role }}]{{ m.content[:9] }}{% endfor %}", "does not write the words of turn 2"),
+        ("{% for m in messages %}[{{ m.role }}]{{ m.content[:9] }}{% endfor %}", "does not write the words of turn 1"),
         (
             "{% for m in messages %}[{{ m.role }}]{% if m.role == 'user' and messages[-1].role == 'assistant' %}"
             "{{ m.content | upper }}{% else %}{{ m.content }}{% endif %}{% endfor %}",

@@ -30,12 +30,15 @@ from headstart.data_pipelines.prompts.chat_masks import (
     given_samples,
     parse_known,
 )
+from headstart.data_pipelines.prompts.conversations import unread_keys
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.api.encode import PromptEncoder
+from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import ChatRequest
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.messages import REASONING_NAMES
 from headstart.recipes.schema import DataSection
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|calls|>")
@@ -171,6 +174,15 @@ def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pyt
         make_prompts(tiny_recipe(tmp_path, "target.chat_template_kwargs={date: 2026-05-05}", "data.prompt_tokens=100"))
 
 
+def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gave() -> None:
+    source = "\n{% set form = '%-d %b %Y' %}{% macro day() %}{{ strftime_now(form) }}{% endmacro %}{{ day() }}" + CHATML
+    today, row = date.today(), {"messages": [user("Hi")]}
+    asked = prompt_of(template(source, date=today.isoformat()), row)
+    assert asked == prompt_of(template(source), row)
+    assert asked.startswith(f"\n{today.strftime('%-d %b %Y')}<")
+    assert prompt_of(template(source, date="2026-01-02"), row).startswith("\n2 Jan 2026<")
+
+
 # Tool calls
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
@@ -186,6 +198,59 @@ def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
     )
 
 
+ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
+TEXTS_ALONE = HYBRID.replace(
+    "(c.function | tojson)",
+    "c.function.name + '(' + (c.function.arguments.values() | select('string') | join(', ')) + ')'",
+)
+
+
+def calls_with(value: Any) -> dict[str, Any]:
+    return says("", tool_calls=[{"function": {"name": "add", "arguments": {"a": value}}}])
+
+
+@pytest.mark.parametrize(
+    ("source", "messages", "hidden"),
+    [
+        ("{{ 'weather city Oslo' }}" + CHATML, [ASKS_SNOW, CALLS_WEATHER, RESULT], "the tool call weather of turn 2"),
+        (TEXTS_ALONE, [user("add a 7"), calls_with(7), RESULT], "the tool call add of turn 2"),
+        (TEXTS_ALONE, [user("add a true"), calls_with({"b": [True]}), RESULT], "the tool call add of turn 2"),
+        (
+            HYBRID.replace("{{ m.content", "{{ '' if m.role == 'tool' else m.content"),
+            [user("snow?"), CALLS_WEATHER, RESULT],
+            "the words of turn 3",
+        ),
+        (
+            CHATML.replace("{{ m.content", "{{ ('' if m.role == 'system' else m.content)"),
+            [{"role": "system", "content": "Be brief."}, user("Be brief. Snow?")],
+            "the words of turn 1",
+        ),
+    ],
+)
+def test_a_part_of_a_turn_vanished_if_its_text_stood_elsewhere_in_the_prompt(
+    source: str, messages: list[dict[str, Any]], hidden: str
+) -> None:
+    with pytest.raises(BadRow, match=f"does not write {hidden}"):
+        prompt_of(template(source), {"messages": messages})
+    answered = {"messages": [*messages, says("Yes.")]}
+    for turns in ("all", "last"):
+        with pytest.raises(BadRow, match=f"does not write {hidden}"):
+            samples(template(source), answered, turns=turns)
+    if messages[1].get("tool_calls"):  # as the answer that is trained on
+        with pytest.raises(BadRow, match=f"does not write {hidden}"):
+            samples(template(source), {"messages": messages[:2] if "3" not in hidden else answered["messages"]})
+
+
+def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> None:
+    said: list[str] = []
+    for source in (CHATML, "{{ tools }}" + CHATML):
+        encoder = PromptEncoder(template(source), 999, 100_000, said.append)
+        for tools in ([], TOOLS, TOOLS):
+            encoder.from_chat(ChatRequest.model_validate({"messages": [user("Hi")], "tools": tools}))
+    [line] = said
+    assert "which the target's chat template does not write" in json.loads(line)["warning"]
+
+
 def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_them_so() -> None:
     found = template(REASONING)
     messages = [user("Snow?"), says(None, tool_calls=[{"function": CALL}]), RESULT, says("It snows.")]
@@ -195,10 +260,33 @@ def test_a_template_that_wants_calls_without_content_and_arguments_as_text_gets_
     assert words == ["\n</think>\n\n" + calls.removeprefix("<|assistant|>"), "\n</think>\n\nIt snows.<|eos|>"]
 
 
+def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving() -> None:
+    """The server dropped what rows read, and both dropped reasoning_details, in silence."""
+    found = template(CHATML.replace("{{ m.content", "{{ (m.reasoning_content or '') + m.content"))
+    for name in (*REASONING_NAMES, "no_such_field"):
+        value = [{"type": "reasoning.text", "text": "hidden"}] if name == "reasoning_details" else "hidden"
+        messages = [user("Hi"), says("Hello.", **{name: value}), user("Again")]
+        if name in REASONING_NAMES:
+            assert "hidden" in prompt_of(found, {"messages": messages}) == served(found, messages)
+            continue
+        assert {f"{name} of a turn"} == unread_keys({"messages": messages}, parse_known(found, {"messages": messages}))
+        with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
+            served(found, messages)
+        assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
+
+
+def test_half_a_surrogate_pair_in_a_calls_arguments_did_not_stop_the_harvest() -> None:
+    call = {"function": {"name": "f", "arguments": r'{"a": "\ud800"}'}}
+    messages = [user("Hi"), says(None, tool_calls=[call]), RESULT]
+    assert "\ufffd" in prompt_of(template(HYBRID), {"messages": messages}) == served(template(HYBRID), messages)
+
+
 # What rows say besides their words
 
 
+TOOLS = [{"type": "function", "function": CALL | {"description": "of a day", "parameters": {"type": "object"}}}]
 HELLO = {"messages": [user("Hi"), says("Hello.")]}
+SNOWS = {"messages": [ASKS_SNOW, CALLS_WEATHER, RESULT, says("It snows.")]}  # its call is an answer, too
 NO_MARKS = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
 NO_MARKS += "{% if add_generation_prompt %}assistant: {% endif %}"
 ODD_FIELDS = [
@@ -210,9 +298,12 @@ ODD_FIELDS = [
 @pytest.mark.parametrize(
     ("source", "rows", "part"),
     [
-        (HYBRID, [HELLO, HELLO], r"the chat template adds '<think>\n\n</think>\n\n' before 2 answers"),
+        (HYBRID, [HELLO, SNOWS], r"the chat template adds '<think>\n\n</think>\n\n' before 3 answers"),
+        (REASONING, [HELLO, SNOWS], r"the chat template adds '\n</think>\n\n' before 3 answers"),
         (NO_MARKS, [HELLO], "the chat template writes no end mark after 1 answers"),  # so it never learns to end
         (CHATML, [*ODD_FIELDS, ODD_FIELDS[0]], "not read: lang of a turn (3), source (2)"),
+        (CHATML, [HELLO | {"tools": TOOLS}], "not read: tools that the chat template does not write (1)"),
+        (CHATML, [HELLO | {"prompt": "Hello.", "text": "Hello.", "response": ""}], "not read: prompt (1), text (1)"),
         (CHATML, [{"messages": [*HELLO["messages"], user("Bye")]}], "dropped the turns after the last answer of 1"),
     ],
 )
@@ -237,6 +328,30 @@ def test_an_answer_that_the_template_hides_or_that_holds_an_end_mark_refuses_the
 ) -> None:
     with pytest.raises(BadRow, match=why):
         samples(template(CHATML), {"messages": [user("2+2?"), answer]})
+
+
+@pytest.mark.parametrize(
+    ("source", "content"),
+    [
+        (REASONING, "<think>\nTwo and two."),  # of a prompt that opens the block
+        (HYBRID, "<think>Two and two."),  # after an empty block that the template writes
+        (HYBRID, "<think>Two and two.</think>Four."),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "<think>Two and two."),
+    ],
+)
+def test_a_block_of_reasoning_without_its_end_was_trained_on_after_another(source: str, content: str) -> None:
+    with pytest.raises(BadRow, match="turn 2 opens <think> once more than the chat template; close it, or remove it"):
+        trained_on(template(source), {"messages": [user("2+2?"), says(content)]})
+
+
+def test_an_empty_block_of_reasoning_was_written_twice() -> None:
+    opens = template(CHATML.replace("assistant\n", "assistant\n<reason>\n"))  # and writes answers as they are
+    for content, words in (
+        ("<reason></reason>Four.", "\n</reason>\n\nFour.<|im_end|>"),
+        ("<reason>Two.</reason>Four.", "Two.</reason>Four.<|im_end|>"),
+    ):
+        [(before, found)] = trained_on(opens, {"messages": [user("2+2?"), says(content)]})
+        assert (before[-9:], found) == ("<reason>\n", words)
 
 
 def test_turns_of_weight_zero_are_context_only() -> None:
@@ -265,18 +380,25 @@ def test_a_response_with_a_prompt_is_trained_on() -> None:
         assert trained_on(template(source), completion) == [("go ", "on<|eos|>")]
 
 
-def test_a_rendered_prompt_gets_no_second_start_token() -> None:
+def test_a_rendered_prompt_begins_with_the_start_token_once_in_rows_and_in_serving() -> None:
+    """With the token it was served with two, without it it was trained on with none and served with one."""
     found = template("{{ bos_token }}" + CHATML)
     backend = found.tokenizer.backend_tokenizer
     start = (SPECIAL[0], backend.token_to_id(SPECIAL[0]))
     backend.post_processor = TemplateProcessing(single=f"{SPECIAL[0]} $A", special_tokens=[start])
-    rendered = "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert prompt_of(found, {"prompt": rendered}) == rendered == prompt_of(found, {"messages": [user("Hi")]})
-    row = {"prompt": rendered, "completion": "Hello.<|im_end|>"}
-    assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
-    assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
-    with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
-        trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
+    rendered = prompt_of(found, {"messages": [user("Hi")]})
+    assert rendered == "<|bos|><|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    encoder = PromptEncoder(found, len(found.tokenizer), 100_000)
+    for prompt in (rendered, rendered.removeprefix("<|bos|>")):
+        assert prompt_of(found, {"prompt": prompt}) == rendered
+        assert found.tokenizer.decode(encoder.from_prompt(prompt, special=True)) == rendered
+        assert found.tokenizer.decode(encoder.from_prompt(prompt, special=False)) == prompt
+        row = {"prompt": prompt, "completion": "Hello.<|im_end|>"}
+        assert trained_on(found, row) == [(rendered, "Hello.<|im_end|>")]
+        assert trained_on(found, {**row, "completion": "Hello.<|im_end|>\n"}) == [(rendered, "Hello.<|im_end|>")]
+        assert trained_on(found, {"text": prompt}) == [("<|bos|>", rendered.removeprefix("<|bos|>"))]
+        with pytest.raises(BadRow, match=r"the answer continues after <\|im_end\|>"):
+            trained_on(found, {**row, "completion": "Hello.<|im_end|>\nBye."})
     assert prompt_of(found, {"text": "Hi"}) == "<|bos|>Hi"
 
 
@@ -299,8 +421,8 @@ def test_a_completion_got_a_space_or_an_end_token_that_the_row_does_not_have() -
     ends = TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)])
     backend.post_processor = ends
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
-    with pytest.raises(BadRow, match="the tokens of prompt and answer decode to another text"):
-        samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
+    [sample] = samples(ChatTemplate(tokenizer), {"prompt": "def f", "completion": "oo(x)"})
+    assert tokenizer.decode(sample.tokens) == "<s> def foo(x)</s>"
 
 
 def test_an_answer_that_begins_with_newlines_is_kept() -> None:

@@ -53,20 +53,40 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-10", "step-5"]
 
 
+def test_folders_that_are_not_ours_stand_beside_checkpoints(tmp_path: Path) -> None:
+    """A copy named step-10-copy stopped the run with "invalid literal for int()"."""
+    checkpoints = saved(tmp_path, 5, 10)
+    for name in ("step-10-copy", "step-", "step-011", "step-12.old"):
+        shutil.copytree(tmp_path / "step-10", tmp_path / name)
+    (tmp_path / "step-13").write_text("a file")
+    assert loaded_step(checkpoints) == 10
+    checkpoints.save(snapshot(15))
+    assert checkpoints.steps() == [10, 15]
+    assert (tmp_path / "step-10-copy/state.json").is_file()
+
+
+def spoil(path: Path) -> None:
+    """Damage that a reader cannot see: other numbers, and a file of the same length."""
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\xff\xff\xff\xff" if path.suffix == ".safetensors" else b"   \n"
+    path.write_bytes(content)
+
+
 def cut_in_half(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 @pytest.mark.parametrize("file", ["head.safetensors", "optimizers.safetensors", "target.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", [cut_in_half, Path.unlink])
+@pytest.mark.parametrize("damage", [cut_in_half, Path.unlink, spoil])
 def test_an_unreadable_newest_checkpoint_stops_with_its_name(
     tmp_path: Path, file: str, damage: Callable[[Path], None]
 ) -> None:
     checkpoints = saved(tmp_path, 5)
     checkpoints.save(snapshot(10, target={"fc.weight": torch.ones(3, 4)}))
     damage(tmp_path / "step-10" / file)
-    with pytest.raises(ValueError, match=r"step-10 cannot be read .* remove it to resume from the one before it"):
+    with pytest.raises(ValueError, match=r"step-10 cannot be read \(.*\); remove it to resume from step-5$") as error:
         checkpoints.load()
+    assert file in str(error.value) or file == "state.json"
     shutil.rmtree(tmp_path / "step-10")
     assert loaded_step(checkpoints) == 5
 

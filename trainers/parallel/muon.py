@@ -1,4 +1,4 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) in a number format fast on the device."""
+"""Muon (Liu et al. 2025, arXiv 2502.16982) in a number format that is fast on the device."""
 
 from typing import Any
 

@@ -1,7 +1,9 @@
 """Turns the fields of requests into requests for the decode loop: prompts, sampling, and the form of the text."""
 
+import json
 import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -21,15 +23,19 @@ from headstart.inference.serve.api.fields import (
     Templated,
     TextRequest,
     TokenizeRequest,
-    has_function,
-    read_json,
+    refuse_unknown,
 )
 from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.messages import FIELDS, read_message, unread_fields
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
 from headstart.recipes.sampling import SamplingFields
 
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+UNSEEN_TOOLS = (
+    "a request has tools, which the target's chat template does not write, so the target does not see them; "
+    "a tool_choice that forces a call still applies"
+)
 SAMPLING = SamplingFields.model_fields.keys() - {"seed"}
 RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript does, can send the seed back
 
@@ -37,9 +43,12 @@ RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript do
 class PromptEncoder:
     """Encodes prompts for one target. Not safe to use from several threads at once."""
 
-    def __init__(self, template: ChatTemplate, vocab_size: int, max_positions: int) -> None:
-        self.template, self.tokenizer = template, template.tokenizer
+    def __init__(
+        self, template: ChatTemplate, vocab_size: int, max_positions: int, log: Callable[[str], None] = print
+    ) -> None:
+        self.template, self.tokenizer, self.log = template, template.tokenizer, log
         self.vocab_size, self.max_positions = vocab_size, max_positions
+        self.said: set[str] = set()  # warnings
         self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
@@ -63,6 +72,8 @@ class PromptEncoder:
         turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
         try:
             tools = None if fields.tool_choice == "none" else fields.tools or None
+            if tools and not self.template.writes_tools:
+                self.say_once(UNSEEN_TOOLS)
             text = self.template.render(turns, tools, opens_answer, continued, variables)
         except Exception as error:  # a template is a program, which may raise anything
             refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
@@ -70,13 +81,18 @@ class PromptEncoder:
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         return self.from_text(text, "messages", bool(fields.add_special_tokens))
 
+    def say_once(self, warning: str) -> None:
+        if warning not in self.said:
+            self.said.add(warning)
+            self.log(json.dumps({"warning": warning}))
+
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
-        """The tokens of a text; `special` adds the tokens that the tokenizer puts around every text."""
+        """The tokens of a text; `special` adds those that the tokenizer puts around every text, unless it has them."""
         longest = self.max_positions * self.longest_token
         if len(text) > longest:
             given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
             raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
-        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        return self.template.encode_text(text) if special else self.template.encode(text)
 
     def from_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
         """One prompt of a completion; `special` as in `from_text`."""
@@ -95,28 +111,17 @@ class PromptEncoder:
 
 def turn(name: str, message: Message) -> dict[str, Any]:
     """A message as templates take it; `name` is its path in the request."""
-    fields = message.model_dump(exclude_none=True)
-    content = fields.get("content", "" if message.tool_calls else None)
+    given = {**vars(message), **(message.model_extra or {})}
+    content = message.content if message.content is not None or not message.tool_calls else ""
     if content is None:
         raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
-    fields["content"] = content if isinstance(content, str) else "".join(part["text"] for part in content)
-    if fields.pop("tool_calls", []):
-        fields["tool_calls"] = [
-            with_arguments(f"{name}.tool_calls[{index}]", call) for index, call in enumerate(message.tool_calls or [])
-        ]
-    return fields
-
-
-def with_arguments(name: str, call: Any) -> Any:
-    """An earlier tool call with its arguments as an object, as templates expect them, in the client's order of keys."""
-    if not has_function(call):
-        raise wrong(name, call, "an object with function.name is", "give back the server's call")
-    arguments = call["function"].get("arguments", {})
+    if unread := unread_fields(given):
+        refuse_unknown(f"{name}.{unread[0]}", given[unread[0]], FIELDS)
+    text = content if isinstance(content, str) else "".join(part.text for part in content)
     try:
-        parsed = read_json(arguments or "{}") if isinstance(arguments, str) else arguments
-    except (ValueError, RecursionError):
-        raise wrong(f"{name}.function.arguments", arguments, "a JSON object in a string is", "correct it") from None
-    return {**call, "function": {**call["function"], "arguments": parsed}}
+        return read_message({**given, "content": text})
+    except ValueError as error:
+        raise ApiError(400, f"{name}.{error}", f"{name}.{str(error).partition(':')[0]}") from None
 
 
 @dataclass(frozen=True)

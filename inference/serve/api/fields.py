@@ -2,7 +2,6 @@
 
 import difflib
 import json
-import re
 import reprlib
 from collections.abc import Collection
 from typing import Annotated, Any, Literal
@@ -27,16 +26,6 @@ OFF: dict[str, Any] = {
 STOPS_MAX, STOP_LENGTH_MAX = 64, 1000
 STOPS = f"a text, or a list of at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters without U+FFFD, is"
 TOP_LOGPROBS_MAX = 20
-# The escapes of a JSON text; one outside the group is half of a surrogate pair.
-ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
-
-
-def read_json(text: str) -> Any:
-    """The value of a JSON text, with the replacement character for each half of a surrogate pair.
-
-    JSON can name such halves by escapes, but tokenizers cannot encode them and answers cannot hold them.
-    """
-    return json.loads(ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text))
 
 
 def check_tools(tools: list[Any]) -> list[Any]:
@@ -154,15 +143,14 @@ class TextPart(BaseModel, strict=True):
     text: Text
 
 
-class Message(BaseModel, strict=True):
-    """A message of a chat. Fields that templates do not use are ignored."""
+class Message(BaseModel, strict=True, extra="allow"):
+    """A message of a chat. `encode.turn` reads the other fields, and refuses those that nothing reads."""
 
     role: Annotated[Role, Allowed("system, developer, user, assistant, tool are")]
     content: Annotated[Text | list[TextPart], Allowed("a text, or a list of parts of type text, is")] | None = None
     tool_calls: list[Any] | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
-    reasoning_content: Text | None = None
 
 
 class NamedFunction(Fields):

@@ -20,9 +20,11 @@ from headstart.inference.serve.api.fields import (
     Range,
     Text,
     refusal,
+    refuse_unknown,
 )
 from headstart.inference.serve.api.output import Choice, Output
 from headstart.inference.show import TokenText
+from headstart.inference.targets.messages import unread_fields
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
 # Fields that the answer repeats as they are.
@@ -46,13 +48,14 @@ class Part(BaseModel, strict=True):
 
 
 Content = Annotated[Text | list[Part], Allowed("a text, or a list of parts of type input_text or output_text, is")]
+IGNORED_IN_ITEMS = frozenset({"id", "status", "summary", "encrypted_content", "phase"})
 Included = Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]
 Kind = Literal["message", "function_call", "function_call_output", "reasoning"]
 Role = Literal["system", "developer", "user", "assistant"]
 
 
-class Item(BaseModel, strict=True):
-    """An item of the input. Fields without a counterpart in chats, such as ids and summaries, are ignored."""
+class Item(BaseModel, strict=True, extra="allow"):
+    """An item of the input. Fields of our own items without a counterpart in chats are ignored, others refused."""
 
     type: Annotated[Kind, Allowed("a complete message, function_call, function_call_output, reasoning is")] = "message"
     role: Annotated[Role, Allowed("system, developer, user, assistant are")] | None = None
@@ -135,6 +138,8 @@ class ResponsesRequest(CommonFields):
         messages: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         for index, item in enumerate(self.input):
             content, last = joined(item.content), messages[-1] if messages else {}
+            for name in unread_fields(item.model_extra or {}, IGNORED_IN_ITEMS):
+                refuse_unknown(f"input[{index}].{name}", getattr(item, name), Item.model_fields)
             if item.type == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif item.type == "message" and item.role is None:

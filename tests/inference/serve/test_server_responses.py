@@ -146,6 +146,7 @@ IMAGE = [{"type": "input_image", "image_url": "x"}]
 # The beginning of the message, which names the field, and what it says is allowed.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id: 'resp_1'", "the full conversation as input"),
+    ({"input": [{"role": "user", "content": "x", "thinking": "y"}]}, "input[0].thinking: there is no such", "content"),
     ({"input": [{"content": "x"}]}, "input[0].role: None", "a role"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference'", "a complete message"),
     ({"input": [{**CALL_ITEM, "arguments": "{"}]}, "input.tool_calls[0].function.arguments", "a JSON object"),
