@@ -54,7 +54,7 @@ class ChatMasks:
         asked = conversation.prompt()
         text = self.render(asked, ask=True)
         self._refuse_hidden(hidden_before(text, asked), asked, ask=True)
-        return self._served(asked, self.template.encode(text))
+        return self.template.encode(text)
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
         """A conversation that ends with an answer as one sample, or as several if the template changes earlier turns.
@@ -74,7 +74,6 @@ class ChatMasks:
             asked = self.render(before, ask=True)
             self._refuse_hidden(hidden_before(asked, before), before, ask=True)
             prompt, written = self._tokens(asked, self._answer(conversation, place, asked))
-            self._served(before, prompt)
             known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
             if samples and prompt[: len(known)] == known:
                 samples.pop()
@@ -96,13 +95,6 @@ class ChatMasks:
         if decode(prompt + written) != decode(joined):
             raise BadRow("chat template", "a token spans the boundary of the assistant's words")
         return prompt, written
-
-    def _served(self, asked: Conversation, prompt: list[int]) -> list[int]:
-        """The prompt's tokens, if the tokenizer's own apply_chat_template gives the same."""
-        if self._guarded(self.template.own_tokens, asked) != prompt:
-            why = "the tokenizer's apply_chat_template gives other tokens than its chat template as text"
-            raise BadRow("chat template", f"{why}; such tokenizers are not supported")
-        return prompt
 
     def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
         """The text that the target writes in turn `place` after the prompt `asked`, up to and with its end mark."""
@@ -177,15 +169,17 @@ class ChatMasks:
 
     def render(self, conversation: Conversation, ask: bool = False) -> str:
         """The conversation as text; with `ask`, up to where the target's answer begins."""
-        return str(self._guarded(self.template.render, conversation, ask=ask))
-
-    def _guarded(self, apply: Any, conversation: Conversation, **how: Any) -> Any:
         if not self.template.exists:
             raise BadRow("chat template", "messages need a chat template, which the tokenizer lacks; give prompt")
+        if not self.template.is_as_text:
+            why = "the tokenizer's apply_chat_template gives other tokens than its chat template as text"
+            raise BadRow("chat template", f"{why}; such tokenizers are not supported")
         if taken := self.template.reserved(conversation.variables):
             raise BadRow("unknown form", f"chat_template_kwargs holds {taken}, which is no variable of a template")
         try:
-            return apply(conversation.messages, conversation.tools, variables=conversation.variables, **how)
+            return self.template.render(
+                conversation.messages, conversation.tools, ask, variables=conversation.variables
+            )
         except Exception as error:  # a template is a program of its own, and raises whatever it likes
             raise BadRow("chat template", f"the target's chat template refuses these messages ({error})") from error
 

@@ -114,16 +114,15 @@ class ChatTemplate:
         turns = [self._as_read(message) for message in messages]
         return str(self._apply(turns, tools, variables, tokenize=False, **options))
 
-    def own_tokens(
-        self, messages: Sequence[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None
-    ) -> list[int]:
-        """The prompt's tokens as the tokenizer's own `apply_chat_template` gives them."""
-        turns = [self._as_read(message) for message in messages]
-        if any(turn["content"] is None for turn in turns):  # the tokenizer's own drops these
-            return self.encode(self.render(messages, tools, variables=variables))
-        quietly = {"verbose": False}  # the caller cuts or refuses long prompts
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
-        return list(self._apply(turns, tools, variables, **options))
+    @cached_property
+    def is_as_text(self) -> bool:
+        """Whether the tokenizer's own `apply_chat_template` gives the tokens of the rendered text, as most do."""
+        turns = [{"role": "user", "content": "Which colour has the sky?"}]
+        options: Json = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        try:
+            return list(self._apply(turns, None, None, **options)) == self.tokens(turns)
+        except Exception:  # a template may raise anything; this one takes no such turn
+            return True
 
     def end_tokens(self, known: Collection[int] = ()) -> list[int]:
         """The tokenizer's end token; and the last special token that the template writes after an answer, unless one of
@@ -169,10 +168,9 @@ class ChatTemplate:
 
     @staticmethod
     def _with_calls(message: Json, empty: str | None, kind: type) -> Json:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": as_kind(call["function"].get("arguments"), kind)}}
-            for call in message["tool_calls"]
-        ]
+        calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+        for call in calls if kind is str else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
     @cached_property
@@ -212,10 +210,3 @@ def day_of(text: Any) -> date:
     except ValueError:
         allowed = "a day such as 2026-11-26 is allowed; correct it"
         raise ValueError(f"chat_template_kwargs.{DATE}: {text!r} given, {allowed}") from None
-
-
-def as_kind(arguments: Any, kind: type) -> Any:
-    """Arguments of a call as an object or as JSON text."""
-    if kind is str:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}

@@ -191,15 +191,6 @@ CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
 
 
-def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
-    row = {"messages": [user("Snow?"), says(None, tool_calls=[{"function": CALL}]), RESULT]}
-    with pytest.raises(BadRow, match="does not write the tool call weather of turn 2"):
-        prompt_of(template(CHATML), row)
-    assert '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>' in prompt_of(
-        template(HYBRID), row
-    )
-
-
 ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])
 TEXTS_ALONE = HYBRID.replace(
     "(c.function | tojson)",
