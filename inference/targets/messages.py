@@ -7,6 +7,7 @@ import json
 import re
 import reprlib
 from collections.abc import Set
+from json.scanner import py_make_scanner
 from typing import Any
 
 from headstart.common.errors import wrong_value
@@ -25,6 +26,8 @@ IGNORED = frozenset({"annotations", "parsed"})
 CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments", "parsed_arguments"})
 # The escapes of a JSON text; one outside the group is half of a surrogate pair.
 ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LARGE = 2**16  # characters; reading more takes long enough to delay other requests
 
 
 def read_json(text: str) -> Any:
@@ -32,7 +35,12 @@ def read_json(text: str) -> Any:
 
     JSON can name such halves by escapes, but tokenizers cannot encode them and answers cannot hold them.
     """
-    return json.loads(ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text))
+    if SURROGATE.search(text):
+        text = ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text)
+    decoder = json.JSONDecoder()
+    if len(text) > LARGE:  # the scanner in C holds the interpreter's lock until it has read everything
+        decoder.scan_once = py_make_scanner(decoder)
+    return decoder.decode(text)
 
 
 def read_message(given: Json) -> Json:

@@ -83,8 +83,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"stream": "yes"}, "stream: 'yes' given", "true or false"),
         ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
         ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
-        ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation: True given", "only false"),
-        ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation: True", "only false"),
+        ({"stream_options": {"usage": 1}}, "stream_options.usage: there is no such field", "include_usage"),
+        ({"response_format": {"schema": {}}}, "response_format.schema: there is no such field", "json_schema"),
+        ({"headstart": {"tree": True}}, "headstart.tree: there is no such field", "did you mean trees?"),
+        (outputs(json={}, regex="a"), "structured_outputs: ['json', 'regex'] given", "one format"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids: True given", "only false"),
         ({"temprature": 1}, "temprature: there is no such field", "did you mean temperature?"),
     ],
@@ -123,7 +126,7 @@ BODIES = [
     (b'{"prompt": "a", "temperature": NaN}', "temperature: nan given"),
     (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), "4300 digits"),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion depth"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     (b'{"prompt": "\xff"}', "byte 0xff"),
 ]
 
