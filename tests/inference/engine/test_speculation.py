@@ -117,7 +117,6 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
 def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
     target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their noise was looked up at the positions where the head stood: an index error under load."""
     monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
     loop = loop_of_given_acceptance(target, HeadDrafter(make_head(), GROWTH), monkeypatch)
     requests = [replace(LONG, max_new_tokens=60, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
@@ -136,7 +135,6 @@ def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
 def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
     target: TargetModel, make_head: Callable[..., Any]
 ) -> None:
-    """It counted as time of the step: with many short answers, drafts seemed not to pay when they did."""
     read: list[float] = []
     began: list[float] = []
 
