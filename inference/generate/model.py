@@ -28,6 +28,8 @@ from headstart.inference.core.tree import padded_rows
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
+from headstart.inference.engine.speculation import SpeculationByLoad, speculation_for
+from headstart.inference.generate.options import LOOKUP
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
@@ -80,8 +82,10 @@ class SpeculativeModel:
         drafter: Drafter | None = None,
         tokenizer: Any = None,
         max_batch: int = 16,
+        speculation: SpeculationByLoad | None = None,
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
+        With `speculation` drafts stop while they do not pay.
 
         Raises ValueError for a model that is not a TargetModel.
         """
@@ -91,6 +95,7 @@ class SpeculativeModel:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise wrong_value("max_batch", max_batch, "a whole number, 1 or more, is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
+        self.speculation = speculation
 
     @classmethod
     def from_folders(
@@ -104,14 +109,16 @@ class SpeculativeModel:
     ) -> "SpeculativeModel":
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
-        Without a head, `decode.drafter` names another drafter, such as draft_model or prompt_lookup.
-        `decode` also gives the shape of drafts and max_batch. `section` holds fields of the
-        recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
-        also gives its last hidden state, which training needs.
+        Without a head, drafts come from the `decode.drafter` that is given, such as draft_model, or by prompt lookup.
+        They stop while they do not pay, by step times that are measured once for a machine. `decode` also gives the
+        shape of drafts and max_batch. `section` holds fields of the recipe's target section, such as dtype (default
+        float32), device or attention. With `last_hidden` the target also gives its last hidden state, which training
+        needs.
 
         Raises ValueError if the head does not fit the target.
         """
-        decode = decode or DecodeSection()
+        if decode is None:
+            decode = DecodeSection() if head is not None else LOOKUP
         fields = read_section(target, section)
         if (head is None) == (decode.drafter == "head"):
             remedy = "give a head with decode.drafter head, or no head with another drafter"
@@ -126,7 +133,7 @@ class SpeculativeModel:
             taps = {*load_head_for(head, frozen).taps, *([frozen.config.num_layers] if last_hidden else [])}
             model = TargetModel.load(fields, tuple(sorted(taps)))
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
-        return cls(model, drafter, tokenizer, decode.max_batch)
+        return cls(model, drafter, tokenizer, decode.max_batch, speculation_for(decode, model, drafter))
 
     def generate(
         self,
@@ -151,7 +158,7 @@ class SpeculativeModel:
         if streamer is not None and len(requests) > 1:
             allowed = "only 1 is allowed; give one prompt, or no streamer"
             raise ValueError(f"streamer: given for {len(requests)} texts, {allowed}")
-        loop = loop_of(self.target, requests, self.drafter, self.max_batch)
+        loop = loop_of(self.target, requests, self.drafter, self.max_batch, speculation=self.speculation)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         for block in loop.run():
@@ -196,7 +203,7 @@ class SpeculativeModel:
         requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
         if len(requests) > 1:
             raise wrong_value("input_ids", f"{len(requests)} texts", "only 1 is", "use generate for more")
-        loop = loop_of(self.target, requests, self.drafter)
+        loop = loop_of(self.target, requests, self.drafter, speculation=self.speculation)
         return (block.tokens for block in loop.run())
 
     def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:

@@ -24,54 +24,21 @@ from headstart.trainers import run
 # some content) or a `folder` in place of one, keep `half` of a file, `refuse` to write or read files of a pattern with
 # an error, let safetensors fail to write `weights`, or find the disk `full` when files are copied.
 CASES = table(r"""
-train: run_dir is on a read-only disk | train {recipe} run_dir={run}/new | refuse write */new EROFS
-    run/new | Read-only file system
-inspect: run_dir is where no folder can be | inspect {recipe} run_dir=/proc/headstart
-    /proc/headstart | No such file or directory | or choose another run_dir
-harvest: responses/ is a file | harvest {recipe} | remove responses features | file responses
-    run/responses | is a file
+train: run_dir is on a read-only disk | train {recipe} run_dir={run}/new | refuse write */new EROFS => run/new
+harvest: responses/ is a file | harvest {recipe} | remove responses features | file responses => run/responses
 harvest: a shard on a read-only disk | harvest {recipe} | remove features | refuse write *.safetensors.partial EROFS
     features/train-00000.safetensors: | Read-only file system
-inspect: the report on rows is cut | inspect {recipe} | half prompts/rows.json
-    prompts/rows.json cannot be read | it must hold the report on the rows | rm /
 inspect: a file of responses may not be read | inspect {recipe} | refuse read */train-00000.jsonl EACCES
     responses/train-00000.jsonl: | Permission denied
-train: the note of the export is cut | train {recipe} | half checkpoints/exported.json
-    checkpoints/exported.json | is not JSON | remove it
-train: a checkpoint's weights are cut | train {recipe} | half checkpoints/step-8/head.safetensors
-    checkpoints/step-8 cannot be read | incomplete | remove it to resume from the one before it
-calibrate: the head is a file | calibrate {recipe} | file head
-    run/head | holds no head | a trained head's folder is required | name another with decode.head=FOLDER
-report: report.json is a folder | report {recipe} {quick} | folder report/report.json
-    report/report.json: | Is a directory | or choose another run_dir
-report: the other head is missing | report {recipe} {quick} 'report.other_heads={other: {run}/none}'
-    report.other_heads.other | holds no head | a trained head's folder is required | name another
+train: the note of the export is cut | train {recipe} | half checkpoints/exported.json => checkpoints/exported.json
+report: report.json is a folder | report {recipe} {quick} | folder report/report.json => report/report.json:
 export: the training log is damaged | export {recipe} export.format=sglang | file metrics.jsonl b'not JSON\n{}\n'
     metrics.jsonl line 1 is not JSON | fix or remove the line
-lint: the head is a file | lint {run}/file {target} | file file
-    run/file | holds no head | no config.json | give
-lint: config.json is no text | lint {run}/export/vllm {target} | file export/vllm/config.json b'\xff\xfe\x00'
-    export/vllm/config.json | is not JSON | copy or download the head again
-lint: the weights are cut | lint {run}/export/vllm {target} | half export/vllm/model.safetensors
-    export/vllm/model.safetensors cannot be read | incomplete | copy or download the head again
-lint: the target is on the hub, without a network | lint {run}/export/vllm --target org/none
-    'org/none' | neither a local folder nor a model available on the hub | a folder with config.json | or a hub name
-lint: the target is an empty folder | lint {run}/export/vllm --target {run}/empty | folder empty
-    run/empty | neither model.safetensors nor | convert the model
-convert: the output lies below a file | convert {run}/export/vllm {run}/file/head {target} | file file
-    run/file: | is a file
+lint: the head is a file | lint {run}/file {target} | file file => run/file | holds no head | no config.json | give
+lint: the target is on the hub, without a network | lint {run}/export/vllm --target org/none => 'org/none'
 convert: no space for the output | convert {run}/export/vllm {run}/converted {target} | weights ENOSPC
     run/converted/model.safetensors: | No space left on device
-doctor: the samples are a folder | doctor {run}/head {folder}/target --samples /
-    --samples: / | not found | a JSONL file | name a JSONL file
-store verify: the folder is missing | store verify {run}/none
-    run/none holds no features | no manifest.json | harvest
-store stats: the manifest is a list | store stats {run}/features | file features/manifest.json b'[]'
-    features/manifest.json cannot be read | no list of shards | a harvest's manifest is needed | harvest
-store verify: a shard is cut | store verify {run}/features | half features/train-00001.safetensors
-    features/train-00001.safetensors | not what the harvest wrote
-store merge: no space | store merge {run}/all {run}/features | full copies
-    run/all/train-00000.safetensors: | No space left on device
+store merge: no space | store merge {run}/all {run}/features | full copies => run/all/train-00000.safetensors:
 harvest: the server does not answer | harvest {recipe} {new} data.server=http://127.0.0.1:9
     data.server: http://127.0.0.1:9 | gave no answer | check the server and run the command again
 """)
@@ -85,7 +52,6 @@ PLACES = {  # what a word in braces stands for; {run} and {folder} are the finis
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run and an export."""
     folder = tmp_path_factory.mktemp("finished")
     build_run(folder)
     run(tiny_recipe(folder))
@@ -125,7 +91,6 @@ def remove(path: Path) -> None:
 
 
 def refuse(access: str, pattern: str, name: str, patch: pytest.MonkeyPatch) -> None:
-    """Let folders and files of this name not be made and written, or files not be read."""
     number = getattr(errno, name)
 
     def refusing(real: Callable[..., Any], always: bool) -> Callable[..., Any]:
@@ -180,5 +145,4 @@ def test_a_failing_disk_or_network_is_one_message(
 
 
 def names(folder: Path) -> set[str]:
-    """The relative paths of everything below a folder."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}

@@ -14,15 +14,13 @@ from typing import Any
 
 import pytest
 from bad_inputs import type_command
-from matrix import slow_unless
+from matrix import slow, slow_unless
 from safetensors import SafetensorError
 from tiny_run import build_run, contents, quiet_environment
 
 from headstart.heads import files as head_files
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = "report.num_prompts=1", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"
-
 Type = Callable[..., str]  # type a command; returns what it printed
 
 
@@ -57,13 +55,11 @@ class SmallDisk:
 
 
 def when_writing(end: str) -> Callable[[int, str], bool]:
-    """The disk is full when the first file with this end of its name is written."""
     return lambda count, name: name.endswith(end)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, prompts and a recipe, whose run is in another folder for each test."""
     folder = tmp_path_factory.mktemp("full")
     build_run(folder)
     return folder
@@ -71,8 +67,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def typed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
-    """typed(code, command, *overrides): type a command on the recipe; its run is in tmp_path/run."""
-
     def run(code: int, command: str, *overrides: str) -> str:
         arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]
         outcome = type_command(arguments, monkeypatch, capsys)
@@ -84,8 +78,8 @@ def typed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, bytes], list[str]]:
-    """The files of a run on a large disk, and the names of all that it wrote, in order."""
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """A run on a large disk, and the names of all that it wrote, in order."""
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
     with pytest.MonkeyPatch.context() as patch:
         disk = SmallDisk(patch, lambda count, name: False)
@@ -93,7 +87,12 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
         from headstart import cli
 
         cli.main()
-    return files(run_dir), disk.names
+    return run_dir, disk.names
+
+
+@pytest.fixture
+def trained(undisturbed: tuple[Path, list[str]], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(undisturbed[0], tmp_path / "run"))
 
 
 def files(run_dir: Path) -> dict[str, bytes]:
@@ -127,9 +126,10 @@ FULL_AT = {
 
 @pytest.mark.parametrize("name", FULL_AT)
 def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
-    typed: Type, tmp_path: Path, undisturbed: tuple[dict[str, bytes], list[str]], name: str
+    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], name: str
 ) -> None:
-    expected, written = undisturbed
+    run_dir, written = undisturbed
+    expected = files(run_dir)
     assert name in written
     assert FULL_AT[name] in assert_recovers(typed, tmp_path / "run", expected, when_writing(name))
 
@@ -137,17 +137,16 @@ def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(6))
 def test_a_disk_may_fill_up_at_any_write(
-    typed: Type, tmp_path: Path, undisturbed: tuple[dict[str, bytes], list[str]], part: int
+    typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], part: int
 ) -> None:
-    expected, written = undisturbed
+    expected, written = files(undisturbed[0]), undisturbed[1]
     for number in range(part + 1, len(written) + 1, 6):
         run_dir = tmp_path / "run"
         assert_recovers(typed, run_dir, expected, lambda count, here, number=number: count == number)
         subprocess.run(["rm", "-r", str(run_dir)], check=True)
 
 
-def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
-    typed(0, "train")
+def test_a_full_disk_leaves_no_half_export(typed: Type, trained: Path, tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json.partial", "README.md.partial"):
         with pytest.MonkeyPatch.context() as patch:
             SmallDisk(patch, when_writing(name))
@@ -161,25 +160,11 @@ def test_a_full_disk_leaves_no_half_export(typed: Type, tmp_path: Path) -> None:
     assert engine.items() <= contents(tmp_path / "run/export/vllm").items()
 
 
-@pytest.mark.slow
-def test_a_full_disk_leaves_no_half_report(typed: Type, tmp_path: Path) -> None:
-    typed(0, "train")
-    for name in ("report.json.partial", "report.md.partial"):
-        with pytest.MonkeyPatch.context() as patch:
-            SmallDisk(patch, when_writing(name))
-            assert "No space left on device" in typed(1, "report", *REPORT)
-        assert not list((tmp_path / "run").glob("report/*.partial"))
-    typed(0, "report", *REPORT)
-    outcomes = json.loads((tmp_path / "run/report/report.json").read_text())["outcomes"]
-    assert [outcome["forced"]["outside"] for outcome in outcomes] == [0, 0]
-
-
-def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, tmp_path: Path) -> None:
-    typed(0, "train", "train.steps=8")
-    metrics = tmp_path / "run/metrics.jsonl"
+def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Type, trained: Path) -> None:
+    metrics = trained / "metrics.jsonl"
     rows = metrics.read_text()
     metrics.write_text(rows + '{"step": 9, "train/lo')
-    subprocess.run(["rm", "-r", str(tmp_path / "run/checkpoints/step-8"), str(tmp_path / "run/head")], check=True)
+    subprocess.run(["rm", "-r", str(trained / "checkpoints/step-8"), str(trained / "head")], check=True)
     typed(0, "train", "train.steps=8")
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
         json.loads(line)["step"] for line in rows.splitlines()
@@ -222,16 +207,14 @@ def train_elsewhere(command: list[str], run_dir: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))
-def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, tmp_path: Path, name: str) -> None:
-    """Training said that the head was complete, and every other command that it was damaged."""
+def test_a_damaged_head_is_written_again_by_the_same_command(typed: Type, trained: Path, name: str) -> None:
+    expected = contents(trained / "head")
+    (trained / "head" / name).write_bytes(expected[name][:100])
     typed(0, "train")
-    expected = contents(tmp_path / "run/head")
-    (tmp_path / "run/head" / name).write_bytes(expected[name][:100])
-    typed(0, "train")
-    assert contents(tmp_path / "run/head") == expected
+    assert contents(trained / "head") == expected
 
 
-@pytest.mark.parametrize("name", ["prompts/train.jsonl", "responses/train-00001.jsonl"])
+@pytest.mark.parametrize("name", [slow("prompts/train.jsonl"), "responses/train-00001.jsonl"])
 def test_a_lost_file_of_a_stage_is_made_again_after_what_the_message_says(
     typed: Type, tmp_path: Path, name: str
 ) -> None:

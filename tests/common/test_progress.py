@@ -38,7 +38,6 @@ class Clock:
 
 
 def lines_of(seconds_per_item: float, total: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines in a log while `total` items are done one by one."""
     clock = Clock()
     with Progress("work", total, "items", clock=clock) as progress:
         for _ in range(total):
@@ -84,7 +83,6 @@ def test_what_an_earlier_run_did_does_not_count_for_the_speed(capsys: pytest.Cap
 
 
 def test_the_first_text_of_a_batch_does_not_stand_for_all(capsys: pytest.CaptureFixture[str]) -> None:
-    """10 seconds for 8 texts that end together: after the first of 80, a quarter of an hour was said to be left."""
     clock = Clock()
     with pytest.raises(KeyboardInterrupt), Progress("work", 80, "texts", clock=clock, together=8) as progress:  # noqa: PT012
         clock.now += 40
@@ -110,7 +108,6 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_stage_says_in_a_log_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing was printed when the output went to a file."""
     recipe = str(build_run(tmp_path))
     said = type_command(["train", recipe], monkeypatch, capsys)
     report = ["report", recipe, "report.num_prompts=2", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"]
@@ -130,14 +127,12 @@ def test_every_stage_says_in_a_log_how_far_it_is(
 
 @pytest.fixture
 def terminal() -> Iterator[tuple[int, int]]:
-    """A pseudo terminal: our end, and the end for a process."""
     ours, its = pty.openpty()
     yield ours, its
     os.close(ours)
 
 
 def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: tuple[int, int]) -> None:
-    """The training's bar ended with "measured after step N"."""
     program = (
         "from headstart.common.progress import Progress\n"
         "with Progress('training', 4, 'steps') as progress:\n"
@@ -175,7 +170,6 @@ def test_on_a_narrow_terminal_the_text_is_cut_and_the_counts_stay(monkeypatch: p
 def test_a_target_is_loaded_without_the_bar_of_transformers(
     target_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bar named "Loading weights" appeared in every command."""
     TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), ())
     assert capfd.readouterr().err == ""
     assert logging.is_progress_bar_enabled()
@@ -194,7 +188,6 @@ def test_the_bars_of_transformers_are_afterwards_as_before(were_on: bool) -> Non
 
 
 def test_a_hybrid_decodes_without_the_lines_of_transformers_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four lines that "fall back to" reference code appeared in every command."""
     logger, seen = getLogger("transformers"), list[str]()
     monkeypatch.setattr(logger, "handlers", [handler := StreamHandler()])
     monkeypatch.setattr(handler, "emit", lambda record: seen.append(record.getMessage()))

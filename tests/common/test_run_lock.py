@@ -40,13 +40,11 @@ def hold() -> Iterator[Hold]:
 
 @pytest.fixture
 def other() -> Owner:
-    """Another command, which no launcher started."""
     return replace(Owner.this_process("training"), pid=os.getppid(), launcher=None)
 
 
 @pytest.fixture
 def ended() -> int:
-    """The number of a process that has ended."""
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
@@ -152,7 +150,6 @@ def test_processes_that_compete_for_a_folder_hold_it_in_turn(tmp_path: Path) -> 
 def test_a_folder_that_vanishes_between_two_calls_ended_its_waiter_with_file_exists_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`Path.mkdir` raises that if the folder is there at first and gone when it looks again."""
     races, mkdir = [True, True], Path.mkdir
 
     def racing(self: Path, *args: Any, **kwargs: Any) -> None:
@@ -187,7 +184,6 @@ def test_no_command_writes_into_a_run_that_another_process_writes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two at once doubled metrics.jsonl, or crashed on a missing file."""
     build_run(tmp_path)
     (tmp_path / "run").mkdir()
     hold(tmp_path / "run", other)

@@ -3,13 +3,12 @@
 import io
 import json
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from tiny_run import END_OF_TEXT, VOCAB_SIZE, build_run, build_target, build_tokenizer, tiny_recipe
+from tiny_run import END_OF_TEXT, build_run, build_target, build_tokenizer, tiny_recipe
 from transformers import PreTrainedTokenizerFast
 
 from headstart.common.files import read_jsonl
@@ -169,49 +168,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
 # Unusable rows
 
 
-def test_unusable_rows_are_counted_and_listed_with_their_lines(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.jsonl"
-    good = json.dumps({"prompt": "good"})
-    bad = ["{", "", json.dumps({"messages": []}), good, "7", json.dumps({"tokens": [1, 300]}), '{"prompt": "\\ud800"}']
-    path.write_text("\n".join([good, *bad, "[" * 9999, good]) + "\n")
-    report = RowReport(str(path))
-    rows = read_prompts(ChatTemplate(build_tokenizer()), section(), None, report)
-    assert [row["id"] for row in rows] == [0, 1, 2]
-    found = report.to_json()
-    assert found["rows"] == 9
-    assert found["bad"] == {"unreadable": 4, "empty": 1, "unknown token": 1}
-    assert [row["line"] for row in found["bad_rows"]] == [2, 4, 6, 7, 8, 9]
-    with pytest.raises(
-        ValueError, match=r"6 of 9 rows are unusable, up to 1%(.|\n)*line 2: not valid JSON(.|\n)*line 4: no user turn"
-    ):
-        report.check()
-    report.rows = 600
-    report.check()
-
-
-@pytest.mark.parametrize("responses", ["given", "target"])
-def test_a_row_in_tokens_that_the_target_lacks_is_unusable(tmp_path: Path, responses: str) -> None:
-    """A tokenizer may have more tokens than the target; they stopped the whole run with an IndexError."""
-    tokenizer = build_tokenizer()
-    tokenizer.add_tokens(["[PAD]"])
-    rows = [{"prompt": "a [PAD] b", "response": "c"}, {"messages": turns("[PAD]", "b")}]
-    rows += [{"tokens": [5, 300, 7], "loss_mask": [0, 0, 1]}, {"prompt": "a", "response": "b"}]
-    report = RowReport(str(write_rows(tmp_path / "prompts.jsonl", *rows)))
-    read_prompts(
-        ChatTemplate(tokenizer), section(responses=responses, prompt_tokens=60), None, report, vocab_size=VOCAB_SIZE
-    )
-    assert [(row["line"], row["kind"]) for row in report.bad] == [(line, "unknown token") for line in (1, 2, 3)]
-    assert all(re.search(r"token 300 .*the target's tokens are 0 to 299", row["why"]) for row in report.bad)
-
-
-def test_messages_need_a_chat_template() -> None:
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = None
-    template = ChatTemplate(tokenizer)
-    with pytest.raises(BadRow, match="messages need a chat template"):
-        encode_prompt(ChatMasks(template), parse_known(template, {"messages": turns("hello")}))
-
-
 # Prompts for the target to answer
 
 
@@ -222,15 +178,6 @@ def test_the_target_answers_the_last_user_turn() -> None:
     tokens = encode_prompt(ChatMasks(template), parse_known(template, row))
     assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
     assert len(row["messages"]) == 4  # the caller's row is unchanged
-
-
-def test_long_prompts_lose_their_beginning_and_count_as_cut(tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "prompts.jsonl", *({"text": text} for text in ("abcdefgh", "xyz", "never used")))
-    tokenizer, report = build_tokenizer(), RowReport(str(path))
-    first, second = read_prompts(ChatTemplate(tokenizer), section(prompt_tokens=4), 2, report)
-    assert first == {"id": 0, "tokens": tokenizer("abcdefgh")["input_ids"][-4:], "cut": True}
-    assert second == {"id": 1, "tokens": tokenizer("xyz")["input_ids"], "cut": False}
-    assert report.to_json()["cut"] == [1]
 
 
 # Conversations as they are
@@ -299,23 +246,6 @@ def test_inspect_colours_the_trained_on_text_and_names_dropped_rows(
     assert "tokens per sample" in shown
 
 
-def test_a_harvest_without_a_token_to_learn_stops_before_the_features(tmp_path: Path) -> None:
-    """A head would have been trained at loss 0, and written."""
-    build_run(tmp_path)
-    rows = [{"tokens": [5 + n, 20, 40, 60], "loss_mask": [0, 1, 0, 0]} for n in range(4)]
-    write_rows(tmp_path / "prompts.jsonl", *rows)
-    heldout = write_rows(tmp_path / "held.jsonl", {"text": "whatever is killed resumes"})
-    values = f"data.heldout_prompts={heldout}", f"run_dir={tmp_path / 'run'}"
-    with pytest.raises(ValueError, match=r"data\.prompts: none of the 4 texts is trained on after its second token"):
-        harvest(tiny_recipe(tmp_path, "data.responses=given", *values))
-    shutil.rmtree(tmp_path / "run")
-    config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
-    silent = {**config, "eos_token_id": [*range(300)]}  # every token ends the target's text
-    (tmp_path / "target" / "generation_config.json").write_text(json.dumps(silent))
-    with pytest.raises(ValueError, match=r"data\.prompts: the target's responses to all 4 prompts are empty"):
-        harvest(tiny_recipe(tmp_path, *values))
-
-
 # Prompts with their answers
 
 
@@ -347,7 +277,6 @@ def test_prompts_and_answers_that_are_messages_are_one_conversation() -> None:
 
 
 def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
-    """data.responses: target; the row means the same as when its response is trained on."""
     template = ChatTemplate(build_tokenizer())
     for row, prompt in (
         ({"prompt": "what?", "response": "that"}, "[user]what?[assistant]"),
@@ -360,22 +289,7 @@ def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
 # Held-out prompts and long ones
 
 
-def test_a_training_row_that_is_held_out_too_is_dropped_and_replaced(tmp_path: Path) -> None:
-    texts = [{"text": f"prompt {number}"} for number in range(20)]
-    path, report = write_rows(tmp_path / "prompts.jsonl", *texts), RowReport(str(tmp_path / "prompts.jsonl"))
-    tokenizer, sizes = build_tokenizer(), section(prompt_tokens=20)
-    held_out = {tuple(tokenizer("prompt 3")["input_ids"])}
-    rows = read_prompts(ChatTemplate(tokenizer), sizes, 12, report, held_out)
-    assert [tokenizer.decode(row["tokens"]) for row in rows] == [f"prompt {n}" for n in range(13) if n != 3]
-    assert [row["id"] for row in rows] == list(range(12))
-    assert (report.rows, report.samples, report.held_out) == (13, 12, [4])
-    assert f"prompts: 13 rows read from {path}, 12 prompts kept; dropped 1 held out too" in report.summary(
-        "prompts", sizes
-    )
-
-
 def test_plain_texts_that_start_alike_are_not_taken_for_the_same(tmp_path: Path) -> None:
-    """A plain text has no prompt; the first token alone says nothing."""
     path = write_rows(tmp_path / "prompts.jsonl", {"text": "go on"}, {"text": "go home"})
     tokenizer, sizes, report = build_tokenizer(), section(responses="given"), RowReport(str(path))
     held_out = {key_of(row) for row in read_prompts(ChatTemplate(tokenizer), sizes, 1, RowReport(str(path)))}

@@ -80,7 +80,6 @@ def test_features_too_large_for_the_disk_are_refused_before_the_responses_or_bef
 
 @pytest.mark.parametrize(("device", "expected"), [("cuda", [64, 64, 128, 192, 200]), ("cpu", [1, 64, 65, 130, 200])])
 def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, device: str, expected: list[int]) -> None:
-    """cuDNN planned its attention anew for the length of nearly every batch, 71 ms each time."""
     seen = []
 
     def states(tokens: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -99,7 +98,6 @@ def test_on_a_gpu_batches_have_few_lengths(monkeypatch: pytest.MonkeyPatch, devi
 def test_as_many_texts_decode_together_as_fit_into_memory(
     harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A harvest was refused unless all of data.generate_batch fitted. The texts are the same."""
     recipe = tiny_recipe(harvested)
     target, sizes = TargetModel.load(recipe.target, ()), []
     prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
@@ -179,20 +177,6 @@ def test_responses_come_from_a_server_that_sometimes_fails(
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
 
 
-def test_a_failing_server_ends_the_run_and_finished_responses_are_kept(
-    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path
-) -> None:
-    url, handler = server
-    handler.failures = iter([0] * 5 + [400])
-    values = f"data.server={url}", "data.generate_batch=1", "data.online=[auto]"
-    recipe = tiny_recipe(harvested, f"run_dir={tmp_path}", *values)
-    with pytest.raises(ValueError, match=r"data\.server: .*/v1/completions gave no answer \(status 400"):
-        harvest(recipe)
-    harvest(recipe)
-    assert len(handler.seen) == 16  # no sample was requested twice
-    assert [row["id"] for row in responses(recipe)] == list(range(12))
-
-
 def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504, 429, 408])
@@ -204,7 +188,6 @@ def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
 
 
 def test_all_requests_of_a_batch_are_in_flight_at_once(server: tuple[str, type[Server]]) -> None:
-    """Requests beyond the hundredth used to wait for a connection and time out."""
     url, handler = server
     handler.together = threading.Barrier(120)
     client = CompletionClient([url], pause=lambda seconds: None)
@@ -242,7 +225,6 @@ def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
-    """Once it missed the end tokens that only generation_config.json names."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path, f"data.draft_head={tmp_path / 'head'}")
     config = json.loads((tmp_path / "target" / "generation_config.json").read_text())
@@ -260,7 +242,6 @@ def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:
 def test_answers_end_where_the_chat_template_ends_them(
     harvested: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A target whose configuration names another end token went on after it, with turns of a user."""
     before = {tuple(row["prompt"]): row["response"] for row in responses(tiny_recipe(harvested))}
     mark = next(row[2] for row in before.values() if len(row) > 3)
     tokenizer, target = build_tokenizer(), shutil.copytree(harvested / "target", tmp_path / "target")
@@ -309,7 +290,6 @@ FORKING.set_forkserver_preload(["headstart.data_pipelines.harvest", "tiny_run"])
 
 
 def one_rank(folder: Path, rank: int, ranks: int, port: int) -> None:
-    """The process that a launcher starts for each rank."""
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     os.environ.update({**meeting, "RANK": str(rank), "LOCAL_RANK": str(rank), "ACCELERATE_USE_CPU": "true"})
     torch.set_num_threads(1)

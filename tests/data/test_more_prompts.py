@@ -9,14 +9,13 @@ import pytest
 from accelerate import PartialState
 from bad_inputs import assert_told, type_command
 from matrix import slow
-from test_data import kill_while_writing_features, kill_while_writing_responses
+from test_data import kill_while_writing_features
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
 from headstart.data_pipelines.harvest import harvest, harvest_part
 from headstart.data_pipelines.stages.stage import Stage
-from headstart.recipes import Recipe
 from headstart.recipes.command_line import Part
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
@@ -25,7 +24,6 @@ MORE = "data.num_prompts=20"
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    """A harvested run of 12 prompts, in a folder of its own."""
     for name in ("target", "run"):
         shutil.copytree(harvested / name, tmp_path / name)
     for name in ("recipe.yaml", "prompts.jsonl", "heldout.jsonl"):
@@ -39,7 +37,6 @@ def grow(folder: Path, count: int) -> None:
 
 
 def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
-    """The files of a harvest of the same recipe into an empty folder."""
     other = tiny_recipe(folder, f"run_dir={folder / 'fresh'}", *overrides)
     harvest(other)
     return contents(other.run_dir)
@@ -73,15 +70,6 @@ def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
     assert contents(folder / "run") == fresh(folder, override)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kill", [kill_while_writing_features, kill_while_writing_responses])
-def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Callable[[Recipe], None]) -> None:
-    kill(tiny_recipe(folder))
-    grow(folder, 20)
-    harvest(tiny_recipe(folder, MORE))
-    assert contents(folder / "run") == fresh(folder, MORE)
-
-
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -93,7 +81,6 @@ def test_prompts_may_be_added_to_a_run_that_was_killed(folder: Path, kill: Calla
 def test_a_kill_while_prompts_are_added_costs_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, call: int
 ) -> None:
-    """The same command then ends as if it had not been killed."""
     grow(folder, 20)
     calls = 0
 
@@ -159,7 +146,6 @@ def test_a_file_whose_first_prompts_changed_is_refused_with_the_reason(folder: P
 
 
 def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(folder: Path) -> None:
-    """Their report used to take the place of the one on the prompts that are there."""
     with (folder / "prompts.jsonl").open("a") as file:
         file.write('{"text": 5}\n')
     before = contents(folder / "run")

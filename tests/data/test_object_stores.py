@@ -45,7 +45,6 @@ def server() -> Iterator[str]:
 
 @pytest.fixture
 def store(server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The URL of an empty folder, for a machine with an empty cache."""
     for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
         monkeypatch.setenv(name, value)
     for name in ("AWS_PROFILE", "http_proxy", "HTTP_PROXY"):
@@ -63,7 +62,6 @@ def move_to(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.fixture(scope="module")
 def local(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run in a local folder."""
     folder = shutil.copytree(harvested, tmp_path_factory.mktemp("local"), dirs_exist_ok=True)
     recipe = folder / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(harvested / "run"), str(folder / "run")))
@@ -72,13 +70,11 @@ def local(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def fill(url: str, run: Path) -> None:
-    """Put the data of a local run into the store, as a harvest there leaves it."""
     place = url.removeprefix("s3://")
     filesystem("s3").pipe({f"{place}/{name}": data for name, data in contents(run).items() if name.startswith(DATA)})
 
 
 def stored(url: str) -> dict[str, bytes]:
-    """The content of every file in the store below a URL, by relative path."""
     found, place = filesystem("s3").find(url), url.removeprefix("s3://")
     return {name.removeprefix(f"{place}/"): filesystem("s3").cat_file(name) for name in found}
 
@@ -90,7 +86,6 @@ def assert_same_run(url: str, local: Path) -> None:
 
 
 def assert_same_data(recipe: Recipe, local: Path) -> None:
-    """Prompts, responses and features in the store are those of the local run."""
     found = stored(shown(recipe.run_dir))
     expected = {name: data for name, data in contents(local / "run").items() if name.startswith(DATA)}
     assert found == expected
@@ -153,15 +148,6 @@ def test_parts_on_machines_that_share_only_a_bucket_leave_the_local_harvest(
         move_to(f"machine of {part[0]}", tmp_path, monkeypatch)
         recipe = tiny_recipe(local, f"run_dir={store}")
         harvest_part(recipe, Part.parse(part), PartialState())
-    assert_same_data(recipe, local)
-
-
-@pytest.mark.slow
-def test_more_prompts_continue_from_features_in_a_bucket(store: str, local: Path, tmp_path: Path) -> None:
-    harvest(tiny_recipe(local, f"run_dir={tmp_path}/fewer", "data.num_prompts=7"))
-    fill(store, tmp_path / "fewer")
-    recipe = tiny_recipe(local, f"run_dir={store}")
-    harvest(recipe)
     assert_same_data(recipe, local)
 
 
@@ -392,7 +378,6 @@ def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
 def test_a_rank_that_pulls_leaves_another_rank_the_file_that_it_is_writing(
     store: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both used one name until the file was whole: `stage.json: No such file or directory` ended the writer."""
     folder, upload = mirror_of(store), remote.upload
 
     def upload_beside_a_pull(source: Path, path: Path) -> None:

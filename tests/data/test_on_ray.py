@@ -173,7 +173,6 @@ def test_a_draft_head_is_refused(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
-    """Three node processes with one core each."""
     from ray.cluster_utils import Cluster
 
     before = dict(os.environ)
@@ -207,14 +206,12 @@ def raylet_of(node: Any) -> psutil.Process:
 
 
 def workers_of(cluster: Any) -> list[psutil.Process]:
-    """The processes that harvest at this moment."""
     children = [process for node in cluster.list_all_nodes() for process in raylet_of(node).children()]
     return [process for process in children if process.name().startswith("ray::Worker.ma")]
 
 
 @pytest.mark.slow
 def test_killed_workers_nodes_and_drivers_change_nothing(folder: Path, cluster: Any) -> None:
-    """The benchmark ray_kills.py of commit a062b7c killed 20 times."""
     recipe = (folder / "recipe.yaml").read_text().replace("num_prompts: 12", "num_prompts: 80")
     recipe = recipe.replace("response_tokens: 12", "response_tokens: 90").replace(
         "shard_samples: 5", "shard_samples: 2"

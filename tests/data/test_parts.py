@@ -28,7 +28,6 @@ MORE = "data.num_prompts=13"
 
 @pytest.fixture
 def folder(harvested: Path, tmp_path: Path) -> Path:
-    """A recipe of the same harvest whose run is not made yet."""
     values = {**recipe_values(harvested), "run_dir": str(tmp_path / "run")}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     return tmp_path
@@ -156,15 +155,6 @@ def test_a_part_of_another_recipe_or_by_other_code_is_refused_by_name(
     assert contents(folder / "run") == before
 
 
-@pytest.mark.parametrize("text", ["0/3", "4/3", "3", "a/b"])
-def test_what_is_no_part_is_refused(
-    text: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outcome = type_command(["harvest", str(folder / "recipe.yaml"), f"--part={text}"], monkeypatch, capsys)
-    assert outcome.code == 2
-    assert_refused(outcome, Says("--part", f"{text} given", "1/N to N/N", "such as 3/64"))
-
-
 def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
     said = Says("target.split", "tensor given with --part 1/2", "null or layers is allowed", "leave --part 1/2 out")
     assert_raises(lambda: make(folder, "1/2", "target.split=tensor"), said)
@@ -173,14 +163,9 @@ def test_a_target_split_over_ranks_is_refused(folder: Path) -> None:
 # SIGTERM
 
 
-@pytest.mark.parametrize(("stage", "after"), [("responses", 1), ("features", 1)])
+@pytest.mark.parametrize("stage", ["responses", "features"])
 def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
-    folder: Path,
-    harvested: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    stage: str,
-    after: int,
+    folder: Path, harvested: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], stage: str
 ) -> None:
     """Three texts decode together; a shard of features has five samples."""
     expected, calls = contents(harvested / "run"), 0
@@ -190,7 +175,7 @@ def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
         nonlocal calls
         add(meter, *counts)
         calls += meter.what == stage
-        if meter.what == stage and calls == after:
+        if meter.what == stage and calls == 1:
             signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(ShardProgress, "add", signalling)
@@ -201,7 +186,7 @@ def test_sigterm_finishes_what_has_begun_and_the_same_command_goes_on(
     run = folder / "run"
     if stage == "responses":
         kept = sum(len(path.read_text().splitlines()) for path in (run / "responses").glob("*.jsonl*"))
-        assert after < kept <= after + 2, "the other two texts that were running"
+        assert 1 < kept <= 3, "the other two texts that were running"
     else:
         assert len(list((run / "features").glob("*.safetensors"))) == 1
     assert not list(run.rglob("*.partial"))

@@ -37,8 +37,7 @@ from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.api.encode import PromptEncoder
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import ChatRequest
-from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.messages import REASONING_NAMES
+from headstart.inference.targets.chat_template import REASONING_NAMES, ChatTemplate
 from headstart.recipes.schema import DataSection
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|calls|>")
@@ -146,8 +145,6 @@ def test_variables_of_the_template_change_prompts_and_training_alike() -> None:
 
 
 def test_a_days_prompts_continue_on_another_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The date is that on which the run was begun."""
-
     class Today(date):
         @classmethod
         def today(cls) -> "Today":
@@ -365,7 +362,6 @@ def test_a_bare_prompt_is_a_turn_of_the_user_for_a_chat_model() -> None:
 
 
 def test_a_response_with_a_prompt_is_trained_on() -> None:
-    """The prompt alone used to be trained on, in silence."""
     response, completion = {"prompt": "what?", "response": "that"}, {"prompt": "go ", "completion": "on"}
     chat = [("<|im_start|>user\nwhat?<|im_end|>\n<|im_start|>assistant\n", "that<|im_end|>")]
     assert trained_on(template(CHATML), response) == chat
@@ -430,7 +426,6 @@ def test_an_answer_that_begins_with_newlines_is_kept() -> None:
 
 
 def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
-    """The prompt that the server makes of a request with these messages."""
     return str(found.tokenizer.decode(served_tokens(found, messages)))
 
 
@@ -466,7 +461,6 @@ def conversations(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 
 def answers(messages: list[dict[str, Any]]) -> Iterator[int]:
-    """Places of the turns that are trained on."""
     return (place for place, turn in enumerate(messages) if turn["role"] == "assistant" and turn.get("weight") != 0)
 
 
@@ -498,18 +492,3 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
 @given(messages=conversations())
 def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
     check_rows_are_as_served(name, messages)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAMILIES)
-def test_two_thousand_rows_of_each_family_are_as_served(name: str) -> None:
-    kept = 0
-
-    @settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
-    @given(messages=conversations())
-    def check(messages: list[dict[str, Any]]) -> None:
-        nonlocal kept
-        kept += check_rows_are_as_served(name, messages)
-
-    check()
-    assert kept > 200, "nearly all rows were refused, so little was checked"

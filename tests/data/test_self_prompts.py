@@ -39,7 +39,6 @@ from headstart.recipes.schema import DataSection
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a chat target and its own prompts: 8 to train on, 3 held out."""
     folder = tmp_path_factory.mktemp("chat")
     build_chat_run(folder)
     make_prompts_alone(tiny_recipe(folder))
@@ -47,7 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def own_recipe(folder: Path, tmp_path: Path, *overrides: str) -> Recipe:
-    """The folder's recipe for a run in another folder."""
     return tiny_recipe(folder, f"run_dir={tmp_path / 'run'}", *overrides)
 
 
@@ -189,7 +187,6 @@ def test_the_opening_ends_where_the_words_begin_in_every_family(name: str) -> No
 
 
 def test_a_tokenizer_without_places_of_tokens_is_refused() -> None:
-    """It ended in a KeyError."""
     slow = ByT5Tokenizer(chat_template=build_letters().chat_template)
     with pytest.raises(ValueError, match=r"data\.prompts: self given, .*tokenizer is written in Python.*name a file"):
         UserTemplate(ChatTemplate(slow), data_section())
@@ -201,8 +198,6 @@ WORDS = "please count all letters of this line"
 
 
 def scripted(said: str, tokenizer: PreTrainedTokenizerFast, ends: bool = True) -> Any:
-    """What carries out requests in place of a target: it always says the same."""
-
     def write(requests: list[Request]) -> list[Generation]:
         tokens = list(tokenizer(said, add_special_tokens=False)["input_ids"])
         last = [list(request.end_tokens or ())[:1] if ends else [] for request in requests]
@@ -292,16 +287,12 @@ def text_about(number: int) -> str:
 
 REFUSED = table(
     """
-a base model | none | null
-    data.prompts | self given | needs a chat template | choose the chat
-a template without a user turn | [assistant] | null
-    data.prompts | self given | rules out | choose a
-a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null
-    data.prompts | self given | unchanged and once | choose a
+a base model | none | null => data.prompts | self given | needs a chat template | choose the chat
+a template without a user turn | [assistant] | null => data.prompts | self given | rules out | choose a
+a template that changes words | {% for m in messages %}[{{ m.content.upper() }}]{% endfor %} | null => data.prompts
 a template without system prompts | {% if messages[1:] %}NO_SYSTEM{% endif %}OWN | data.self_system_prompts=[maths]
     data.self_system_prompts | 'maths' given | no system turn | remove it
-a system prompt that leaves no room | OWN | data.prompt_tokens=6
-    data.prompt_tokens | 6 given | 7 or more are allowed | raise it
+a system prompt that leaves no room | OWN | data.prompt_tokens=6 => data.prompt_tokens | 6 given | 7 or more are allowed
 """
 )
 

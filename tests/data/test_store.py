@@ -1,7 +1,6 @@
 """Laws of the feature store: compact, checked, mergeable, read in an order that depends on seed and step alone."""
 
 import gc
-import json
 import math
 import re
 import shlex
@@ -16,12 +15,10 @@ from typing import Any
 import pytest
 import torch
 from accelerate import PartialState
-from matrix import slow
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_run import build_run, contents, tiny_recipe, write_shard
 from torch import Tensor
-from torch.testing import assert_close
 
 from headstart.common.files import write_jsonl
 from headstart.data_pipelines import harvest_stages
@@ -33,7 +30,6 @@ from headstart.data_pipelines.features.shard_files import (
     bytes_per_token,
     decode,
     encode,
-    non_finite,
     open_shard,
     stored_states,
     stored_tokens,
@@ -106,34 +102,7 @@ def test_samples_written_in_any_order_give_the_file_that_safetensors_writes_of_a
     assert not (tmp_path / "shard.partial").exists()
 
 
-@pytest.mark.parametrize("storage", ["int8", slow("float8")])
-def test_a_harvest_in_8_bits_is_close_to_one_in_float32(harvested: Path, tmp_path: Path, storage: str) -> None:
-    shutil.copytree(harvested / "run" / "prompts", tmp_path / "prompts")
-    shutil.copytree(harvested / "run" / "responses", tmp_path / "responses")
-    harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.dtype={storage}"))
-    whole, small = FeatureStore(harvested / "run" / "features", "train"), FeatureStore(tmp_path / "features", "train")
-    for number in range(len(whole)):
-        for name in ("taps", "last_hidden"):
-            full, found = vars(whole[number])[name], vars(small[number])[name]
-            assert (found - full).norm() / full.norm() < 0.05
-        assert_close(small[number].tokens, whole[number].tokens)
-        assert_close(small[number].loss_mask, whole[number].loss_mask)
-
-
-@pytest.mark.parametrize("value", [1.0, 7e4, math.inf, math.nan])
-@pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "float8", "int8"])
-def test_states_that_a_format_cannot_hold_are_found_in_it(tmp_path: Path, storage: str, value: float) -> None:
-    states = torch.randn(5, 64)
-    states[3, 2] = value
-    stored = encode("x", states, storage)
-    save_file(stored, tmp_path / "file")
-    is_held = bool(decode(safe_open(tmp_path / "file", "pt"), "x", 0, 5)[3, 2].isfinite())
-    assert is_held == (math.isfinite(value) and (storage, value) != ("float16", 7e4))
-    assert bool(non_finite(stored)) != is_held
-
-
 def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """A run with a target whose embedding is changed."""
     build_run(folder)
     path = folder / "target" / "model.safetensors"
     weights = load_file(path)
@@ -145,7 +114,6 @@ def run_with(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> No
 def test_states_too_large_for_the_format_stop_the_harvest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked_first: bool
 ) -> None:
-    """They were stored as infinities, verified as sound, and found in the first step of training that read them."""
     run_with(tmp_path, lambda embedding: embedding * 1e6)
     if not checked_first:  # as if only later texts had such states
         monkeypatch.setattr(harvest_stages, "check_states", lambda *_: None)
@@ -155,19 +123,6 @@ def test_states_too_large_for_the_format_stop_the_harvest(
         harvest(recipe)
     assert bool(list(recipe.responses_dir.glob("*.jsonl*"))) != checked_first
     assert not list(recipe.features_dir.glob("*.safetensors"))
-
-
-@pytest.mark.parametrize(("responses", "online"), [("target", "[auto]"), ("given", "[auto]"), slow(("given", "null"))])
-def test_a_target_that_computes_nonsense_is_refused_with_online_features_too(
-    tmp_path: Path, responses: str, online: str
-) -> None:
-    run_with(tmp_path, lambda embedding: embedding * math.nan)
-    rows = "".join(json.dumps({"text": f"{number} is a number of two tokens or more"}) + "\n" for number in range(12))
-    (tmp_path / "prompts.jsonl").write_text(rows)
-    (tmp_path / "heldout.jsonl").write_text('{"text": "nothing like it"}\n')
-    recipe = tiny_recipe(tmp_path, f"data.responses={responses}", f"data.online={online}", "train.eval_prompts=0")
-    with pytest.raises(ValueError, match=r"target\.dtype: float32 given, .* hidden states are not finite"):
-        train(recipe)
 
 
 # The commands
@@ -284,7 +239,6 @@ def test_an_epoch_reads_a_few_shards_at_a_time_and_every_sample_once(monkeypatch
 
 
 def change_a_state(path: Path) -> None:
-    """Change one number of the last hidden states, which stays finite."""
     tensors = load_file(path)
     tensors["last_hidden"][0, 0] += 1
     with safe_open(path, "pt") as file:
@@ -372,7 +326,6 @@ def test_the_first_sample_of_a_shard_costs_its_own_bytes(
 
 
 def tensor_bytes() -> int:
-    """The bytes of all tensors in the memory of this process."""
     dense = (each for each in gc.get_objects() if type(each) is Tensor and each.layout is torch.strided)
     found = (each.untyped_storage() for each in dense if each.device.type == "cpu")
     return sum({storage.data_ptr(): storage.nbytes() for storage in found}.values())
@@ -469,7 +422,6 @@ def test_at_most_two_batches_are_made_before_they_are_requested(harvested: Path)
 
 
 def test_closing_stops_the_reader_and_drops_reads_that_have_not_started(harvested: Path) -> None:
-    """When a run ends or is stopped, reading stops and no thread is left."""
     watched = Watched(harvested / "run")
     watched.gate.clear()
     ahead = ReadAhead(watched)

@@ -28,8 +28,6 @@ MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
-Type = Callable[..., Outcome]
-
 UP = "midlayer.mlp.up_proj.weight"
 
 
@@ -46,7 +44,6 @@ def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def place(
     tmp_path_factory: pytest.TempPathFactory, make_head: MakeHead, frozen: FrozenTarget, target_folder: Path
 ) -> Path:
-    """A folder with a target, an EAGLE-3 head of six tokens, a Medusa head, prompts and a recipe."""
     folder = tmp_path_factory.mktemp("heads")
     build_target(folder / "whole")  # with a tokenizer of its own; that of the other target is too large for it
     shutil.copytree(target_folder, folder / "target")
@@ -66,8 +63,6 @@ def place(
 
 @pytest.fixture
 def copied(place: Path, tmp_path: Path) -> Callable[..., Path]:
-    """copied(edit, source="head", name="damaged"): a damaged copy of a head."""
-
     def copy(edit: Edit, source: str = "head", name: str = "damaged") -> Path:
         shutil.copytree(place / source, tmp_path / name)
         edit(tmp_path / name)
@@ -111,10 +106,6 @@ def put(name: str, change: Callable[[Tensor], Tensor]) -> Edit:
     return tensors(lambda found: found.update({name: change(found[name])}))
 
 
-def lost(name: str) -> Edit:
-    return tensors(lambda found: found.pop(name))
-
-
 def full_of(value: float) -> Callable[[Tensor], Tensor]:
     return lambda tensor: torch.full_like(tensor, value)
 
@@ -124,7 +115,6 @@ def write(name: str, content: bytes) -> Edit:
 
 
 def beside(name: str, content: str) -> Edit:
-    """Write a file next to the head's folder."""
     return lambda folder: (folder.parent / name).write_text(content)
 
 
@@ -145,8 +135,6 @@ def renamed(name: str) -> Edit:
 
 
 def replaced_by(source: str) -> Edit:
-    """Put another folder beside the damaged one in its place."""
-
     def replace(folder: Path) -> None:
         shutil.rmtree(folder)
         shutil.copytree(folder.parent / source, folder)
@@ -161,7 +149,6 @@ def from_another_target(folder: Path) -> None:
 
 
 def another_head(folder: Path) -> None:
-    """Replace every weight, as in an export of another head."""
     generator = torch.Generator().manual_seed(9)
 
     def draw(found: Tensors) -> None:
@@ -185,9 +172,6 @@ def everywhere(key: str, value: Any) -> Edit:
 ONE_CHANCE = {"greedy": [1.0], "sampled": [1.0], "tree": {"paths": [[0], [1]], "chances": [0.5]}}
 EDITS: dict[str, Edit] = {
     "nothing": lambda folder: None,
-    "UP lost": lost(UP),
-    "extra": tensors(lambda found: found.update(extra=torch.ones(2))),
-    "UP cut": put(UP, lambda tensor: tensor[:5]),
     "UP of 8 bits": put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "NaN": put(UP, full_of(float("nan"))),
     "zeros": put("lm_head.weight", torch.zeros_like),
@@ -196,32 +180,20 @@ EDITS: dict[str, Edit] = {
     "pickle": renamed("pytorch_model.bin"),
     "no config": removed("config.json"),
     "config linked": linked("config.json"),
-    "config binary": write("config.json", b"\xff\xfe\0"),
-    "config []": write("config.json", b"[]"),
     "config {}": write("config.json", b"{}"),
     "one chance": own(calibration=ONE_CHANCE),
     "map of ids": put("d2t", lambda d2t: d2t + torch.arange(len(d2t))),
     "empty map": put("d2t", lambda d2t: d2t[:0]),
     "map cut": put("d2t", lambda d2t: d2t[:3]),
-    "map lost": lost("d2t"),
     "ids backwards": put("token_map", lambda ids: ids.flip(0)),
-    "first block lost": lost("blocks.0.layers.0.weight"),
     "no convention": without("sample_from_anchor"),
-    "no block size": without("block_size", "mask_token_id"),
     "block_size 5": everywhere("block_size", 5),
-    "block_size '7'": everywhere("block_size", "7"),
     "mask 97": everywhere("mask_token_id", 97),
     "mask 50": everywhere("mask_token_id", 50),
-    "rnn": everywhere("markov_head_type", "rnn"),
-    "one layer type": everywhere("layer_types", ["full_attention"]),
     "sliding": everywhere("layer_types", ["sliding_attention"] * 2),
-    "rank 5": everywhere("markov_rank", 5),
-    "taps 2 9": own(taps=[2, 9]),
-    "eagle1": own(kind="eagle1"),
     "ollama": own(engines=["ollama"]),
     "no engines": own(engines=[]),
     "draft vocab 99": config(lambda found: found.update(draft_vocab_size=99)),
-    "huge": config(lambda found: found.update(intermediate_size=10**12)),
     "float3": config(lambda found: found.update(torch_dtype="float3")),
     "other embedding": from_another_target,
     "another head": another_head,
@@ -229,117 +201,49 @@ EDITS: dict[str, Edit] = {
     "target": replaced_by("target"),
     "medusa": replaced_by("medusa"),
     "out exists": lambda folder: (folder.parent / "out").mkdir(),
-    "export exists": lambda folder: shutil.copytree(folder, folder.parent / "run/export/vllm"),
     "run a file": beside("run", "mine"),
     "samples empty": beside("samples.jsonl", "\n"),
     "samples with 97": beside("samples.jsonl", '{"tokens": [5, 97]}\n'),
     "samples of texts": beside("samples.jsonl", '{"text": "def"}\n'),
-    "samples of none": beside("samples.jsonl", '{"tokens": []}\n'),
     "samples of prompts": beside("samples.jsonl", '{"prompt": "the target writes"}\n'),
     "manifest of text": beside("manifest.json", "hello"),
 }
 
 # A head, an edit of its folder, and what loading it says.
 DAMAGED = table("""
-a tensor is missing | head | UP lost
-    model.safetensors | UP is missing | exactly the tensors | copy or export the head again
-a tensor too many | head | extra
-    model.safetensors | extra is unknown | exactly the tensors | copy or export the head again
-a tensor of another shape | head | UP cut
-    UP | is [5, 32] | should be [40, 32] | copy or export the head again
-a weight of 8 bits | head | UP of 8 bits
-    UP | is float8_e4m3fn | 16 bits or more | copy or export the head again
-a weight is NaN | head | NaN
-    UP | NaN or infinity | only finite numbers | copy the head again, or train it again
-weights cut short | head | weights cut
-    model.safetensors | cannot be read | a whole safetensors file | copy or download the head again
-no weights | head | no weights
-    model.safetensors | No such file | a whole safetensors file | copy or download the head again
-a pickle in place of safetensors | head | pickle
-    pytorch_model.bin | holds its weights in | only model.safetensors is allowed | headstart convert
-no config.json | head | no config
-    damaged | no config.json | holds no head | headstart train RECIPE
-config.json is a link to nowhere | head | config linked
-    config.json | a link to /nowhere/at/all | a file is allowed | headstart train RECIPE
-config.json is binary | head | config binary
-    config.json | is not JSON | copy or download the head again
-config.json is a list | head | config []
-    config.json | holds a list | a JSON object is allowed | copy or download the head again
-config.json has no keys | head | config {}
-    hidden_size: head None | vocab_size: head None | of these sizes | headstart convert
-a searched tree with a chance too few | head | one chance
-    calibration.tree | 2 paths have 1 chances | one for each | correct the file
-a map of ids | head | map of ids
-    d2t | gives ids 0 to 101 | offsets: target id minus draft id
-an empty map | head | empty map
-    d2t | shape [0] | int64 of shape | write the head's files again
-a map that was cut short | head | map cut
-    d2t and t2d | name different | offsets
-a lost map | head | map lost
-    lm_head.weight | is [6, 32] | should be [97, 32] | copy or export the head again
-a token map out of order | medusa | ids backwards
-    token_map | ids 0 to 96 | ascending target ids below 97 | headstart convert
-the first block is missing | medusa | first block lost
-    blocks.0.layers.0.weight | is missing | exactly the tensors | copy or export the head again
-no slot convention | block | no convention
-    config.json | lacks sample_from_anchor (vLLM takes false | a wrong one silently | add what
-no block size and no mask token | block | no block size
-    lacks block_size (SGLang takes 16 | mask_token_id (SGLang takes | costs | add what the head was
-a block size above the trained one | block | block_size 5
-    block_size | 5 given | 2 to the 4 slots that the head was trained with | correct config.json
-a mask token beyond the vocabulary | block | mask 97
-    mask_token_id | 97 given | 0 to the target's 96 | correct config.json
-a mask token that is drafted | block | mask 50
-    mask_token_id | 50 given | a token that the head does not draft | correct mask_token_id or d2t
-a Markov head with a state | block | rnn
-    markov_head_type | 'rnn' given | only vanilla and gated | choose another head
-a layer type too few | block | one layer type
-    layer_types | 1 given | 2 is allowed | correct config.json
-sliding layers without a window | block | sliding
-    config.json | lacks sliding_window | the positions that | add it
-a block size that is text | block | block_size '7'
-    block_size | '7' given | valid integer | correct the file
-a smaller Markov rank than the tensors | block | rank 5
-    markov_head.markov_w1.weight | [97, 6] | [97, 5] | copy or export the head again
-taps that the target lacks | block | taps 2 9
-    taps | [2, 9] | hidden_states 0 to 7 | train one for this target
+a weight of 8 bits | head | UP of 8 bits => UP | is float8_e4m3fn | 16 bits or more | copy or export the head again
+a weight is NaN | head | NaN => UP | NaN or infinity | only finite numbers | copy the head again, or train it again
+weights cut short | head | weights cut => model.safetensors | cannot be read | a whole safetensors file
+no weights | head | no weights => model.safetensors | No such file | a whole safetensors file
+a pickle in place of safetensors | head | pickle => pytorch_model.bin | holds its weights in
+no config.json | head | no config => damaged | no config.json | holds no head | headstart train RECIPE
+config.json is a link to nowhere | head | config linked => config.json | a link to /nowhere/at/all | a file is allowed
+config.json has no keys | head | config {} => hidden_size: head None | vocab_size: head None | of these sizes
+a searched tree with a chance too few | head | one chance => calibration.tree | 2 paths have 1 chances | one for each
+a map of ids | head | map of ids => d2t | gives ids 0 to 101 | offsets: target id minus draft id
+an empty map | head | empty map => d2t | shape [0] | int64 of shape | write the head's files again
+a map that was cut short | head | map cut => d2t and t2d | name different | offsets
+a token map out of order | medusa | ids backwards => token_map | ids 0 to 96 | ascending target ids below 97
+no slot convention | block | no convention => config.json | lacks sample_from_anchor (vLLM takes false
+a block size above the trained one | block | block_size 5 => block_size | 5 given
+a mask token beyond the vocabulary | block | mask 97 => mask_token_id | 97 given | 0 to the target's 96
+a mask token that is drafted | block | mask 50 => mask_token_id | 50 given | a token that the head does not draft
+sliding layers without a window | block | sliding => config.json | lacks sliding_window | the positions that | add it
 """)
 
 
 # A wrong config.json of a head: a key and its new value, or a key alone, which is then missing.
 CONFIGS = table("""
-a size is missing | intermediate_size
-    config.json | lacks intermediate_size | the sizes of a Llama layer | add them
-a size as text | hidden_size = "32"
-    hidden_size | '32' given | a valid integer | correct the file
-a negative size | num_key_value_heads = -2
-    num_key_value_heads | -2 | greater than 0 | correct the file
-a size that fills the memory | intermediate_size = 1000000000000
-    intermediate_size | 1000000000000 | no tensor is longer than | correct the file
-key heads that do not divide | num_key_value_heads = 3
-    k_proj.weight | is [16, 64] | should be [24, 64] | copy or export the head again
-our section is a list | headstart = []
-    headstart | [] given | a valid dictionary | correct the file
-a kind that does not exist | headstart.kind = "mlp"
-    config.json | a head of kind 'mlp' | only eagle1, eagle3, peagle, medusa, block, mtp | correct the kind
-the kind of another head | headstart.kind = "medusa"
-    blocks.0.layers.0.weight | is missing | every Medusa head | headstart convert
-a negative tap | headstart.taps = [-2, 3, 4]
-    headstart.taps.0 | -2 | greater than or equal to 0 | correct
-a tap beyond the target | headstart.taps = [2, 3, 99]
-    taps | head [2, 3, 99] | target hidden_states 0 to 7 | train one for this target
-no taps | headstart.taps = []
-    headstart.taps | [] | at least 1 item | correct the file
-a target's digest that is none | headstart.target = {"sha256": "unknown"}
-    headstart.target.sha256 | 'unknown' | match pattern | correct the file
-a searched tree without paths | headstart.calibration = {"greedy": [1.0], "sampled": [1.0], "tree": {"nodes": 1}}
-    calibration.tree.paths | {'nodes': 1} | Field required | correct the file
-a layer id as text | eagle_aux_hidden_state_layer_ids = [2, "3", 4]
-    eagle_aux_hidden_state_layer_ids.1 | '3' given | a valid integer | correct the file
+a size is missing | intermediate_size => config.json | lacks intermediate_size | the sizes of a Llama layer | add them
+a size as text | hidden_size = "32" => hidden_size | '32' given | a valid integer | correct the file
+a size that fills the memory | intermediate_size = 1000000000000 => intermediate_size | 1000000000000
+a kind that does not exist | headstart.kind = "mlp" => config.json | a head of kind 'mlp'
+the kind of another head | headstart.kind = "medusa" => blocks.0.layers.0.weight | is missing | every Medusa head
+a negative tap | headstart.taps = [-2, 3, 4] => headstart.taps.0 | -2 | greater than or equal to 0 | correct
+a target's digest that is none | headstart.target = {"sha256": "unknown"} => headstart.target.sha256 | 'unknown'
 a head of a target with another rope | headstart.target_rope = {"theta": 500000.0, "kind": "default", "scaling": {}}
     rope | 500000.0 | 'theta': 10000.0 | train one for this target
-a whole model | num_hidden_layers = 7
-    num_hidden_layers | 7 in config.json | a head has 1 layer | train one for this target
+a whole model | num_hidden_layers = 7 => num_hidden_layers | 7 in config.json | a head has 1 layer
 """)
 
 
@@ -383,115 +287,43 @@ LINES = {
 
 # An edit of the head, the command that is then typed, and what it says; each ends with an exit code above 0.
 COMMANDS = table("""
-convert: a weight is NaN | NaN | CONVERT
-    UP | infinity or NaN | only finite numbers are allowed | correct the files
-convert: an lm_head of zeros | zeros | CONVERT
-    lm_head.weight | zeros only | trained weights are required | train or copy it again
-convert: the embedding of another target | other embedding | CONVERT
-    embed_tokens.weight | differs from the target's by | near the target's | name the target
-convert: a head for another target | foreign | CONVERT
-    vocab_size | 300 | the target's 97 is allowed | for another target, name that one
-convert: the kind of another head | eagle1 | CONVERT
-    headstart.kind | 'eagle1' | 'eagle3' is allowed | correct the files
-convert: a whole model | target | CONVERT
-    damaged | the layout of this draft head is unknown | EAGLE-3 | give the folder of such a head
-convert: no weights | no weights | CONVERT
-    damaged | holds no weights | model.safetensors | copy or download the head again
-convert: the output exists | out exists | CONVERT
-    OUT | out exists already | a new folder is allowed | choose another, or remove this one
-convert: the head does not exist | nothing | convert {tmp}/none {tmp}/out --target {place}/target
-    none | no config.json | holds no head | give the folder of a saved head
-convert: the target does not exist | nothing | convert {tmp}/damaged {tmp}/out --target no/where
-    --target | 'no/where' | a folder with config.json | or a hub name
-lint: a head for another target | foreign | LINT
-    vocab_size | 300 found | the target's 97 is allowed
-lint: an engine that does not exist | ollama | LINT
-    layout | ollama cannot read | only vllm, sglang
-lint: an engine that reads other layouts | nothing | LINT --engine speculators
-    layout | speculators cannot read eagle3 | only vllm, sglang, tensorrt_llm, llama_cpp can
-doctor: a weight is NaN | NaN | DOCTOR
-    dtype: damaged: tensor UP | infinity or NaN | only finite numbers | fix: correct the files
-doctor: no guess is right | zeros | DOCTOR
-    accuracy: damaged | 0.000 of | 0.02 or more | fix: name the target that it was trained for
-doctor: a head for another target | foreign | DOCTOR
-    vocab_size | 300 | the target's 97 is allowed | correct the files
-doctor: a size that fills the memory | huge | DOCTOR
-    UP | [40, 32] | shape [1000000000000, 32] is required | correct the files
-doctor: an export with NaN | NaN | SERVED
-    dtype: damaged: tensor UP | infinity or NaN | only finite numbers | fix: correct the files
-doctor: an export of another head | another head | SERVED
-    files: EXPORT's | differs from HEAD's by | HEAD's own weights | fix: export HEAD again
-doctor: an export of another kind | medusa | SERVED
-    EXPORT | do not fit | HEAD's own weights | fix: export again
-doctor: an engine that reads other layouts | nothing | SERVED --engine speculators
-    layout | eagle3 | speculators cannot read eagle3, only vllm | fix:
-doctor: samples that do not exist | nothing | SAMPLES
-    --samples | samples.jsonl not found | a JSONL file | name a JSONL file
-doctor: a sample without tokens | samples of texts | SAMPLES
-    samples.jsonl: row 1 | ['text'] | tokens (a list) or prompt | give it
-doctor: samples without rows | samples empty | SAMPLES
-    --samples | is empty | a row with tokens or prompt | add at least one
-doctor: samples in another vocabulary | samples with 97 | SAMPLES
-    samples.jsonl: row 1 | 97 | 0 to 96 | encode the text with TARGET's tokenizer
-doctor: an empty sample | samples of none | SAMPLES
-    samples.jsonl: row 1 | tokens are empty | at least one token id | leave the row out
-doctor: the tokenizer of another model | samples of prompts | SAMPLES
-    samples.jsonl: row 1 | tokens hold | 0 to 96 | the tokenizer in TARGET is another model's
-doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000
-    --new-tokens | 1000 | up to 253 new tokens | lower --new-tokens
-doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged
-    damaged | no embedding among its tensors | looked for | give the whole target
-doctor: a depth beyond any head | nothing | DOCTOR --depth 100000
-    --depth | 100000 | 1 to 64 is allowed | lower it
-doctor: no depth | nothing | DOCTOR --depth 0
-    --depth | 0 given | 1 or more is allowed
-doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json
-    --manifest | is not JSON | manifest.json in a folder of features | harvest again
-doctor: a manifest that does not exist | nothing | DOCTOR --manifest {tmp}/manifest.json
-    --manifest | not found | name the manifest.json
-export: no head | nothing | export {place}/recipe.yaml
-    run/head | no config.json | holds no head | headstart train RECIPE
-export: a number format that torch lacks | float3 | EXPORT
-    torch_dtype | 'float3' | float32, bfloat16 or float16 | correct the file, or set export.dtype
-export: the folder exists | export exists | EXPORT
-    export/vllm | exists already | a new folder only | rm -r
-export: the folder is a file | run a file | EXPORT
-    run_dir | run is a file | a folder that exists or can be made is allowed | choose another
-report: no head, before it asks for prompts | nothing | REPORT
-    decode.head | run/head holds no head | a trained head's folder is required | headstart train RECIPE
-report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}'
-    report.other_heads.other | nowhere holds no head | a trained head's folder | decode.head=FOLDER
-report: a whole model as the head | nothing | REPORT decode.head={place}/target
-    num_hidden_layers | 7 in config.json | a head has 1 layer | train one for this target
+convert: a weight is NaN | NaN | CONVERT => UP | infinity or NaN | only finite numbers are allowed | correct the files
+convert: the embedding of another target | other embedding | CONVERT => embed_tokens.weight
+convert: a head for another target | foreign | CONVERT => vocab_size | 300 | the target's 97 is allowed
+convert: a whole model | target | CONVERT => damaged | the layout of this draft head is unknown | EAGLE-3
+convert: the output exists | out exists | CONVERT => OUT | out exists already | a new folder is allowed
+convert: the target does not exist | nothing | convert {tmp}/damaged {tmp}/out --target no/where => --target
+lint: an engine that does not exist | ollama | LINT => layout | ollama cannot read | only vllm, sglang
+lint: an engine that reads other layouts | nothing | LINT --engine speculators => layout
+doctor: a weight is NaN | NaN | DOCTOR => dtype: damaged: tensor UP | infinity or NaN | only finite numbers
+doctor: no guess is right | zeros | DOCTOR => accuracy: damaged | 0.000 of | 0.02 or more
+doctor: an export of another head | another head | SERVED => files: EXPORT's | differs from HEAD's by
+doctor: an export of another kind | medusa | SERVED => EXPORT | do not fit | HEAD's own weights | fix: export again
+doctor: a sample without tokens | samples of texts | SAMPLES => samples.jsonl: row 1 | ['text']
+doctor: samples without rows | samples empty | SAMPLES => --samples | is empty | a row with tokens or prompt
+doctor: samples in another vocabulary | samples with 97 | SAMPLES => samples.jsonl: row 1 | 97 | 0 to 96
+doctor: the tokenizer of another model | samples of prompts | SAMPLES => samples.jsonl: row 1 | tokens hold | 0 to 96
+doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000 => --new-tokens | 1000
+doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged => damaged
+doctor: a depth beyond any head | nothing | DOCTOR --depth 100000 => --depth | 100000 | 1 to 64 is allowed | lower it
+doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json => --manifest
+export: a number format that torch lacks | float3 | EXPORT => torch_dtype | 'float3' | float32, bfloat16 or float16
+export: the folder is a file | run a file | EXPORT => run_dir | run is a file
+report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => report.other_heads.other
 report: the tokenizer of another model | nothing | PLAIN target.path={place}/target 'report.baselines=[plain]'
     a prompt holds token id | 0 to 96 of the target | the target's own tokenizer
 report: more new tokens than positions | nothing | PLAIN 'report.baselines=[plain]' decode.max_new_tokens=127
     decode.max_new_tokens | 127 | new tokens are allowed after this prompt | lower decode.max_new_
-report: a draft model that does not exist | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model=no/where
-    decode.draft_model | 'no/where' | a folder with config.json | or a hub name
 report: a head as the draft model | nothing | PLAIN 'report.baselines=[draft_model]' decode.draft_model={place}/head
     head | embed_tokens.weight is missing | all tensors of a model | give a model's folder
-report: no prompts | nothing | REPORT 'report.baselines=[plain]'
-    heldout.jsonl | is missing | held-out prompts are required | headstart prompts RECIPE
-chat: no head | nothing | CHAT --head {place}/none
-    --head | none holds no head | a trained head's folder is allowed | headstart train RECIPE
-chat: no head in the recipe's run | nothing | chat {place}/recipe.yaml
-    decode.head | run/head holds no head | a trained head's folder | decode.drafter=prompt_lookup
-chat: a recipe and a target | nothing | chat {place}/recipe.yaml --target {place}/whole
-    --target | whole given | one of the two is allowed | write target.path=
-chat: a negative temperature | nothing | CHAT --head {place}/foreign --temperature=-1
-    temperature | -1 | 0 to 100 | leave it out
+report: no prompts | nothing | REPORT 'report.baselines=[plain]' => heldout.jsonl | is missing
+chat: no head in the recipe's run | nothing | chat {place}/recipe.yaml => decode.head | run/head holds no head
 chat: a question longer than the target's positions | nothing | CHAT --dtype float32 --prompt hello --max-new-tokens 128
     the question is | tokens long | are allowed | lower --max-new-tokens
-chat: no new tokens | nothing | CHAT --dtype float32 --prompt hello --max-new-tokens 0
-    --max-new-tokens | 0 given | 1 or more is allowed | raise it
-calibrate: no head | nothing | calibrate {place}/recipe.yaml
-    decode.head | run/head holds no head | a trained head's folder is required | headstart train RECIPE
 """)
 
 
 def typed(line: str) -> str:
-    """The command line that a table names by its first word."""
     first, _, more = line.partition(" ")
     return f"{LINES.get(first, first)} {more}"
 
@@ -509,12 +341,9 @@ def test_a_command_tells_what_is_wrong(
 
 
 TOLD = table("""
-lint: nothing is wrong | nothing | LINT
-    damaged | all is well | vllm, sglang, tensorrt_llm
-lint: no engine serves the head | no engines | LINT
-    damaged | not checked | no engine serves it | --engine vllm
-convert: a draft vocabulary of another size | draft vocab 99 | CONVERT
-    draft_vocab_size: 6 | config.json says 99 | the number of rows in lm_head | next: headstart report
+lint: nothing is wrong | nothing | LINT => damaged | all is well | vllm, sglang, tensorrt_llm
+lint: no engine serves the head | no engines | LINT => damaged | not checked | no engine serves it | --engine vllm
+convert: a draft vocabulary of another size | draft vocab 99 | CONVERT => draft_vocab_size: 6 | config.json says 99
 """)
 
 

@@ -48,7 +48,6 @@ all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
 
 def a_text(head: BlockHead, seq: int = SEQ) -> tuple[Tensor, Tensor]:
-    """Taps and tokens of one text."""
     taps = torch.randn(1, seq, len(head.taps) * head.target.hidden_size, dtype=head.embedding.dtype)
     return taps, torch.randint(head.target.vocab_size, (1, seq))
 
@@ -148,8 +147,6 @@ def test_the_blocks_of_many_groups_are_those_of_one(make_head: MakeHead, monkeyp
 
 
 def plain_kernel() -> CausalKernel:
-    """What CUDA_FUSED computes, by plain matrix products."""
-
     def banded(query: Tensor, window: int | None) -> Tensor:
         places = torch.arange(query.shape[2], device=query.device)
         ago = places.unsqueeze(1) - places
@@ -244,7 +241,6 @@ def test_on_a_gpu_the_fused_attention_of_blocks_equals_the_portable_one(reach: R
 def test_on_a_gpu_a_block_head_trains_by_the_fused_kernel_under_autocast(
     make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Autocast norms queries and keys in float32 there. The states are those of float32 on a CPU."""
     head = make_head("block", head_dim=64)
     taps, tokens = a_text(head)
     blocks = Blocks.at_every_position(SEQ)

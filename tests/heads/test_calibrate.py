@@ -40,7 +40,6 @@ def test_calibration_counts_only_scores_at_places_that_a_tree_reaches() -> None:
     """Tokens after one that no tree holds are harder than any that are drafted, and would distort the multiplier."""
 
     def multiplier(reached: list[float], unreached: list[float]) -> float:
-        """The one fitted for level 2 if the target's choice has these scores where trees reach and elsewhere."""
         count, vocab = len(reached) + len(unreached), 10
         first, second = torch.zeros(count, vocab), torch.zeros(count, vocab)
         first[:, 1:] = -1.0  # the choice is the best guess ...

@@ -31,7 +31,6 @@ MakeModel = Callable[..., LlamaForCausalLM]
 
 
 def test_reading_the_ends_leaves_the_models_attention_as_it_is(make_model: MakeModel) -> None:
-    """A target whose packing read its ends decoded with transformers' slowest attention."""
     target = TargetModel(make_model(), ())
     before = target.model.config._attn_implementation
     assert target.frozen
@@ -86,7 +85,6 @@ SLOW = {  # forms of which another member is fast
 
 
 def assert_logits_over_the_norm(model: PreTrainedModel, folder: Path, shard_size: str = "1GB") -> None:
-    """The last hidden state through the frozen norm and lm_head, from files and from memory."""
     model.eval().save_pretrained(folder, max_shard_size=shard_size)
     target = TargetModel(model, ())
     output = target.passes.forward(TOKENS)
@@ -140,7 +138,6 @@ def test_the_ends_of_a_wrapper_are_those_of_its_language_model(tmp_path: Path, c
 
 
 def test_a_model_without_a_final_norm_is_refused_by_name() -> None:
-    """In GPT-1 the last layer ends with its own norm."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **SIZES))
     with pytest.raises(ValueError, match="OpenAIGPTLMHeadModel has no lm_head over a final norm"):
         TargetEnds.from_class(model)
@@ -209,7 +206,6 @@ def test_quantising_again_keeps_the_form_and_most_of_the_value(
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8], ids=str)
 def test_a_row_of_tiny_weights_became_not_a_number(dtype: torch.dtype) -> None:
-    """Its scale was zero in float16."""
     dense = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1e-6, 0.0, 0.0, 2e-6]])
     weight, scale = requantised(dense, dense.to(dtype), torch.ones(2, 1).half())
     assert (scale > 0).all()
@@ -239,7 +235,6 @@ def test_a_weight_that_did_not_change_keeps_the_scales_of_another_tool(tmp_path:
 def test_an_lm_head_quantised_in_another_way_is_refused_by_name(
     make_model: MakeModel, tmp_path: Path, weight: Tensor, more: dict[str, Tensor]
 ) -> None:
-    """A zero point was left out of the sum."""
     make_model(num_hidden_layers=1).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {"lm_head.weight": weight}
     scale = {"_scale": torch.ones(97, 1)} if "_zero_point" in more else {}
@@ -262,7 +257,6 @@ def test_logits_that_are_not_the_lm_heads_are_refused_with_their_difference(froz
 
 
 def without(folder: Path, name: str) -> None:
-    """Remove a tensor from a single-file checkpoint."""
     tensors: dict[str, Tensor] = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
@@ -297,19 +291,6 @@ def test_a_truncated_or_missing_file_is_refused_by_name(make_model: MakeModel, t
     (tmp_path / name).unlink()
     with pytest.raises(ValueError, match=f"{name} cannot be read" if name != MODEL else "neither model.safetensors"):
         FrozenTarget.from_folder(tmp_path, torch.float32)
-
-
-def test_pickled_weights_are_refused(make_model: MakeModel, tmp_path: Path) -> None:
-    model = make_model()
-    model.config.save_pretrained(tmp_path)
-    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"neither model\.safetensors .*pickled weights are not read"):
-        FrozenTarget.from_folder(tmp_path, torch.float32)
-
-
-def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no config\.json"):
-        TargetConfig.from_folder(tmp_path)
 
 
 def test_the_config_read_from_files_equals_that_of_the_loaded_model(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from exported import LIMITED, edit_config, edit_tensors, exported, files_in_memory
+from exported import LIMITED, edit_config, exported, files_in_memory
 from torch import Tensor
 
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
-from headstart.heads.formats.lint import engines_of, lint, main, violations
+from headstart.heads.formats.lint import engines_of, lint, violations
 from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetOrigin
@@ -85,13 +85,12 @@ medusa = partial(Mistake, "medusa", engines="vllm")
 speculators = partial(Mistake, "speculators", engines="vllm speculators")
 OTHER_ROPE = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
 EMBEDDING = tensor("embed_tokens.weight", torch.ones(97, 32))
+FIRST_NORM = "layers.0.input_layernorm.weight"
 MISTAKES = [
     # Mistakes that engines silently ignore
     eagle3("tensor fc.weight", SERVING, tensors=without("fc.weight"), text="missing"),
-    eagle3("tensor d2t", SERVING, tensors=without("d2t"), text="missing"),
     eagle3("tensor d2t", SERVING, tensors=tensor("d2t", LIMITED.ids), text="offsets"),
     eagle3("tensor d2t", SERVING, tensors=absolute_alone, text="rise at every step"),
-    eagle3("tensor lm_head.weight", SERVING, tensors=without("lm_head.weight"), text="missing"),
     eagle3(IDS, "vllm sglang", config=shift_ids, text="captures hidden_states [0, 2, 5]"),
     eagle3("tensor midlayer.hidden_norm.weight", SERVING, tensors=without("midlayer.hidden_norm.weight")),
     eagle3("max_position_embeddings", SERVING, config=put(max_position_embeddings=32)),
@@ -103,16 +102,11 @@ MISTAKES = [
     # The other rules
     eagle3("architectures", "sglang", config=put(architectures=["LlamaForCausalLM"])),
     eagle3("model_type", SERVING, config=put(model_type="qwen3")),
-    eagle3("num_hidden_layers", SERVING, config=put(num_hidden_layers=2)),
-    eagle3("tie_word_embeddings", SERVING, config=put(tie_word_embeddings=True)),
     eagle3("bias", SERVING, config=put(bias=True), text="uninitialised"),
     eagle3("norm_before_residual", "sglang tensorrt_llm", config=put(norm_before_residual=True)),
-    eagle3("target_hidden_size", SERVING, config=put(target_hidden_size=64)),
     eagle3("headstart.target_num_layers", SERVING, config=lambda c: c["headstart"].update(target_num_layers=32)),
-    eagle3("headstart.target_rope", SERVING, config=lambda c: c["headstart"].update(target_rope={"theta": 5e5})),
     eagle3("headstart.kind", SERVING, config=lambda c: c["headstart"].update(kind="eagle1")),
     eagle3("hidden_size", SERVING, config=without("hidden_size")),
-    eagle3("rope_theta", SERVING, config=put(rope_theta=5e5), text="rope_parameters says"),
     eagle3("rope_theta", SERVING, config=put(**OTHER_ROPE), text="the target's"),
     eagle3(IDS, "vllm", config=without(IDS), text="captures hidden_states [0, 2, 5]"),
     eagle3(f"eagle_config.{IDS}", "sglang", config=without("eagle_config"), text="hidden_states [2, 3, 4]"),
@@ -120,44 +114,28 @@ MISTAKES = [
     eagle3("tensor fc.weight", "vllm sglang", config=put(num_aux_hidden_states=5)),
     eagle3("tensor norm.weight", SERVING, tensors=tensor("norm.weight", torch.full((32,), torch.nan)), text="finite"),
     eagle3("tensor norm.weight", SERVING, tensors=tensor("norm.weight", torch.ones(31)), text="[31]"),
-    eagle3("tensor norm.weight", SERVING, tensors=tensor("norm.weight", torch.ones(32).int()), text="16 bits"),
     eagle3("tensor lm_head.weight", SERVING, tensors=lambda t: t["lm_head.weight"].zero_(), text="trained weights"),
-    eagle3("tensor fc.bias", SERVING, tensors=tensor("fc.bias", torch.ones(32)), text="no such tensor"),
     eagle3("tensor embed_tokens.weight", "sglang tensorrt_llm", tensors=EMBEDDING),
-    eagle1("tensor lm_head.weight", "vllm sglang", tensors=tensor("lm_head.weight", torch.ones(2))),
-    eagle1(
-        "layers.0.input_layernorm.weight",
-        "vllm sglang",
-        tensors=tensor("layers.0.input_layernorm.weight", torch.ones(32)),
-    ),
+    eagle1(FIRST_NORM, "vllm sglang", tensors=tensor(FIRST_NORM, torch.ones(32))),
     eagle1("tensor fc.bias", "vllm", tensors=tensor("fc.bias", torch.ones(32)), text="silently"),
     eagle1("tensor fc.bias", "sglang", tensors=without("fc.bias"), text="uninitialised"),
-    eagle1("bias", "vllm sglang", config=put(bias=True)),
     eagle1("architectures", "sglang", config=put(architectures=["EagleLlamaForCausalLM"])),
-    eagle1("architectures", "vllm", config=put(architectures=["LlamaForCausalLMEagle"])),
-    eagle1("tensor fc.weight", "vllm sglang", tensors=without("fc.weight")),
     eagle1("tensor embed_tokens.weight", "vllm sglang", tensors=EMBEDDING),
     medusa("num_heads", config=put(num_heads=4), text="3 is allowed: the file has tensors for 3 heads"),
     medusa("medusa_num_heads", config=without("num_heads", "medusa_num_heads"), text="missing"),
     medusa("medusa_num_layers", config=put(medusa_num_layers=2)),
     medusa("hidden_size", config=without("hidden_size"), text="the target's 32"),
-    medusa("vocab_size", config=put(vocab_size=32001)),
-    medusa("truncated_vocab_size", config=put(truncated_vocab_size=6)),
     medusa("original_lm_head", config=put(original_lm_head=True)),
     medusa("medusa_fc_bias", config=without("medusa_fc_bias"), text="silently"),
-    medusa("architectures", config=put(architectures=["LlamaForCausalLM"])),
     medusa("tensor token_map", tensors=tensor("token_map", LIMITED.ids)),
-    medusa("tensor lm_heads.1.weight", tensors=without("lm_heads.1.weight"), text="missing"),
     medusa("tensor blocks.2.layers.0.bias", tensors=without("blocks.2.layers.0.bias"), text="missing"),
     medusa("tensor lm_heads.0.weight", tensors=tensor("lm_heads.0.weight", torch.ones(6, 32))),
-    medusa("tensor extra", tensors=tensor("extra", torch.ones(2)), text="no such tensor"),
     medusa("blocks.0.layers.0.bias", tensors=lambda t: t["blocks.0.layers.0.bias"].fill_(torch.inf)),
     speculators("norm_before_residual", config=without("norm_before_residual")),
     speculators("verifier.name_or_path", config=lambda c: c["speculators_config"].update(verifier={})),
     speculators("speculative_tokens", config=lambda c: c["speculators_config"].update(proposal_methods=[])),
     speculators("tensor embed_tokens.weight", engines="speculators", tensors=without("embed_tokens.weight")),
     speculators("tensor t2d", engines="speculators", tensors=without("t2d")),
-    speculators("tensor midlayer.bias", tensors=tensor("midlayer.bias", torch.ones(2))),
     speculators(IDS, config=put(**{IDS: [1, 2, 3]})),
 ]
 
@@ -234,21 +212,6 @@ def test_keys_with_values_of_wrong_types_are_named_by_lint_and_by_convert(
     edit_config(folder, put(hidden_size="32", architectures=7))
     with pytest.raises(ValueError, match=r"(?s)hidden_size: '32' given.*architectures: 7 given"):
         command(folder, str(target_folder))
-
-
-@pytest.mark.parametrize("good", [True, False])
-def test_the_exit_code_is_1_if_lint_finds_an_error(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], good: bool
-) -> None:
-    folder = exported(make_head(), tmp_path, target_folder, "vllm")
-    capsys.readouterr()
-    if not good:
-        edit_tensors(folder, without("fc.weight"))
-    with pytest.raises(SystemExit) as ended:
-        main([str(folder), "--target", str(target_folder), "--engine", "vllm"])
-    assert ended.value.code == (0 if good else 1)
-    [line] = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"{folder}: all is well" if good else "vllm: error: tensor fc.weight: missing")
 
 
 def test_lint_found_nothing_in_a_head_that_was_trained_for_other_weights(

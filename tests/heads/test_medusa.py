@@ -1,6 +1,5 @@
 """Laws of Medusa heads: new ones give the target's logits, drafts follow the definition, no text changes."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -12,10 +11,9 @@ import pytest
 import torch
 from exported import logits
 from scripted import SetCosts
-from tiny_run import build_run, modified, tiny_recipe
+from tiny_run import build_run, tiny_recipe
 from torch import Tensor
 
-from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import LevelHead
 from headstart.heads.calibration import search_tree
 from headstart.heads.formats.layouts import FORMATS
@@ -38,21 +36,18 @@ from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.generate.options import DRAFTS
-from headstart.inference.report.command import report
-from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 from headstart.recipes.schema_heads import MedusaSection
-from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
 LIMITED = DraftVocab(torch.arange(0, 97, 3), 97)
 PROMPT = [5, 6, 7, 8]
+TWO_HEADS = "head={kind: medusa, medusa_heads: 2}", "train.unroll=2", "decode.growth=searched", "decode.nodes=6"
 
 
 @pytest.fixture(scope="module")
 def reader(deep_target: TargetModel) -> TargetModel:
-    """The heads' target, tapped at the hidden state that Medusa reads."""
     return TargetModel(deep_target.model, (deep_target.config.num_layers,))
 
 
@@ -108,7 +103,6 @@ def test_low_rank_heads_have_few_weights_and_all_of_them_get_gradients(frozen: F
 
 
 def guesses(head: MedusaHead, feature: Tensor, level: int) -> list[int]:
-    """A level's tokens by the definition, likeliest first."""
     hidden = feature
     for number in range(head.shape.num_layers):
         block = head.state_dict()[f"blocks.{level}.layers.{number}.weight"]
@@ -187,7 +181,6 @@ def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
 def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
     kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
-    """`headstart chat --head` with three Medusa heads said "decode.depth: 4 given", which no flag sets."""
     head = make_head(kind, **({"block_size": 3} if kind == "block" else {}))
     assert head.max_levels == 3
     save_head(head, tmp_path / "head")
@@ -206,7 +199,7 @@ def test_a_recipe_without_a_depth_fits_any_number_of_heads(tmp_path: Path) -> No
     build_run(tmp_path)
     path = tmp_path / "recipe.yaml"
     path.write_text(path.read_text().replace("  depth: 2\n", "", 1))
-    assert tiny_recipe(tmp_path, *MEDUSA_RUN).decode.depth > 2  # for two heads
+    assert tiny_recipe(tmp_path, *TWO_HEADS).decode.depth > 2  # for two heads
 
 
 # The best tree
@@ -304,36 +297,6 @@ def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, froze
 
 # The whole run
 
-MEDUSA_RUN = (
-    "head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}",
-    "train.unroll=2",
-    "train.optimizer=muon",
-    "train.eval_prompts=1",
-    "decode.growth=searched",
-    "decode.nodes=6",
-    "train.checkpoint_every=8",
-    "report.num_prompts=1",
-    "report.temperatures=[0.7]",
-)
-
-
-@pytest.mark.usefixtures("log_every_step")
-@pytest.mark.slow  # test_medusa2.py trains Medusa heads in the fast suite
-def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    shared = harvest(tiny_recipe(tmp_path)).folder  # harvested with the taps of an EAGLE-3 head
-    before = modified(shared)
-    places = f"run_dir={tmp_path / 'medusa'}", f"data.folder={shared.parent}"
-    recipe = tiny_recipe(tmp_path, *MEDUSA_RUN, *places)
-    run(recipe)
-    assert modified(shared) == before
-    lines = [json.loads(line) for line in recipe.metrics_path.read_text().splitlines()]
-    losses = [line["train/loss_1"] for line in lines if "train/loss_1" in line]
-    assert losses[-1] < losses[0]
-    outcomes = report(recipe)
-    assert {outcome.method for outcome in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate")
-
 
 @pytest.mark.parametrize(
     ("override", "said"),
@@ -345,4 +308,4 @@ def test_a_run_on_another_runs_harvest_trains_a_head_to_report(tmp_path: Path) -
 def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, override: str, said: str) -> None:
     build_run(tmp_path)
     with pytest.raises(ValueError, match=said):
-        tiny_recipe(tmp_path, *MEDUSA_RUN, override)
+        tiny_recipe(tmp_path, *TWO_HEADS, override)

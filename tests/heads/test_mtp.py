@@ -89,7 +89,6 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def of(name: str) -> pytest.MarkDecorator:
-    """For laws that one family is enough for."""
     return pytest.mark.parametrize("tiny", [name], indirect=True)
 
 
@@ -101,7 +100,6 @@ def head_of(folder: Path) -> MtpHead:
 
 
 def in_transformers(folder: Path, name: str) -> tuple[PreTrainedModel, MtpModel]:
-    """The target and its MTP layer as transformers loads them."""
     config = AutoConfig.from_pretrained(folder)
     config.num_mtp_layers = 1
     if name != "latent":
@@ -160,7 +158,6 @@ def test_texts_are_those_of_plain_decoding(tiny: tuple[Path, str]) -> None:
 
 @of("hybrid")
 def test_a_report_of_an_mtp_head_ended_with_assertion_error(tiny: tuple[Path, str]) -> None:
-    """Its untrained row is a new head for a loaded target: the checkpoint's own layer."""
     section = TargetSection(path=str(tiny[0]), dtype="float32")
     frozen = TargetModel.load(section, ()).frozen
     head = new_head(MtpSection(kind="mtp"), frozen, DraftVocab.full(97), seed=0)
@@ -195,7 +192,6 @@ def test_a_bfloat16_layer_was_saved_in_float32(tiny: tuple[Path, str], tmp_path:
 
 @of("hybrid")
 def test_the_doctor_knows_an_mtp_head(tiny: tuple[Path, str], tmp_path: Path) -> None:
-    """It ended with KeyError: 'mtp'."""
     save_head(head_of(tiny[0]), tmp_path / "head")
     (tmp_path / "samples.jsonl").write_text(json.dumps({"tokens": [5, 7, 11]}))
     options = Options(samples=tmp_path / "samples.jsonl", new_tokens=24, depth=2)

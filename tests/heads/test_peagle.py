@@ -31,10 +31,8 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import PEagleSection
 from headstart.recipes.schema_train import TrainSection
-from headstart.trainers import loop, run
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.peagle import TrainedChains, draw_chains
 from headstart.trainers.objectives.unrolled import Teacher
@@ -45,7 +43,6 @@ OBJECTIVE = Objective(unroll_weights=(1.0, 0.7, 0.5, 0.3))
 
 
 def a_sample(length: int, written: range) -> Sample:
-    """A text of random tokens, of which the target wrote some."""
     generator = torch.Generator().manual_seed(length)
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[list(written)] = True
@@ -78,7 +75,6 @@ def a_text(seq: int = SEQ) -> Batch:
 
 
 def chain_at(anchor: int) -> tuple[Blocks, ...]:
-    """One chain of all depths."""
     none = Blocks((), (), ())
     return none, none, none, Blocks((0,), (anchor,), (0,))
 
@@ -300,24 +296,6 @@ def test_a_tree_deeper_than_trained_is_refused(make_head: MakeHead) -> None:
         head_drafter(head, Dynamic.chain(5))
 
 
-@pytest.mark.parametrize(
-    "vocab", [DraftVocab.full(97), DraftVocab.from_ids(torch.arange(20) * 3, 97)], ids=["all tokens", "20 tokens"]
-)
-def test_a_saved_head_is_the_same_head(
-    make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab, tmp_path: Path
-) -> None:
-    head = make_head("peagle", vocab=vocab, num_layers=3, fc_norm=True)
-    save_head(head, tmp_path / "head")
-    again = load_head_for(tmp_path / "head", frozen)
-    assert isinstance(again, PEagleHead)
-    assert again.shape == head.shape
-    features, text = head.project(torch.randn(1, SEQ - 1, 96)), torch.randint(97, (1, SEQ))
-    for one, other in zip(
-        again.text_logits(features, text, DEPTHS), head.text_logits(features, text, DEPTHS), strict=True
-    ):
-        assert torch.equal(one, other)
-
-
 def test_the_scales_of_taps_are_folded_into_the_saved_weights_exactly(frozen: FrozenTarget, tmp_path: Path) -> None:
     """The learned vector is in units of scaled taps during training, and of the target's in a file."""
     head = new_head(PEagleSection(kind="peagle"), frozen, DraftVocab.full(97), seed=3)
@@ -345,36 +323,6 @@ def test_a_new_head_does_not_draft_its_mask_token(frozen: FrozenTarget) -> None:
     head = new_head(other, frozen, DraftVocab.full(97), seed=3)
     assert isinstance(head, PEagleHead)
     assert head.mask_entries(torch.tensor([7]), 2)[1].tolist() == [[4, 4]]
-
-
-PEAGLE = "head.kind=peagle", "head.num_layers=2", "head.depths=4", "head.taps=[2, 3, 4]", "train.unroll=4"
-
-
-@pytest.mark.parametrize(
-    "fields", [pytest.param((), marks=pytest.mark.slow), ("train.pack_tokens=40", "train.accumulate=2")], ids=str
-)
-def test_a_killed_run_resumes_into_the_same_weights(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, fields: tuple[str, ...]
-) -> None:
-    whole, killed = (make_recipe(name, *PEAGLE, *fields) for name in ("whole", "killed"))
-    run(whole)
-    left, train_step = iter(range(5)), loop.train_step
-
-    def dying(*arguments: Any) -> Any:
-        if next(left, None) is None:
-            raise KeyboardInterrupt
-        return train_step(*arguments)
-
-    monkeypatch.setattr(loop, "train_step", dying)
-    with pytest.raises(KeyboardInterrupt):
-        run(killed)
-    monkeypatch.setattr(loop, "train_step", train_step)
-    run(killed)
-    one, other = (recipe.head_dir / "model.safetensors" for recipe in (whole, killed))
-    assert one.read_bytes() == other.read_bytes()
-    head = load_head_for(whole.head_dir, FrozenTarget.from_folder(Path(whole.target.path), torch.float32))
-    assert isinstance(head, PEagleHead)
-    assert head.shape.mask_token_id not in head.vocab.ids
 
 
 def test_an_export_is_what_vllm_reads_with_the_switch_for_one_pass(

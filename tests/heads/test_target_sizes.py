@@ -34,7 +34,6 @@ def slow(family: str) -> Any:
 
 
 def written(config: Any) -> dict[str, Any]:
-    """The content of config.json, with every default."""
     found: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return found
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from headstart.heads.attention_kernels import CPU_FUSED, CUDA_FUSED, PORTABLE, CausalKernel, Documents, kernel_for
-from headstart.heads.unroll_attention import MergedAttention, unroll_attention
+from headstart.heads.unroll_attention import unroll_attention
 
 Blocks = tuple[Tensor, list[Tensor], list[Tensor]]
 KERNELS = {"fused on CPU": CPU_FUSED, "portable": PORTABLE}
@@ -82,13 +81,6 @@ def test_merged_equals_its_definition_in_value_and_every_gradient(
         torch.testing.assert_close(mine, its, atol=1e-5, rtol=1e-5)
 
 
-def test_merged_gradients_match_finite_differences(kernel: CausalKernel) -> None:
-    query, keys, values = random_blocks(2, seq=5, num_heads=2, num_kv_heads=1, dtype=torch.float64)
-    for documents in (None, Documents.in_rows([[2, 3], [4]])):
-        merged = partial(MergedAttention.apply, documents)
-        assert torch.autograd.gradcheck(merged, (query, *keys, *values), fast_mode=True)
-
-
 @pytest.mark.parametrize("loud", ["causal", "own"])
 def test_large_scores_on_one_side_do_not_overflow(kernel: CausalKernel, loud: str) -> None:
     """exp(score) overflows beyond 88, so everything must be computed relative to the joint log-sum-exp."""
@@ -103,7 +95,6 @@ def test_large_scores_on_one_side_do_not_overflow(kernel: CausalKernel, loud: st
 
 
 def seen_by(change: Callable[[Tensor], None], step: int, documents: Documents | None) -> list[int]:
-    """The indices, in a row of 5, whose output depends on a change of a step's keys."""
     with torch.no_grad():
         torch.manual_seed(1)
         query, keys, values = random_blocks(2, seq=5)
@@ -207,7 +198,6 @@ def test_the_fused_gpu_kernel_gets_arguments_that_match_its_schema(packed: bool,
 def test_on_a_gpu_the_fused_kernel_equals_the_portable_one(
     dtype: torch.dtype, num_kv_heads: int, packed: list[list[int]] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both are merged with three later steps, forward and backward; the portable one runs in float32."""
     blocks = random_blocks(3, seq=128, num_kv_heads=num_kv_heads, dtype=dtype)
     half = [each.detach().cuda().requires_grad_() for each in (blocks[0], *blocks[1], *blocks[2])]
     exact = [each.detach().float().requires_grad_() for each in half]

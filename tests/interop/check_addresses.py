@@ -1,19 +1,14 @@
 """Check the addresses, paper numbers and links of README.md, docs/ and the code.
 
-    python tests/interop/check_addresses.py             # what can be checked without a network
-    python tests/interop/check_addresses.py --online    # also fetch each address
-
-`make docs` runs the first form. An address of GitHub or of the Hugging Face hub must belong to a repository of the list
-below, which was checked by hand, and must name a commit instead of a branch if it leads to a file. An arXiv number must
-have the form YYMM.NNNNN of a month that has come. A relative link must lead to a file of this repository, its anchor to
-a heading. `tests/laws/test_remedies.py` checks commands, options, recipe keys and files. Exit code 1 for any mistake.
+`make docs` runs this, without a network. An address of GitHub or of the Hugging Face hub must belong to a repository of
+the list below, which was checked by hand, and must name a commit instead of a branch if it leads to a file. An arXiv
+number must have the form YYMM.NNNNN of a month that has come. A relative link must lead to a file of this repository,
+its anchor to a heading. `tests/laws/test_remedies.py` checks commands, options, recipe keys and files. Exit code 1 for
+any mistake.
 """
 
-import argparse
 import re
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -96,26 +91,10 @@ def files() -> list[Path]:
     return [*pages, *code]
 
 
-def unreachable(address: str) -> str | None:
-    """Why an address cannot be fetched; None if it can."""
-    request = urllib.request.Request(f"https://{address}", headers={"User-Agent": "headstart"})
-    try:
-        urllib.request.urlopen(request, timeout=20).close()
-    except (urllib.error.URLError, TimeoutError) as error:
-        return str(error)
-    return None
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--online", action="store_true", help="also fetch each address")
-    online = parser.parse_args().online
     texts = {path: path.read_text(encoding="utf-8") for path in files()}
     mistakes = [f"{path.relative_to(ROOT)}: {each}" for path, text in texts.items() for each in mistakes_in(text, path)]
-    addresses = sorted({address for text in texts.values() for address in ADDRESS.findall(text)})
-    if online:
-        mistakes += [f"{address}: {reason}" for address in addresses if (reason := unreachable(address))]
-    print(*mistakes, f"{len(texts)} files, {len(addresses)} addresses, {len(mistakes)} mistakes", sep="\n")
+    print(*mistakes, f"{len(texts)} files, {len(mistakes)} mistakes", sep="\n")
     sys.exit(bool(mistakes))
 
 

@@ -3,13 +3,10 @@
     make check-page
     python tests/interop/check_chat_page.py HEADSTART chromium FOLDER
 
-HEADSTART is the command that serves; it is started on the bundled target, or with the options of `headstart serve` that
-follow `--`, such as those of a chat model in float32, which then answers --question. Needs playwright,
-axe-playwright-python and a system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there
-is a problem.
+HEADSTART is the command that serves; it is started on the bundled target. Needs playwright, axe-playwright-python and a
+system Chromium. Prints every problem and saves screenshots to FOLDER. Exit code 1 if there is a problem.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -49,12 +46,12 @@ def send(page: Page, text: str) -> None:
     page.wait_for_selector(".busy", state="detached", timeout=120_000)
 
 
-def use(page: Page, url: str, question: str, name: str, folder: Path) -> Iterator[str]:
+def use(page: Page, url: str, name: str, folder: Path) -> Iterator[str]:
     """Use the page as a visitor would; yields the problems."""
     page.goto(url)
     page.wait_for_selector("#ideas button")
     yield from look(page, f"{name}-start", folder)
-    send(page, question)
+    send(page, TEXT)
     if not page.locator(".talk .d1").count():
         yield "no token is coloured as drafted"
     page.locator(".talk .d1").first.click()
@@ -62,18 +59,18 @@ def use(page: Page, url: str, question: str, name: str, folder: Path) -> Iterato
         yield "a drafted token shows no tree with an accepted path"
     yield from look(page, f"{name}-chat", folder)
     page.click("#mode-compare")
-    send(page, question)
+    send(page, TEXT)
     verdict = page.inner_text("#verdict h2")
     if "equal" not in verdict:
         yield f"in float32 the texts must be equal, but the page says: {verdict}"
     yield from look(page, f"{name}-side-by-side", folder)
-    yield from part(page, question)
+    yield from part(page)
     yield from look(page, f"{name}-parted", folder)
     page.click("#open-settings")
     yield from look(page, f"{name}-settings", folder)
 
 
-def part(page: Page, question: str) -> Iterator[str]:
+def part(page: Page) -> Iterator[str]:
     """Let the plain text be another one, by a penalty; the page must mark where the two part, and tell the margin."""
 
     def penalise(route: Route) -> None:
@@ -81,7 +78,7 @@ def part(page: Page, question: str) -> Iterator[str]:
         route.continue_(post_data=json.dumps({**body, **({} if body["speculative"] else {"presence_penalty": 2})}))
 
     page.route("**/v1/**", penalise)
-    send(page, question)
+    send(page, TEXT)
     page.unroute("**/v1/**")
     told = page.inner_text("#verdict")
     if "differ by" not in told or "more than rounding in float32 explains" not in told:
@@ -91,7 +88,7 @@ def part(page: Page, question: str) -> Iterator[str]:
         yield f"the texts before the marks must be equal: {before!r} and {other!r}"
 
 
-def check(url: str, browser: str, question: str, folder: Path) -> list[str]:
+def check(url: str, browser: str, folder: Path) -> list[str]:
     found: list[str] = []
     with sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=browser, args=["--no-sandbox"])
@@ -102,29 +99,22 @@ def check(url: str, browser: str, question: str, folder: Path) -> list[str]:
             page.on("console", lambda message, said=said: said.append(f"console: {message.text}"))
             page.on("pageerror", lambda error, said=said: said.append(f"error: {error}"))
             name = f"chat-{scheme}-{size}"
-            found += [f"{name}: {line}" for line in [*use(page, url, question, name, folder), *said]]
+            found += [f"{name}: {line}" for line in [*use(page, url, name, folder), *said]]
             page.close()
         running.close()
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("headstart", help="the command that serves")
-    parser.add_argument("browser", help="a Chromium")
-    parser.add_argument("folder", type=Path, help="for the screenshots")
-    parser.add_argument("--question", default=TEXT, help="what to write into the page")
-    parser.add_argument("options", nargs="*", help="of headstart serve, after --")
-    given = parser.parse_intermixed_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
-    command = [given.headstart, "serve", *(given.options or MODEL), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    headstart, browser, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    folder.mkdir(parents=True, exist_ok=True)
+    with subprocess.Popen([headstart, "serve", *MODEL, "--port", "0"], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         try:
-            found = check(server.stdout.readline().split()[0], given.browser, given.question, given.folder)
+            found = check(server.stdout.readline().split()[0], browser, folder)
         finally:
             server.kill()
-    print("\n".join(found) or f"no problems; screenshots in {given.folder}")
+    print("\n".join(found) or f"no problems; screenshots in {folder}")
     sys.exit(1 if found else 0)
 
 

@@ -2,11 +2,9 @@
 
     make check-clients
     python tests/interop/check_clients.py --target models/SmolLM2-135M-Instruct [NAME ...]
-    python tests/interop/check_clients.py --url http://127.0.0.1:8000 --target models/SmolLM2-135M-Instruct
 
 Each client gets an environment of its own below .venv-clients, so that one that cannot be installed is named and stands
-in nobody's way. Serves the target (or takes a running server, whose tokenizer the target's folder must hold), lets each
-client use it, and prints a table. Exit code 1 if anything fails.
+in nobody's way. Serves the target, lets each client use it, and prints a table. Exit code 1 if anything fails.
 """
 
 import argparse
@@ -94,11 +92,8 @@ def aiperf(server: Server) -> dict[str, list[str]]:
 
 def speed_bench_file() -> Path:
     """Our invented questions in the form of SPEED-Bench that aiperf reads, which wants ids of 32 characters."""
-    path, lines = (
-        FOLDER / "speed_bench.jsonl",
-        (ROOT / "tests/support/questions/speed_bench.jsonl").read_text().splitlines(),
-    )
-    with path.open("w") as file:
+    path, lines = FOLDER / "speed_bench.jsonl", (ROOT / "tests/support/questions/speed_bench.jsonl").open()
+    with lines, path.open("w") as file:
         for number, row in enumerate(map(json.loads, lines)):
             messages = [{"role": "user", "content": turn} for turn in row["turns"]]
             kept = {"question_id": f"{number:032}", "category": row["category"], "messages": messages}
@@ -139,7 +134,6 @@ CLIENTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, required=True, help="folder of a chat model")
-    parser.add_argument("--url", help="a running server, which serves that model (default: start one)")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)} (default: all)")
     given = parser.parse_args()
     if unknown := [name for name in given.names if name not in CLIENTS]:
@@ -147,7 +141,7 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     target = given.target.resolve()
     failed: list[str] = []
-    with serving(target, given.url) as url:
+    with serving(target) as url:
         server = Server(url, httpx.get(f"{url}/v1/models").json()["data"][0]["id"], target)
         for name in given.names or CLIENTS:
             packages = ", ".join(CLIENTS[name].packages)
@@ -160,11 +154,8 @@ def main() -> None:
 
 
 @contextmanager
-def serving(target: Path, url: str | None) -> Iterator[str]:
-    """The address of a server of this target: the given one, or one of our own."""
-    if url is not None:
-        yield url.rstrip("/").removesuffix("/v1")
-        return
+def serving(target: Path) -> Iterator[str]:
+    """The address of a server of this target."""
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--dtype", "float32"]
     path = FOLDER / "server.log"  # a pipe would fill, and the server would wait for a reader
     with (

@@ -46,13 +46,10 @@ def main() -> None:
     PartialState(cpu=True)
     work = WORK / "states"
     shutil.rmtree(work, ignore_errors=True)
-    mine, its = (
-        recipe(work / "own", "data.temperatures=[0]"),
-        [work / "vllm", "data.temperatures=[0]", "data.states=vllm"],
-    )
+    mine = recipe(work / "own")
     harvest(mine)
-    with server(sys.argv[1], printed_command(recipe(*its)), work) as url:
-        found = recipe(*its, f"data.server={url}")
+    with server(sys.argv[1], printed_command(recipe(work / "vllm", "data.states=vllm")), work) as url:
+        found = recipe(work / "vllm", "data.states=vllm", f"data.server={url}")
         harvest(found)
         by_logprobs = last_state_fits(found)
         refusal = refused(recipe(work / "other", "data.states=vllm", f"data.server={url}", "head.taps=[3, 9, 14]"))

@@ -21,7 +21,7 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
+from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -55,7 +55,6 @@ main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name i
 
 @pytest.fixture(scope="module")
 def plain(target: TargetModel) -> Plain:
-    """plain(sampling, prompt=PROMPT, count=NEW_TOKENS): the new tokens of plain decoding."""
     known: dict[tuple[Sampling, tuple[int, ...], int], list[int]] = {}
 
     def decode(sampling: Sampling, prompt: list[int] = PROMPT, count: int = NEW_TOKENS) -> list[int]:
@@ -69,7 +68,6 @@ def plain(target: TargetModel) -> Plain:
 
 @pytest.fixture
 def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
-    """make_drafter(name, *texts): one of DRAFTERS for whole texts, each a prompt with its continuation."""
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 
@@ -109,13 +107,6 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
     assert plain(sampling) == output
     if sampling != Sampling():
         assert plain(sampling) != plain(Sampling())
-
-
-def test_greedy_decoding_equals_generate_of_transformers(target: TargetModel, plain: Plain) -> None:
-    for prompt in (PROMPT, [1], list(range(30))):
-        written = target.model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=NEW_TOKENS)
-        assert plain(Sampling(), prompt) == written[0, len(prompt) :].tolist()
-        assert target.generate([prompt], NEW_TOKENS)[0] == plain(Sampling(), prompt)
 
 
 @pytest.mark.parametrize("width", [3, 1])
@@ -264,15 +255,6 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
 
-def test_a_drafter_that_is_never_right_gets_one_token_per_step(target: TargetModel, plain: Plain) -> None:
-    for drafter in (NeverRight(PROMPT + plain(Sampling())), NoDrafter()):
-        result = generate(target, PROMPT, NEW_TOKENS, drafter=drafter)
-        assert result.stats.acceptance_length == 1
-        assert result.stats.steps == NEW_TOKENS - 1
-        assert result.stats.accepted_at_depth == []
-        assert result.stats.bytes_moved == 0
-
-
 @pytest.mark.parametrize("drafter_name", ["half right head, fixed tree", "careless oracle"])
 def test_a_text_never_exceeds_max_new_tokens(
     target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
@@ -387,17 +369,6 @@ def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_h
     assert generate(target, prompt, 12, drafter=half_right).tokens == wanted
 
 
-def test_impossible_requests_are_refused_before_any_forward(target: TargetModel, forwards: list[int]) -> None:
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        generate(target, [], 5)
-    for count in (0, -3):
-        with pytest.raises(ValueError, match=f"max_new_tokens: {count} given, 1 or more is allowed"):
-            generate(target, PROMPT, count)
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        generate_batch(target, [Request(PROMPT, 5), Request([], 5)])
-    assert forwards == []
-
-
 @pytest.mark.parametrize("static", [False, True])
 def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target: TargetModel, static: bool) -> None:
     """Two rows and three requests: when the first row ends, the second one moves into its place."""
@@ -422,22 +393,6 @@ def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
     with pytest.raises(ValueError, match=r"\(taps\) \[0, 2, 4\], but the target was loaded with taps \[2, 3, 4\]"):
         generate(target, PROMPT, 5, drafter=drafter)
     assert forwards == []
-
-
-@pytest.mark.parametrize("drafter_name", ["oracle", "truth hidden in a tree"])
-def test_a_stream_yields_what_generate_returns(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
-) -> None:
-    """One block comes from prefill and one from each step; none is empty."""
-    sampling = Sampling(1.0, seed=1)
-    text = PROMPT + plain(sampling)
-    blocks = list(blocks_of(target, Request(PROMPT, NEW_TOKENS, sampling), make_drafter(drafter_name, text)))
-    whole = generate(target, PROMPT, NEW_TOKENS, sampling, make_drafter(drafter_name, text))
-    assert [token for block in blocks for token in block] == whole.tokens
-    assert all(blocks)
-    assert len(blocks[0]) == 1
-    assert whole.stats.steps == len(blocks) - 1
-    assert whole.stats.tokens == len(whole.tokens) - 1
 
 
 def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:
@@ -468,34 +423,3 @@ def test_stats_add_up(target: TargetModel, plain: Plain) -> None:
     assert total.bytes_moved == parts[-1].stats.bytes_moved > 0
     assert total.seconds == sum(part.stats.seconds for part in parts) > 0
     assert DecodeStats().acceptance_length == 0
-
-
-def test_the_likeliest_tokens_are_told_beside_each_logprob(target: TargetModel, head: Eagle3Head) -> None:
-    prompt = [5, 6, 7, 11]
-    request = Request(prompt, 20, logprobs=True, alternatives=3)
-    found = generate_batch(target, [request], HeadDrafter(head, Dynamic(2, 2, 4)))[0]
-    logits = target.model(torch.tensor([prompt + found.tokens])).logits[0, len(prompt) - 1 : -1]
-    best = logits.log_softmax(-1).topk(3)
-    assert [[token for token, _ in each] for each in found.alternatives] == best.indices.tolist()
-    told = torch.tensor([[value for _, value in each] for each in found.alternatives])
-    assert float((told - best.values).abs().max()) < 1e-4
-    assert [each[0][0] for each in found.alternatives] == found.tokens  # greedy
-
-
-def test_each_steps_tree_comes_with_its_block_if_asked_for(target: TargetModel, head: Eagle3Head) -> None:
-    loop = DecodeLoop(target, HeadDrafter(head, Dynamic(2, 2, 4)))
-    loop.submit(Request([5, 6, 7], 20, show_trees=True))
-    blocks = list(loop.run())
-    trees = [block.tree for block in blocks[1:] if block.tree is not None]
-    assert trees
-    text = [5, 6, 7]
-    for block in blocks:
-        if block.tree is not None:
-            assert block.tree.nodes[0] == text[-1]
-            path = [block.tree.nodes[node] for node in block.tree.path[1:]]
-            assert path == block.tokens[: len(path)]
-            assert all(
-                block.tree.parents[node] == above
-                for above, node in zip(block.tree.path, block.tree.path[1:], strict=False)
-            )
-        text += block.tokens

@@ -27,7 +27,6 @@ def packaged_files() -> set[str]:
 
 
 def unpack(folder: Path) -> Path:
-    """The sources as a ZIP file gives them: a link is a small text file."""
     command = ["git", "archive", "--format=zip", "HEAD", *SOURCES]
     archive = subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout
     zipfile.ZipFile(io.BytesIO(archive)).extractall(folder)

@@ -81,7 +81,6 @@ def is_choice(match: re.Match[str]) -> bool:
 
 
 def runs(module: str) -> bool:
-    """Whether `python -m` of this module of ours runs something."""
     name = module.removeprefix("headstart.").replace(".", "/")
     files = [ROOT / f"{folder}{name}.py" for folder in ("", "headstart/")]
     return any(file.is_file() and 'if __name__ == "__main__":' in file.read_text() for file in files)
@@ -125,8 +124,6 @@ def extras() -> set[str]:
 
 @dataclass(frozen=True)
 class Law:
-    """What the pattern finds in a text must exist."""
-
     pattern: str
     exists: Callable[[re.Match[str]], bool]
     broken_by: str  # a text that names what does not exist
@@ -194,7 +191,6 @@ def test_what_a_text_names_exists(named: str) -> None:
 
 
 def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_folder() -> None:
-    """`python -m data_pipelines.prompts.prompts` was named as a remedy: it works in the repository's root only."""
     modules = {command.module.removeprefix("headstart.") for command in COMMANDS.values() if command.module}
     law = Law(r"(?:python -m|\brun|\bwith) ([\w.]+\w)", lambda match: match[1] not in modules, "")
     messages = tuple(passage for passage in passages() if passage.file.endswith(".py") and passage.line > 1)
@@ -202,7 +198,6 @@ def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_fo
 
 
 def test_a_module_that_a_file_starts_has_a_command() -> None:
-    """`make check-speculators` started a module whose command had moved, which does nothing and ends well."""
     found = []
     files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py"), *our_files()]
     for file in [file for file in files if '"-m"' in file.read_text()]:

@@ -15,18 +15,13 @@ from headstart import cli
 
 
 def table(text: str, **names: str) -> dict[str, tuple[list[str], str]]:
-    """Cases by name: a line `name | input | input ...`, then its facts on indented lines; `names` stand for facts."""
+    """Cases by name: lines `name | input | input => facts`, or the facts on the next line; `names` stand for facts."""
     cases: dict[str, tuple[list[str], str]] = {}
-    name = ""
-    for line in text.strip().splitlines():
-        if line.startswith(" "):
-            inputs, facts = cases[name]
-            written = " | ".join(names.get(fact, fact) for fact in line.strip().split(" | "))
-            cases[name] = inputs, f"{facts} | {written}".removeprefix(" | ")
-        else:
-            name, *inputs = line.split(" | ")
-            assert name not in cases, name
-            cases[name] = inputs, ""
+    for line in text.strip().replace("\n    ", " => ").splitlines():
+        case, _, facts = line.partition(" => ")
+        name, *inputs = case.split(" | ")
+        assert name not in cases, name
+        cases[name] = inputs, " | ".join(names.get(fact, fact) for fact in facts.split(" | "))
     return cases
 
 

@@ -65,7 +65,6 @@ def exported(head: DraftHead, run: Path, target: Path, name: str, /, **fields: A
 
 
 def files_in_memory(head: DraftHead, name: str) -> HeadFiles:
-    """What an export in the named format holds, without writing it."""
     config, tensors = FORMATS[name].files(head, ServedTarget("target", ["LlamaForCausalLM"], draft_tokens=3))
     return HeadFiles(Path("head"), json.loads(json.dumps(config)), {key: each.clone() for key, each in tensors.items()})
 

@@ -184,8 +184,6 @@ def make_family(name: str, seed: int = 0, **config: Any) -> PreTrainedModel:
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with int8 weights and one scale per row; activations and sums stay in floating point."""
-
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features

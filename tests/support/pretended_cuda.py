@@ -47,7 +47,6 @@ class Seen:
 
     @property
     def readers(self) -> set[str]:
-        """The functions that read."""
         return {where.rpartition(" ")[2] for where in self.reads}
 
 
@@ -63,7 +62,6 @@ def device_of(tensor: Tensor) -> torch.device | None:
 
 
 def claim(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Let tensors be on a device."""
     with torch._C.DisableTorchFunction():
         for tensor in tensors:
             vars(tensor.untyped_storage())["claimed"] = device
@@ -90,7 +88,6 @@ def tensors_of(values: Any) -> list[Tensor]:
 
 
 def with_index(device: Any) -> torch.device:
-    """The device as tensors name it; a number is that of a CUDA device."""
     found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     return torch.device("cuda", found.index or 0) if found.type == "cuda" else found
 
@@ -146,7 +143,6 @@ class Devices(TorchFunctionMode):
         return found
 
     def moved(self, name: str, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """`Tensor.to`, `cuda` or `cpu`."""
         device, dtype = kwargs.get("device", None if name == "to" else name), kwargs.get("dtype")
         for given in args:
             if isinstance(given, Tensor):

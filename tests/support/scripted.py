@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from headstart.inference.drafters.costs import (
     StepCosts,
 )
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed
+from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.engine.loop import loop_of
@@ -93,7 +94,6 @@ class Scripted:
         return batch_trees(trees)
 
     def continuation(self, prefix: list[int], remaining: int) -> list[int]:
-        """The true next tokens, at most `ahead` and at most as many as remain."""
         text = next(text for text in self.texts if text[: len(prefix)] == prefix)
         return text[len(prefix) :][: max(min(self.ahead, remaining), 0)]
 
@@ -101,7 +101,6 @@ class Scripted:
         raise NotImplementedError
 
     def random_below(self, end: int) -> int:
-        """A random number from 0 to end - 1."""
         return int(torch.randint(end, (), generator=self.random))
 
 
@@ -307,30 +306,35 @@ LIMITED = DraftVocab(torch.arange(0, VOCAB, 4), VOCAB)
 # \- 2 - 4
 #     \- 5 - 7 - 8
 LOPSIDED = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 0, 0)))
+
+
+def half_right(growth: GrowthPolicy, repeats: int = 0) -> Callable[[Texts], Drafter]:
+    def make(texts: Texts) -> Drafter:
+        return HeadDrafter(HalfRightHead(texts.target, *texts.whole), growth, Repeats(repeats) if repeats else None)
+
+    return make
+
+
+def eagle3(growth: GrowthPolicy, **fields: Any) -> Callable[[Texts], Drafter]:
+    return lambda texts: HeadDrafter(texts.make_head(**fields), growth)
+
+
 DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
-    "head, chain": lambda texts: HeadDrafter(texts.make_head(), Dynamic.chain(5)),
-    "head, wide tree": lambda texts: HeadDrafter(texts.make_head(), Dynamic(4, 6, 30)),
-    "head, depth 1": lambda texts: HeadDrafter(texts.make_head(), Dynamic(1, 8, 8)),
-    "head, few nodes of many": lambda texts: HeadDrafter(texts.make_head(seed=2), Dynamic(5, 4, 3)),
-    "head, fixed tree": lambda texts: HeadDrafter(texts.make_head(), LOPSIDED),
-    "head of EAGLE-3.1": lambda texts: HeadDrafter(texts.make_head(fc_norm=True, norm_output=True), Dynamic(4, 4, 12)),
-    "head of 25 tokens": lambda texts: HeadDrafter(texts.make_head(vocab=LIMITED), Dynamic(4, 4, 12)),
+    "head, chain": eagle3(Dynamic.chain(5)),
+    "head, wide tree": eagle3(Dynamic(4, 6, 30)),
+    "head, depth 1": eagle3(Dynamic(1, 8, 8)),
+    "head, few nodes of many": eagle3(Dynamic(5, 4, 3), seed=2),
+    "head, fixed tree": eagle3(LOPSIDED),
+    "head of EAGLE-3.1": eagle3(Dynamic(4, 4, 12), fc_norm=True, norm_output=True),
+    "head of 25 tokens": eagle3(Dynamic(4, 4, 12), vocab=LIMITED),
     "P-EAGLE head": lambda texts: head_drafter(texts.make_head("peagle"), Dynamic(4, 4, 12)),
-    "half right head, tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic(5, 4, 16)),
-    "half right head, chain": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), Dynamic.chain(3)),
-    "half right head, fixed tree": lambda texts: HeadDrafter(HalfRightHead(texts.target, *texts.whole), LOPSIDED),
-    "half right head, cost-aware": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts())
-    ),
-    "half right head and repeats": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), Dynamic(3, 3, 8), Repeats(6)
-    ),
-    "half right head, cost-aware, and repeats": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), CostAware(5, 4, 20, SetCosts()), Repeats(6)
-    ),
-    "half right head, cost-aware chain": lambda texts: HeadDrafter(
-        HalfRightHead(texts.target, *texts.whole), CostAware(6, 1, 6, SetCosts())
-    ),
+    "half right head, tree": half_right(Dynamic(5, 4, 16)),
+    "half right head, chain": half_right(Dynamic.chain(3)),
+    "half right head, fixed tree": half_right(LOPSIDED),
+    "half right head, cost-aware": half_right(CostAware(5, 4, 20, SetCosts())),
+    "half right head and repeats": half_right(Dynamic(3, 3, 8), 6),
+    "half right head, cost-aware, and repeats": half_right(CostAware(5, 4, 20, SetCosts()), 6),
+    "half right head, cost-aware chain": half_right(CostAware(6, 1, 6, SetCosts())),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),
     "careless oracle": lambda texts: Careless(*texts.whole, ahead=9),

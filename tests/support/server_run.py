@@ -51,7 +51,6 @@ def load_served(folder: Path) -> Served:
 
 
 def with_loop(served: Served, **options: Any) -> Served:
-    """The same, decoding with these options of its loop."""
     make_loop: Any = served.make_loop
     return replace(served, make_loop=partial(make_loop, **options))
 
@@ -68,7 +67,6 @@ class Running:
 
 @contextmanager
 def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
-    """Start the server, and stop it at the end, whatever is still open."""
     lines: list[str] = []
     served = replace(served, thread=ThreadPoolExecutor(1))  # several servers of one test share a loaded target
     app, service = build_app(served, settings, lines.append)

@@ -174,7 +174,6 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
 
 
 def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:
-    """Write complete samples as a shard; `storage` is a data.dtype."""
     file = ShardFile(path, [len(sample.tokens) for sample in samples], made_from)
     for number, sample in enumerate(samples):
         states = stored_states(taps, sample.taps, sample.last_hidden, storage)
@@ -192,14 +191,12 @@ def assert_same_sample(found: Sample, expected: Sample) -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The content of every file below a folder, by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 
 def modified(folder: Path) -> dict[str, int]:
-    """The modification time of every file below a folder, in nanoseconds, by relative path."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()
     }

@@ -2,9 +2,6 @@
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +16,13 @@ import pytest
 import torch
 from killed_runs import killed_in
 from server_run import Running, running
-from tiny_run import build_run, build_target, contents, quiet_environment, tiny_recipe
+from tiny_run import build_run, build_target, contents, tiny_recipe
 
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.features import tap
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import draft_vocab, load_head, load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
@@ -51,7 +48,6 @@ PROMPTS = [[5 + number, 40, 41 + number % 7, 60] for number in range(40)]
 
 
 def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
-    """Save a new head of the recipe; its drafts are seldom right."""
     frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
     vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
     save_head(new_head(recipe.head, frozen, vocab, seed), folder)
@@ -60,7 +56,6 @@ def random_head(recipe: Recipe, folder: Path, seed: int) -> Path:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    """A tiny recipe whose run has a head."""
     build_run(tmp_path)
     recipe = tiny_recipe(tmp_path)
     random_head(recipe, recipe.head_dir, 0)
@@ -69,7 +64,6 @@ def recipe(tmp_path: Path) -> Recipe:
 
 @contextmanager
 def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) -> Iterator[Running]:
-    """A server of the recipe's head that keeps its traffic."""
     arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--adapt-memory", "0.01", "--always-draft", *more]
     options = serve_options(None, arguments)
     with ThreadPoolExecutor(1) as thread:
@@ -203,7 +197,6 @@ def demo() -> tuple[DraftHead, list[Sample], list[int]]:
 
 
 def texts_of(target: TargetModel, texts: list[tuple[list[int], list[int]]]) -> list[Sample]:
-    """Samples of prompts and their responses."""
     samples = []
     for prompt, response in texts:
         states = tap(target, [prompt + response])
@@ -246,7 +239,6 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
 
 
 def traffic_of(recipe: Recipe) -> Snapshot:
-    """A snapshot of what the tiny target wrote."""
     target = TargetModel.load(recipe.target, (2, 3, 4))
     samples = texts_of(target, [(prompt, generate(target, prompt, 12).tokens) for prompt in PROMPTS[:16]])
     return Snapshot("head", samples[4:], samples[:4])
@@ -298,49 +290,3 @@ def test_a_better_candidate_is_served_and_rolled_back(
         assert facts(server)["head"] == str(versions.folder / "0000")
     kept = b"".join(path.read_bytes() for path in versions.folder.rglob("*") if path.is_file())
     assert torch.tensor(PROMPTS[0], dtype=torch.int32).numpy().tobytes() not in kept
-
-
-KILLED = """
-import os, pathlib, sys
-from headstart.trainers.refresh import command
-from headstart.trainers.refresh.judge import Verdict
-left = int(sys.argv.pop(1))
-command.judge = lambda *_: Verdict(9, 1.0, 2.0, 0.5, 1.5)
-def dying(real):
-    def step(*given, **more):
-        global left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), 9)
-        return real(*given, **more)
-    return step
-for name in ("rename", "replace", "mkdir", "unlink"):
-    setattr(pathlib.Path, name, dying(getattr(pathlib.Path, name)))
-os.replace, os.rename = dying(os.replace), dying(os.rename)
-command.main()
-"""
-
-
-@pytest.mark.slow
-def test_a_learner_killed_at_any_moment_leaves_a_whole_head_and_goes_on(recipe: Recipe) -> None:
-    versions = Versions(recipe.run_dir / "versions")
-    arguments = [str(recipe.run_dir.parent / "recipe.yaml"), "--once", "--keep-traffic", "--steps", "4"]
-    killed = 0
-    with serving(recipe) as server:
-        for prompt in PROMPTS:
-            for extra in (80, 90):
-                complete(server, [*prompt, extra])
-        for moment in (1, 3, 7, 12, 18, 25, 33, 42, 52, 63, 10_000):  # of the changes to files that it makes
-            learner = [sys.executable, "-c", KILLED, str(moment), *arguments, "--server", server.url]
-            done = subprocess.run(learner, env=quiet_environment(ROOT), capture_output=True, text=True)
-            assert done.returncode in (0, -signal.SIGKILL), done.stderr
-            killed += done.returncode == -signal.SIGKILL
-            for name in versions.names():
-                load_head(versions.folder / name, recipe.target.path)
-            if versions.served is not None:
-                assert versions.served.name in versions.names()
-        assert killed >= 10
-        assert done.returncode == 0
-        assert facts(server)["head"] == str(versions.served)
-        assert versions.served is not None
-        assert int(versions.served.name) >= 1

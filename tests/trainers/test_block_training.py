@@ -42,7 +42,6 @@ BLOCK = (
 
 
 def a_sample(length: int, written: range, seed: int) -> Sample:
-    """A text of random tokens, of which the target wrote some."""
     generator = torch.Generator().manual_seed(seed)
     loss_mask = torch.zeros(length, dtype=torch.bool)
     loss_mask[list(written)] = True
@@ -122,13 +121,7 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
         if trained.objective is DFLASH2:  # 0.9 TV, and the text once more without the selector
             slot = -head.slot_logits(states[level]).log_softmax(-1)
             loss = 0.45 * (p - q).abs().sum() + 0.1 * text + 0.1 * (slot[column[0]] if len(column) else 0)
-        found.append(
-            {
-                "loss": loss,
-                "hit": (p.argmax() == q.argmax()).float(),
-                "accepted": kept,
-            }
-        )
+        found.append({"loss": loss, "hit": (p.argmax() == q.argmax()).float(), "accepted": kept})
     return found
 
 
@@ -165,10 +158,7 @@ def test_the_loss_is_that_of_the_head_level_by_level(
     assert_close(scores.sums(), sums, atol=1e-4, rtol=1e-4)
     assert_close(scores.loss, wanted, atol=1e-4, rtol=1e-4)
     parameters = [each for each in trained.parameters() if each.requires_grad]
-    for one, other in zip(
-        torch.autograd.grad(scores.loss, parameters), torch.autograd.grad(wanted, parameters), strict=True
-    ):
-        assert_close(one, other, atol=1e-4, rtol=1e-3)
+    assert_close(*(torch.autograd.grad(loss, parameters) for loss in (scores.loss, wanted)), atol=1e-4, rtol=1e-3)
 
 
 def test_chunks_change_neither_loss_nor_gradient(
@@ -187,7 +177,6 @@ def test_chunks_change_neither_loss_nor_gradient(
 
 
 def test_an_objective_named_in_the_recipe_had_no_effect_on_a_dflash_head(make_recipe: MakeRecipe) -> None:
-    """Its own loss is that to the text alone."""
     plain = *BLOCK, "head.markov_rank=0", "train.unroll=3"
     assert Objective.from_recipe(make_recipe("a", *plain)).weight == 0
     assert Objective.from_recipe(make_recipe("b", *plain, "train.objective=reverse_kl")).weight == 1
@@ -246,7 +235,6 @@ def test_a_batch_without_a_block_has_no_loss_and_no_gradient(make_head: MakeHead
 
 
 def saved_bytes(make_head: MakeHead, seq: int) -> int:
-    """What autograd keeps for a text of this length, with as many blocks whatever its length."""
     head = make_head("block", reaches=(Reach(), Reach())).requires_grad_(True)
     blocks = draw_blocks(Batch.collate([a_sample(seq, range(seq), 1)], torch.float32), 16, "key")
     tokens, taps = torch.zeros(1, seq, dtype=torch.long), torch.randn(1, seq, 96)

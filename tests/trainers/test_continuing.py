@@ -18,7 +18,6 @@ MakeRecipe = Callable[..., Recipe]
 def test_more_steps_continue_a_finished_run(
     make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It was refused: the checkpoint belonged to another recipe. With a constant rate both ways are the same steps."""
     monkeypatch.setattr("headstart.trainers.parallel.head_on_ranks.set_learning_rates", lambda *_: 1.0)
     run(make_recipe("at once", "train.steps=8"))
     run(make_recipe("in two", "train.steps=4"))
@@ -35,7 +34,6 @@ def test_more_steps_continue_a_finished_run(
 
 
 def copied(folder: Path, to: Path) -> Path:
-    """A copy of a folder whose recipe names the copy's files."""
     shutil.copytree(folder, to)
     recipe = to / "recipe.yaml"
     recipe.write_text(recipe.read_text().replace(str(folder), str(to)))
@@ -51,7 +49,6 @@ def trained_once(harvested: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 @pytest.fixture
 def trained(trained_once: Path, tmp_path: Path) -> Path:
-    """A folder with a finished run of 8 steps on 12 prompts."""
     return copied(trained_once, tmp_path / "folder")
 
 

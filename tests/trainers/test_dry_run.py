@@ -47,7 +47,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 def test_a_plan_counts_the_rows_that_are_there(
     make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, options: tuple[str, ...], samples: int
 ) -> None:
-    """It used to plan for data.num_prompts; a given conversation may give several samples, so its rows say less."""
     recipe = make_recipe("run", f"data.folder={tmp_path / 'nothing'}", "data.num_prompts=40", *options)
     assert DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target")).samples == samples
 
@@ -56,7 +55,6 @@ def test_a_plan_counts_the_rows_that_are_there(
 def test_online_training_needs_no_disk_for_features(
     make_recipe: Callable[..., Recipe], harvested: Path, tmp_path: Path, features: str
 ) -> None:
-    """Whether or not an earlier run left features there."""
     config = TargetConfig.from_folder(harvested / "target")
     make_recipe("run")
     sizes = DataSizes.of(make_recipe("run", "data.online=[auto]", f"data.folder={tmp_path / features}"), config)
@@ -64,7 +62,6 @@ def test_online_training_needs_no_disk_for_features(
 
 
 def test_the_store_that_the_recipe_names_is_measured(make_recipe: Callable[..., Recipe], harvested: Path) -> None:
-    """The plan used to look in the run's own folder, which is empty then."""
     store = harvested / "run" / "features"
     recipe = tiny_recipe(harvested, "run_dir=/nowhere", f"data.store={store}")
     sizes = DataSizes.of(recipe, TargetConfig.from_folder(harvested / "target"))
@@ -77,6 +74,5 @@ def test_the_store_that_the_recipe_names_is_measured(make_recipe: Callable[..., 
 def test_a_dry_run_plans_8_bit_features_before_the_harvest(
     make_recipe: Callable[..., Recipe], capsys: pytest.CaptureFixture[str], tmp_path: Path, storage: str
 ) -> None:
-    """It used to look for a torch dtype of that name and ended in a traceback."""
     run(make_recipe("run", "train.dry_run=true", f"data.folder={tmp_path / 'nothing'}", f"data.dtype={storage}"))
     assert "plan of" in capsys.readouterr().out

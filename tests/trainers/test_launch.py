@@ -69,7 +69,6 @@ def test_the_slurm_script_starts_one_launcher_on_each_machine(tmp_path: Path) ->
 
 
 def run_with_stubs(folder: Path, stubs: dict[str, str], command: Sequence[object], variables: dict[str, str]) -> str:
-    """What a command prints that finds these programs, each a line of bash, before all others."""
     for name, body in stubs.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
@@ -82,7 +81,6 @@ OVERRIDES = "recipes/tiny.yaml", "head.taps=[1, 2]"
 
 @pytest.mark.parametrize("launcher", ["a SLURM array", "an Indexed Job"])
 def test_each_job_makes_the_part_of_its_number(launcher: str, tmp_path: Path) -> None:
-    """SLURM counts tasks from 1, as the script's documentation says, and Kubernetes from 0."""
     stubs = {"srun": '"$@"', "headstart": 'printf "%s|" "$@"'}
     if launcher == "a SLURM array":
         command, variables = [LAUNCHES / "slurm_array.sh", "64", *OVERRIDES], {"SLURM_ARRAY_TASK_ID": "3"}
@@ -118,7 +116,6 @@ def test_untested_deepspeed_settings_are_refused(asked: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def one_process(harvested: Path) -> dict[str, Tensor]:
-    """The result of the steps of rank_steps.py in one process."""
     finish(launch("one", 1, "tests/support/rank_steps.py", harvested, harvested / "one.safetensors"))
     found = load_file(harvested / "one.safetensors")
     norms = [float(found[f"norm.{step}"]) for step in range(4)]
@@ -152,18 +149,6 @@ def test_machines_that_each_have_all_slices_of_the_head_take_the_same_steps(
     monkeypatch.setenv("RANKS_OF_A_MACHINE", "2")
     finish(launch("fsdp2", 4, "tests/support/rank_steps.py", harvested, tmp_path / "result.safetensors"))
     assert_same(load_file(tmp_path / "result.safetensors"), one_process)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("config_name", "ranks"), CONFIGS[1::2])
-def test_every_launch_resumes_what_a_single_process_saved(
-    harvested: Path, one_process: dict[str, Tensor], tmp_path: Path, config_name: str, ranks: int
-) -> None:
-    """The third and fourth step, from the weights and optimizer state after the second."""
-    saved, result = harvested / "one.half", tmp_path / "result.safetensors"
-    finish(launch(config_name, ranks, "tests/support/rank_steps.py", harvested, result, saved))
-    earlier = re.compile(r"(loss|norm|gradient)\.[01]\b")
-    assert_same(load_file(result), {name: tensor for name, tensor in one_process.items() if not earlier.match(name)})
 
 
 @pytest.mark.slow

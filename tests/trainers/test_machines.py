@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 import pytest
-from launches import LAUNCHES, ROOT, finish, launch_module, needs_deepspeed
+from launches import LAUNCHES, ROOT, finish, needs_deepspeed
 from object_store import BUCKET, ENVIRONMENT, moto_server
 from safetensors.torch import load_file
-from tiny_run import build_run, contents, logged_step, quiet_environment
+from tiny_run import build_run, logged_step, quiet_environment
 from torch.testing import assert_close
 
 pytestmark = pytest.mark.slow
@@ -54,7 +54,6 @@ def free_port() -> int:
 def launch_machine(
     folder: Path, number: int, port: int, script: Path, *arguments: str, config: str = "ddp"
 ) -> subprocess.Popen[str]:
-    """Start one machine's part of a launch of two machines with one rank each."""
     home = folder / f"machine{number}"
     home.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCHES / f"{config}.yaml")]
@@ -65,7 +64,6 @@ def launch_machine(
 
 
 def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "ddp") -> list[subprocess.Popen[str]]:
-    """Train on two machines, each with overrides of its own."""
     port, recipe = free_port(), str(folder / "recipe.yaml")
     return [
         launch_machine(folder, number, port, TRAINER, recipe, *mine, config=config)
@@ -74,7 +72,6 @@ def launch_training(folder: Path, *by_machine: tuple[str, ...], config: str = "d
 
 
 def outputs(machines: list[subprocess.Popen[str]], seconds: float = 300) -> list[str]:
-    """What the launches printed; fails if they do not end in time."""
     try:
         return [machine.communicate(timeout=seconds)[0] for machine in machines]
     finally:
@@ -137,22 +134,6 @@ def test_two_machines_that_share_only_a_bucket_train_what_one_trains(
     assert_close(found, load_file(folder / "alone/head/model.safetensors"), rtol=1e-6, atol=1e-6)
 
 
-def test_ranks_that_share_a_cache_write_into_a_bucket_what_one_rank_writes(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("moto")
-    pytest.importorskip("s3fs")
-    monkeypatch.setenv("HEADSTART_CACHE", str(folder / "cache"))
-    with moto_server() as server:
-        for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": server}.items():
-            monkeypatch.setenv(name, value)
-        module, recipe = "headstart.data_pipelines.harvest", folder / "recipe.yaml"
-        finish(launch_module("ddp", 3, module, recipe, f"run_dir=s3://{BUCKET}/run"))
-        finish(launch_module("ddp", 3, module, recipe, f"run_dir=s3://{BUCKET}/run"))
-    finish(launch_module("ddp", 1, module, recipe, f"run_dir={folder}/alone"))
-    assert contents(folder / "cache/stores/s3" / BUCKET / "run") == contents(folder / "alone")
-
-
 def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(folder: Path) -> None:
     """Each went its own way: one resumed at step 20, the other at 0, and a wrong checkpoint was saved."""
     started = time.monotonic()
@@ -169,18 +150,8 @@ def test_machines_without_a_shared_folder_are_refused_by_name_within_30_seconds(
     print(f"refused after {seconds:.0f} s")
 
 
-def test_machines_with_different_recipes_are_refused_by_field(folder: Path) -> None:
-    shared = f"run_dir={folder / 'shared'}"
-    machines = launch_training(folder, (shared,), (shared, "train.learning_rate=0.5"))
-    for output in outputs(machines, seconds=60):
-        assert "train.learning_rate: 0.001 on rank 0" in output
-        assert "0.5 on rank 1" in output
-    assert all(machine.returncode for machine in machines)
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_others_within_a_minute(folder: Path, victim: int) -> None:
-    """The others waited for it for six hours."""
     shared = f"run_dir={folder / 'shared'}"
     machines = launch_training(folder, (shared, *LONG), (shared, *LONG))
     wait_for_steps(folder / "shared", 60)
@@ -223,17 +194,7 @@ def accelerate(processes: int) -> list[str]:
     return [*command, "--cpu", str(TRAINER)]
 
 
-def test_processes_started_apart_are_refused(folder: Path) -> None:
-    ended = start_process([*accelerate(2), str(folder / "recipe.yaml")])
-    printed = ended.communicate()[0]
-    assert ended.returncode != 0
-    assert "--num_processes: 2 given" in printed
-    assert f"recipes/launch/ddp.yaml --num_processes 2 {TRAINER} {folder / 'recipe.yaml'}" in printed
-    assert not (folder / "run").exists()
-
-
 def test_sigterm_to_accelerate_launch_saves_and_ends_with_143(folder: Path) -> None:
-    """It ended the launcher, and the trainer went on unseen."""
     log, run = folder / "log", folder / "run"
     with log.open("w") as file:
         launcher = start_process([*accelerate(1), str(folder / "recipe.yaml"), *LONG], log=file)
@@ -263,17 +224,3 @@ def test_the_same_command_right_after_sigterm_waits_for_the_checkpoint(folder: P
         os.kill(trainer.pid, signal.SIGCONT)
     again.kill()
     again.communicate()
-
-
-def test_a_file_that_one_machine_lacks_ends_all_machines(folder: Path) -> None:
-    """The machine that had it waited for the other one."""
-    shared = f"run_dir={folder / 'shared'}"
-    for number in range(2):
-        (folder / f"machine{number}").mkdir()
-    (folder / "machine0" / "more.jsonl").write_text((folder / "prompts.jsonl").read_text())
-    (folder / "machine1" / "more.jsonl").write_text("")
-    machines = launch_training(folder, *[(shared, "data.prompts=more.jsonl")] * 2)
-    printed = outputs(machines, seconds=60)
-    assert all(machine.returncode for machine in machines)
-    assert "data.prompts: more.jsonl given, a file with one row or more is allowed" in printed[1]
-    assert "rank 1 stopped: data.prompts: more.jsonl given" in printed[0]

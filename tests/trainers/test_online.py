@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
-from matrix import slow
 from pretended_cuda import pretended_cuda
 from tiny_run import assert_same_sample, modified, tiny_recipe
 from torch.testing import assert_close
 
-from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features import sample_stores
 from headstart.data_pipelines.features.batches import Batch, SampleStore
 from headstart.data_pipelines.features.features import States, tap
@@ -18,7 +15,6 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
-from headstart.trainers import run
 
 pytestmark = pytest.mark.usefixtures("log_every_step")
 TAPS = (1, 2, 3)
@@ -30,8 +26,6 @@ def online(folder: Path, *overrides: str, where: str = "auto") -> Recipe:
 
 
 class Counted:
-    """A target that records the lengths of each batch that it reads."""
-
     def __init__(self, recipe: Recipe) -> None:
         self.target, self.asked = TargetModel.load(recipe.target, TAPS), list[list[int]]()
 
@@ -54,7 +48,6 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 
 @pytest.mark.parametrize("where", WHERE)
 def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: str) -> None:
-    """With the target in this process, and in a separate one."""
     recipe = online(harvested, where=where)
     before = modified(harvested)
     with open_stores(recipe, harvest(recipe), TAPS) as made:
@@ -109,25 +102,6 @@ def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_m
         assert {each.device.type for each in (store[0].taps, batch.taps, batch.last_hidden)} == {"cuda"}
         monkeypatch.setattr(sample_stores, "ON_DEVICE", 0)
         assert {store[2].taps.device.type, store[2].last_hidden.device.type} == {"cpu"}
-
-
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("accumulate", [slow(1), 3])
-def test_online_training_has_the_losses_of_training_from_a_store(
-    harvested: Path, tmp_path: Path, where: str, accumulate: int
-) -> None:
-    """Within 1e-5 in float32; no features are written."""
-    shared, losses = [f"data.folder={harvested / 'run'}", f"train.accumulate={accumulate}"], []
-    runs = [tiny_recipe(harvested, f"run_dir={tmp_path / 'offline'}", *shared)]
-    runs += [online(harvested, f"run_dir={tmp_path / 'online'}", *shared, where=where)]
-    before = modified(harvested)
-    for recipe in runs:
-        run(recipe)
-        lines = list(read_jsonl(recipe.metrics_path))
-        losses.append([line[key] for line in lines for key in sorted(line) if "loss" in key])
-    assert len(losses[0]) > 20
-    assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-5, atol=1e-5)
-    assert modified(harvested) == before
 
 
 # A target in a separate process

@@ -7,10 +7,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch, Sample, in_rows, length_buckets, pack
-from headstart.heads.attention_kernels import Documents
+from headstart.data_pipelines.features.batches import Batch, Sample, length_buckets, pack
 from headstart.heads.base import LevelHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.vocab import DraftVocab
@@ -29,7 +27,6 @@ HEADS: dict[str, tuple[dict[str, Any], bool]] = {  # arguments of make_head, and
 
 
 def random_sample(length: int, kind: str) -> Sample:
-    """A text of which the target wrote random parts, possibly including the first token."""
     taps = torch.randn(length, 0 if kind == "eagle1" else 3 * HIDDEN)
     return Sample(torch.randint(VOCAB, (length,)), torch.rand(length) < 0.8, taps, torch.randn(length, HIDDEN))
 
@@ -82,23 +79,6 @@ def test_packed_samples_give_the_same_loss_and_gradients_as_padded_ones(
         assert (packed[what] - its).norm() <= 1e-5 * its.norm(), what
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_no_sample_of_a_row_affects_another(make_head: MakeHead, frozen: FrozenTarget, name: str) -> None:
-    """Replacing a sample's neighbours by others of the same lengths changes neither its loss nor its gradients."""
-    head, samples = head_and_samples(make_head, name)
-
-    def of_the_middle(others: list[Sample]) -> dict[str, Tensor]:
-        silent = [replace(other, loss_mask=torch.zeros_like(other.loss_mask)) for other in others]
-        row = [silent[1], samples[4], silent[6]]
-        return loss_and_gradients(head, frozen, Batch.collate(row, torch.float32, "cpu", [[0, 1, 2]]))
-
-    before, after = (of_the_middle(others) for others in (samples, head_and_samples(make_head, name)[1]))
-    assert before["loss"] > 1
-    assert_close(after, before, rtol=1e-6, atol=1e-7)
-    alone = loss_and_gradients(head, frozen, Batch.collate(samples[4:5], torch.float32))
-    assert_close(before, alone, rtol=1e-5, atol=1e-6)
-
-
 def test_no_sample_predicts_the_first_token_of_the_next(frozen: FrozenTarget) -> None:
     """The target may have written that token, but in another text.
 
@@ -111,13 +91,6 @@ def test_no_sample_predicts_the_first_token_of_the_next(frozen: FrozenTarget) ->
     assert found.columns.tolist() == [0, 1, 3]
     assert found.places.tolist() == [0, 1, 0]
     assert found.can_predict(2).tolist() == [[False, True, False], [False, False, False]]
-
-
-def test_positions_restart_at_each_sample() -> None:
-    documents = Documents.in_rows([[3, 2], [1, 2, 1]])
-    assert documents.places.tolist() == [[0, 1, 2, 0, 1], [0, 0, 1, 0, 0]]
-    assert documents.lengths == ((3, 2), (1, 2, 1, 1))  # the last one is padding
-    assert documents.starts.tolist() == [0, 3, 5, 6, 8, 9, 10]
 
 
 @pytest.mark.parametrize("tokens", [0, 100, 300])
@@ -147,18 +120,3 @@ def test_packing_puts_each_sample_undivided_into_one_row_of_limited_length() -> 
         assert all(a + b > limit for i, a in enumerate(fitting) for b in fitting[:i])  # no two rows would fit in one
         assert pack(lengths, limit) == packing
     assert pack(lengths, None) is None
-
-
-def test_packed_tokens_taps_and_hidden_states_stay_aligned() -> None:
-    samples = [random_sample(length, "eagle3") for length in LENGTHS]
-    packing = pack(LENGTHS, 30)
-    batch = Batch.collate(samples, torch.float32, "cpu", packing)
-    assert torch.equal(in_rows([sample.taps for sample in samples], packing), batch.taps)
-    assert batch.documents is not None
-    assert packing is not None
-    for row, numbers in enumerate(packing):
-        begun = (batch.documents.places[row] == 0).nonzero().flatten().tolist()
-        for number, start in zip(numbers, begun, strict=False):  # the last one may be padding
-            place = slice(start, start + LENGTHS[number])
-            assert torch.equal(batch.tokens[row, place], samples[number].tokens)
-            assert torch.equal(batch.last_hidden[row, place], samples[number].last_hidden)

@@ -39,46 +39,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # Overrides, then the facts of the message: the field, its value, what is allowed, what to do.
 CASES = table("""
-no CUDA device | target.device=cuda
-  target.device | 'cuda' given | one of auto, cpu | choose another
-no eighth device | target.device=cuda:7
-  target.device | 'cuda:7' given | one of auto, cpu | choose another
-no other device | target.device=mps
-  target.device | 'mps' given | one of auto, cpu | choose another
-no device for an online target | data.online=[cpu, cuda:4]
-  data.online | 'cuda:4' given | one of auto, cpu | choose another
-one row | data.prompts={folder}/one.jsonl
-  data.prompts | which has 1 row; | 3 or more | train.batch_size=1
-no row | data.prompts={folder}/empty.jsonl
-  data.prompts | empty.jsonl given | one row or more | add prompts
-no held-out row | data.heldout_prompts={folder}/empty.jsonl
-  data.heldout_prompts | empty.jsonl given | one row or more | add prompts
-a batch above the prompts | train.batch_size=13
-  train.batch_size | 13 given | up to 12 is allowed | lower it
-more micro-batches than samples | train.accumulate=4
-  train.accumulate | 4 given | up to 3 is allowed | lower it
-no tokenizer | target.path={folder}/no_tokenizer
-  no_tokenizer | cannot be loaded | tokenizer.json | again
+no CUDA device | target.device=cuda => target.device | 'cuda' given | one of auto, cpu | choose another
+no other device | target.device=mps => target.device | 'mps' given | one of auto, cpu | choose another
+one row | data.prompts={folder}/one.jsonl => data.prompts | which has 1 row; | 3 or more | train.batch_size=1
+no held-out row | data.heldout_prompts={folder}/empty.jsonl => data.heldout_prompts | empty.jsonl given
+a batch above the prompts | train.batch_size=13 => train.batch_size | 13 given | up to 12 is allowed | lower it
+more micro-batches than samples | train.accumulate=4 => train.accumulate | 4 given | up to 3 is allowed | lower it
+no tokenizer | target.path={folder}/no_tokenizer => no_tokenizer | cannot be loaded | tokenizer.json | again
 conversations without a chat template | target.path={folder}/no_template | data.prompts={folder}/chat.jsonl
-  data.prompts: row 1 | is a conversation | rows of prompt or text are allowed | chat_template.jinja
-own prompts of a base model | target.path={folder}/no_template | data.prompts=self
-  data.prompts | self given | needs a chat template | choose the chat version
-no draft head | data.draft_head=/nowhere
-  data.draft_head | /nowhere | head | give
-no store | data.store=/nowhere
-  data.store | /nowhere holds no features | a folder of features | give
-wandb without a key | log.wandb=online
-  log.wandb | online given | offline or disabled | wandb login
-a head above the memory | head={kind: eagle3, intermediate_size: 100000000000}
-  head: | 38.4 TB of weights | up to the | lower head.intermediate_size
-a head above all memory | head={kind: eagle3, intermediate_size: 9000000000000000000}
-  head: kind eagle3 | intermediate_size 9000000000000000000 | are allowed | leave them out
-trees above the memory | decode.nodes=1000000 | train.eval_prompts=2
-  decode.nodes | 1000000 given | is allowed here | lower decode.nodes
-a run_dir in /proc | run_dir=/proc/x
-  run_dir | /proc/x given | a writable folder is allowed | choose another
-a data.folder in /proc | data.folder=/proc/x/y
-  data.folder | /proc/x/y given | a writable folder is allowed | choose another
+    data.prompts: row 1 | is a conversation | rows of prompt or text are allowed | chat_template.jinja
+own prompts of a base model | target.path={folder}/no_template | data.prompts=self => data.prompts | self given
+no draft head | data.draft_head=/nowhere => data.draft_head | /nowhere | head | give
+wandb without a key | log.wandb=online => log.wandb | online given | offline or disabled | wandb login
+a head above the memory | head={kind: eagle3, intermediate_size: 100000000000} => head: | 38.4 TB of weights | up to the
+trees above the memory | decode.nodes=1000000 | train.eval_prompts=2 => decode.nodes | 1000000 given | is allowed here
+a run_dir in /proc | run_dir=/proc/x => run_dir | /proc/x given | a writable folder is allowed | choose another
 """)
 
 
@@ -88,7 +63,6 @@ a data.folder in /proc | data.folder=/proc/x/y
 def test_what_would_fail_after_the_harvest_is_refused_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, dry_run: str
 ) -> None:
-    """A head's sizes, one row, wandb's key and a missing device were noticed only when hours of harvest were done."""
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setattr("wandb.login", lambda **options: False)
@@ -102,7 +76,6 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
 def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A dry run of tiny_medusa2 was refused without peft, and a run noticed after the harvest."""
     monkeypatch.setitem(sys.modules, "peft", None)
     options = ["head={kind: medusa, medusa_heads: 3}", "joint.mode=lora", "joint.lora_rank=2"]
     recipe = tiny_recipe(folder, *options)
@@ -115,12 +88,8 @@ def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
 
 
 WANDB = table("""
-a wrong mode | auto | WANDB_MODE=onlin
-  WANDB_MODE | onlin | online, offline, disabled is allowed | change
-the mode online | auto | WANDB_MODE=online
-  log.wandb | auto given | offline or disabled | log.wandb=offline
-online | online
-  log.wandb | online given | offline or disabled is allowed | set WANDB_API_KEY
+a wrong mode | auto | WANDB_MODE=onlin => WANDB_MODE | onlin | online, offline, disabled is allowed | change
+the mode online | auto | WANDB_MODE=online => log.wandb | auto given | offline or disabled | log.wandb=offline
 """)
 
 
@@ -150,7 +119,6 @@ def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
 
 
 def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """decode.nodes=100000 reached 19 GB and was killed."""
     step, cpu = StepMemory(cached=4096, vocab_size=1000, element=4), torch.device("cpu")
     most = step.most_nodes(rows=2, length=500, free=20 * GIGABYTE)
     assert step.needed(2, most, 500) <= 20 * GIGABYTE < step.needed(2, most + 1, 500)
@@ -163,7 +131,6 @@ def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_harvest_whose_texts_lost_their_memory_to_another_program_was_told_to_lower_decode_nodes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`decode.nodes: 0 given, up to 0 is allowed here`: two of six harvests beside each other on one GPU ended so."""
     step = StepMemory(cached=23_040, vocab_size=49_152, element=2)
     monkeypatch.setattr(budget, "free_memory", lambda device: 7 * GIGABYTE)
     fits = 7 * GIGABYTE // step.needed(1, 1, 768)
@@ -185,28 +152,14 @@ def test_free_memory_is_that_of_the_container(tmp_path: Path, monkeypatch: pytes
 
 
 QUESTIONS = table("""
-empty
-  report.prompts | questions.jsonl given, which is empty | one prompt or more | add rows
-no fields | {}
-  report.prompts: row 1 | {} | turns (a list of texts), prompt or text | fix or remove the row
-a number | {"prompt": 7}
-  report.prompts: row 1 | 7 | prompt or text (a text) is allowed | fix or remove
-turns as text | {"turns": "abc"}
-  report.prompts: row 1 | abc | turns (a list of texts) | fix or remove
-turns as rows | {"turns": [{"a": 1}]}
-  report.prompts: row 1 | turns | (a list of texts) | fix or remove
-no JSON | no json
-  line 1 | not JSON | fix or remove the line
-a list | [1]
-  line 1 | list | a JSON object is needed | fix or remove the line
+empty => report.prompts | questions.jsonl given, which is empty | one prompt or more | add rows
+no fields | {} => report.prompts: row 1 | {} | turns (a list of texts), prompt or text | fix or remove the row
+turns as text | {"turns": "abc"} => report.prompts: row 1 | abc | turns (a list of texts) | fix or remove
+no JSON | no json => line 1 | not JSON | fix or remove the line
 """)
 REPORT = table("""
-a device that is not there | target.device=cuda:3
-  target.device | 'cuda:3' given | auto, cpu | choose
-a tree above the memory | decode.nodes=1000000
-  decode.nodes | 1000000 given | is allowed here | lower
-no questions | report.prompts=/gone.jsonl
-  report.prompts | /gone.jsonl given | an existing | put the prompts
+a device that is not there | target.device=cuda:3 => target.device | 'cuda:3' given | auto, cpu | choose
+no questions | report.prompts=/gone.jsonl => report.prompts | /gone.jsonl given | an existing | put the prompts
 """)
 
 
@@ -214,7 +167,6 @@ no questions | report.prompts=/gone.jsonl
 def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
-    """An empty report.prompts ended in a traceback, and turns of text were asked by their first letter."""
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
     rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
     (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")

@@ -37,7 +37,6 @@ from headstart.trainers.step import (
 
 
 def one_step(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> tuple[StepResult, dict[str, Tensor]]:
-    """The result of the first step, and its gradient before clipping."""
     found: dict[str, Tensor] = {}
 
     def watching(head_on_ranks: ReplicatedHead) -> float:
@@ -75,7 +74,7 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
     if "eagle3" not in head:
         shutil.rmtree(make_recipe("run").features_dir)  # it holds the taps of an EAGLE-3 head
     whole, gradient = one_step(make_recipe("run", *options), monkeypatch)
-    for count in (3, 7):
+    for count in (3, 7) if "eagle3" in head else (3,):
         result, split = one_step(make_recipe("run", *options, f"train.accumulate={count}"), monkeypatch)
         assert_close(result.sums, whole.sums, rtol=1e-5, atol=1e-5)
         assert result.num_tokens == whole.num_tokens
@@ -89,7 +88,6 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
     ("head", "trained_on"),
     [
         ("{kind: eagle3}", [1]),  # its feature would be that of the token before the first
-        ("{kind: eagle1}", [1]),
         ("{kind: medusa, medusa_heads: 3}", [0, 1]),
         ("{kind: block, block_size: 3}", [1, 3, 5]),  # an anchor and the token after it must be trained on
         ("{kind: eagle3, draft_vocab_size: 80}", []),
@@ -99,7 +97,6 @@ def test_micro_batches_give_the_loss_and_gradient_of_the_whole_batch(
 def test_a_run_without_a_token_to_learn_stops_before_its_first_step(
     make_recipe: Callable[..., Recipe], head: str, trained_on: list[int], split: str
 ) -> None:
-    """It used to train at loss 0 and to write a head, or to measure on nothing."""
     recipe = make_recipe("run", f"head={head}")
     shutil.rmtree(recipe.features_dir)  # it has the taps of an EAGLE-3 head
     training = start_training(recipe)
@@ -185,15 +182,11 @@ def test_a_launch_that_contradicts_the_recipe_is_refused(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(
-        ValueError, match=r"train\.precision: bfloat16 in the recipe contradicts --mixed_precision fp16"
-    ):
+    with pytest.raises(ValueError, match=r"train\.precision: bfloat16 .* contradicts --mixed_precision fp16"):
         run(make_recipe("run", "train.precision=bfloat16"))
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
-    with pytest.raises(
-        ValueError, match=r"train\.accumulate: 1 in the recipe contradicts --gradient_accumulation_steps 4"
-    ):
+    with pytest.raises(ValueError, match=r"train\.accumulate: 1 .* contradicts --gradient_accumulation_steps 4"):
         run(make_recipe("run"))
 
 

@@ -71,7 +71,6 @@ def test_facts_show_a_changed_field_and_changed_data_but_not_where_the_folder_li
 
 
 def test_processes_started_apart_are_refused_with_the_command_that_was_meant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`accelerate launch --cpu --num_processes 2` without a launch file started two runs in one folder."""
     typed = "bin/accelerate launch --cpu --num_processes 2 trainers/eagle.py recipes/tiny.yaml"
     command = ["python", *typed.split()]
     monkeypatch.setattr("headstart.common.process.launcher_command", lambda: command)

@@ -49,7 +49,6 @@ def frozen(harvested: Path) -> FrozenTarget:
 
 @pytest.fixture(scope="module")
 def samples(harvested: Path) -> list[Sample]:
-    """Four training samples of different lengths."""
     store = FeatureStore(tiny_recipe(harvested).features_dir, "train")
     found = sorted((store[number] for number in range(len(store))), key=lambda sample: len(sample.tokens))[::3]
     assert len({len(sample.tokens) for sample in found}) == len(found) == 4
@@ -57,7 +56,6 @@ def samples(harvested: Path) -> list[Sample]:
 
 
 def random_head(harvested: Path, frozen: FrozenTarget, **section: Any) -> Eagle3Head:
-    """A head without zero weights, which would hide paths through it."""
     size = section.get("draft_vocab_size")
     counts = FeatureStore(tiny_recipe(harvested).features_dir, "train").token_counts(frozen.config.vocab_size)
     vocab = DraftVocab.full(len(counts)) if size is None else DraftVocab.most_frequent(counts, size)
@@ -382,37 +380,6 @@ def test_tap_sizes_are_medians_that_one_huge_token_does_not_move(tmp_path: Path)
     store = FeatureStore(tmp_path, "train")
     assert_close(store.tap_sizes((1, 2), 5), [3.0, 20.0], rtol=0.1, atol=0)
     assert_close(store.tap_sizes((1, 2, 5), 5), [3.0, 20.0, 7.0], rtol=0.1, atol=0)
-
-
-def padded(batch: Batch, count: int, garbage: bool) -> Batch:
-    """The batch with `count` more columns; `garbage` fills everything after the end of each sample."""
-
-    def widened(tensor: Tensor) -> Tensor:
-        wider = tensor.new_zeros(tensor.shape[0], tensor.shape[1] + count, *tensor.shape[2:])
-        wider[:, : tensor.shape[1]] = tensor
-        return wider
-
-    wide = Batch(widened(batch.tokens), widened(batch.loss_mask), widened(batch.taps), widened(batch.last_hidden))
-    if garbage:
-        after_end = wide.loss_mask.flip(1).cumsum(1).flip(1) == 0  # a sample ends with its response
-        assert after_end[:, -count:].all()
-        wide.tokens[after_end] = torch.randint(1, 300, (int(after_end.sum()),))
-        for features in (wide.taps, wide.last_hidden):
-            features[after_end] = torch.randn(int(after_end.sum()), features.shape[-1]) * 30
-    return wide
-
-
-@pytest.mark.parametrize("garbage", [False, True], ids=["padding", "garbage after the end"])
-@pytest.mark.parametrize("section", VARIANTS.values(), ids=VARIANTS.keys())
-def test_padding_after_a_sample_changes_neither_loss_nor_gradient(
-    harvested: Path, frozen: FrozenTarget, samples: list[Sample], section: dict[str, Any], garbage: bool
-) -> None:
-    head = random_head(harvested, frozen, **section)
-    batch = Batch.collate(samples, torch.float32)
-    loss = unrolled_loss(head, batch, frozen)
-    wider = unrolled_loss(head, padded(batch, 9, garbage), frozen)
-    assert_close(wider, loss, rtol=1e-6, atol=1e-6)
-    assert_close(gradients(head, wider), gradients(head, loss), rtol=1e-5, atol=1e-6)
 
 
 def test_no_position_is_scored_on_tokens_outside_its_sample(

@@ -22,7 +22,6 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(recipe: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[str]:
-    """Start the documented command as a process, from another folder."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
     command = [sys.executable, *torchrun, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
     environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
@@ -43,7 +42,6 @@ LONGER = "train.steps=60", "train.checkpoint_every=5"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which the command has made everything from prompts to head, in steps enough to be stopped in."""
     folder = tmp_path_factory.mktemp("finished")
     finish(start(build_run(folder), *LONGER, EVALUATED))
     return folder
@@ -117,25 +115,6 @@ def test_two_ranks_write_the_same_files_and_the_same_head_up_to_rounding(finishe
         assert contents(tmp_path / "run" / stage) == contents(finished / "run" / stage)
     one, two = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
     assert_close(two, one, rtol=1e-3, atol=1e-4)  # ranks add up in another order
-
-
-@pytest.mark.slow
-def test_one_rank_continues_after_the_last_sample_of_two(finished: Path, tmp_path: Path) -> None:
-    """SIGTERM stops a launch of two ranks; one rank continues with the next batch, in two micro-batches."""
-    run_dir = tmp_path / "run"
-    copy_stages(finished, run_dir)
-    process = start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", ranks=2)
-    wait_for_step(run_dir / "metrics.jsonl", 10, process)
-    process.terminate()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert "saved after step" in output
-    stopped = max(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
-    assert 10 <= stopped < 60
-    output = finish(start(finished / "recipe.yaml", *LONGER, f"run_dir={run_dir}", "train.accumulate=2"))
-    assert f"resuming after step {stopped}" in output
-    one, handed = (load_file(folder / "run/head/model.safetensors") for folder in (finished, tmp_path))
-    assert_close(handed, one, rtol=1e-3, atol=1e-4)
 
 
 def wait_for_step(metrics: Path, step: int, process: subprocess.Popen[str]) -> None:

@@ -69,7 +69,7 @@ class Grammars:
             begin = json.dumps(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ', ensure_ascii=False)
             names.append(f"tool{number}")
             # With allOf, each part lists only some of the properties.
-            arguments = {"type": "object", **(schema if '"allOf"' in json.dumps(schema) else closed(schema))}
+            arguments = {**(schema if '"allOf"' in json.dumps(schema) else closed(schema)), "type": "object"}
             rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(arguments)}"]
         rules.append(f'call: "{OPEN}" {newline} ({" | ".join(names)}) {newline} "{CLOSE}"')
         rules.append("calls: call" if only_one else f"calls: call ({newline} call)*")

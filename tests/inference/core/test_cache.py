@@ -38,7 +38,6 @@ def random_tree(*sizes: int) -> Tree:
 
 
 def path_to(tree: Tree, node: int, row: int = 0) -> list[int]:
-    """The nodes from the root down to `node`."""
     path = [node]
     while (parent := int(tree.parents[row, path[0]])) >= 0:
         path.insert(0, parent)
@@ -101,7 +100,6 @@ def test_every_node_has_the_logits_of_its_own_path(target: TargetModel, sizes: t
 
 
 def numbered_slots(*lengths: int, layers: int = 3, batch: int = 3, capacity: int = 12) -> Slots:
-    """Slots in which every entry is a different number. The second to last axis is the slot."""
     shape = layers, 2, batch, 2, capacity, 4
     slots = Slots([torch.arange(torch.Size(shape).numel()).float().reshape(shape)], batch)
     slots.set_lengths([*lengths])
@@ -136,18 +134,6 @@ def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(tar
     cache = target.passes.new_cache(256, batch=2)
     cache.target.set_lengths([10, 200])
     assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
-
-
-def test_pending_tokens_that_are_not_kept_are_overwritten() -> None:
-    slots = Slots([torch.zeros(1, 2, 1, 1, 8, 1)])
-    first, second = torch.full((1, 1, 3, 1), 1.0), torch.full((1, 1, 2, 1), 2.0)
-    slots.append(0, first, first)
-    slots.advance([1])
-    keys, values = slots.append(0, second, -second)
-    assert keys.flatten().tolist() == [1, 2, 2]
-    assert values.flatten().tolist() == [1, -2, -2]
-    slots.set_lengths([0])
-    assert slots.append(0, second, second)[0].flatten().tolist() == [2, 2]
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
@@ -270,8 +256,6 @@ def test_a_cache_grows_to_at_least_double_in_whole_pages_up_to_the_limit(
 
 @pytest.fixture
 def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """set_page_size(size): caches grow by pages of that many tokens."""
-
     def set_size(size: int) -> None:
         for module in (cache_module, batch_module):
             monkeypatch.setattr(module, "PAGE_TOKENS", size)
@@ -383,7 +367,6 @@ def test_a_single_row_reads_no_slot_that_it_has_not_written(
 
 
 def resident_bytes() -> int:
-    """The memory that this process takes up."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 

@@ -26,7 +26,6 @@ def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slot
 def by_definition(
     lengths: list[int], visible: Tensor, depths: Tensor | None, keys: int, window: int | None
 ) -> list[list[list[bool]]]:
-    """The definition, key by key: may each query attend to each key?"""
     size, pending = visible.shape[1:]
     rows = []
     for row, held in enumerate(lengths):

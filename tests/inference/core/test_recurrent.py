@@ -26,9 +26,6 @@ from headstart.recipes.schema import DecodeSection, TargetSection
 
 PROMPTS = [[(7 * place + 3 * row) % 97 for place in range(count)] for row, count in enumerate((9, 40, 17))]
 NEW = 14
-Make = Callable[..., TargetModel]
-
-
 KINDS = [*STATEFUL, "own cache"]
 
 
@@ -52,7 +49,6 @@ def requests(temperature: float = 0.0, **fields: Any) -> list[Request]:
 
 
 def texts(target: TargetModel, asked: list[Request]) -> list[list[int]]:
-    """Each prompt with its plain continuation."""
     return [[*each.prompt, *plain(target, tuple(each.prompt), each.sampling)] for each in asked]
 
 

@@ -21,7 +21,7 @@ from transformers import (
 
 from headstart.inference.core.gumbel import as_one_kernel, gumbel_noise
 from headstart.inference.core.history import History
-from headstart.inference.core.sampling import BatchSampling, Sampling, check_bias
+from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import ancestor_mask
 
 # The 99.9 % quantile of the chi-square distribution, by degrees of freedom.
@@ -66,20 +66,6 @@ def test_gumbel_noise_is_a_function_of_seed_position_and_token() -> None:
     noise = gumbel_noise(torch.tensor(seeds), torch.tensor([positions] * len(seeds)), torch.tensor(tokens))
     wanted = [[[splitmix_noise(seed, t, token) for token in tokens] for t in positions] for seed in seeds]
     assert torch.allclose(noise, torch.tensor(wanted), rtol=0, atol=1e-6)
-
-
-def test_gumbel_noise_does_not_depend_on_the_batch() -> None:
-    seeds, positions, tokens = torch.arange(3), torch.randint(10_000, (3, 37)), torch.randperm(211)
-    whole = gumbel_noise(seeds, positions, tokens)
-    nodes, columns = torch.randperm(37)[:11], torch.randperm(211)[:23]
-    assert torch.equal(
-        gumbel_noise(seeds[1:2], positions[1:2, nodes], tokens[columns]), whole[1:2, nodes][..., columns]
-    )
-    one_by_one = [
-        gumbel_noise(seeds[:1], positions[:1, i : i + 1], tokens[j : j + 1]) for i in range(5) for j in range(5)
-    ]
-    assert torch.equal(torch.cat(one_by_one).flatten(), whole[0, :5, :5].flatten())
-    assert torch.equal(gumbel_noise(seeds, positions.int(), tokens.int()), whole)
 
 
 @pytest.mark.parametrize("fault", ["no compiler", "other numbers"])
@@ -147,32 +133,6 @@ def test_a_top_k_of_0_or_less_keeps_all_tokens() -> None:
 def test_a_huge_temperature_makes_all_tokens_equally_likely() -> None:
     counts = draws(temperature=100).bincount(minlength=5)
     assert chi_square(counts, torch.full((5,), 0.2)) < CHI_SQUARE_999[4]
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "allowed"),
-    [
-        ("temperature", -0.5, "0 to 100"),
-        ("temperature", math.nan, "0 to 100"),
-        ("top_k", -2, "at least -1"),
-        ("top_p", 0.0, "above 0, at most 1"),
-        ("min_p", 1.5, "0 to 1"),
-        ("repetition_penalty", 0.0, "above 0, at most 100"),
-        ("presence_penalty", 3.0, "-2 to 2"),
-        ("frequency_penalty", math.inf, "-2 to 2"),
-        ("logit_bias", ((-1, 0.5),), "a token id of at least 0"),
-        ("logit_bias", ((1, math.nan),), "a bias below infinity"),
-        ("seed", 2**63, f"{-(2**63)} to {2**63 - 1}"),
-    ],
-)
-def test_values_out_of_range_are_refused(field: str, value: Any, allowed: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}: .* given, .*{allowed}.* allowed"):
-        Sampling(**{field: value})
-
-
-def test_a_bias_outside_the_vocabulary_is_refused() -> None:
-    with pytest.raises(ValueError, match="logit_bias: token 97 given, 0 to 96 is allowed"):
-        check_bias(((97, 1.0),), 97)
 
 
 WARPERS: dict[str, tuple[dict[str, Any], list[LogitsProcessor]]] = {

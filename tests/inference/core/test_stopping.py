@@ -12,7 +12,7 @@ from scripted import DRAFTERS, Oracle, Texts
 
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, StopStrings, cut_at_end
+from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.targets.model import TargetModel
@@ -60,14 +60,6 @@ def test_a_stop_string_across_tokens_ends_the_text_with_the_token_that_completes
     assert stop.kept(tokens, 4) == 2
 
 
-def test_a_stop_string_of_several_byte_tokens_is_complete_with_its_last_byte() -> None:
-    tree = [bytes([byte]) for byte in "🌲".encode()]
-    tokens = tokenize("a", *tree, "b")
-    stop = StopStrings(("🌲",), detokenize)
-    assert [stop.kept(tokens[:count], 1) for count in range(1, 6)] == [None, None, None, None, 1]
-    assert stop.kept(tokens, 6) == 5
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_end_of_the_text_does_not_depend_on_the_blocks_in_which_tokens_arrive(seed: int) -> None:
     """The text is the shortest prefix with a stop string. The blocks depend on the drafter, the text must not."""
@@ -101,12 +93,6 @@ def test_tokens_without_text_do_not_hide_a_stop_string() -> None:
 def test_empty_stop_strings_are_refused(strings: tuple[str, ...]) -> None:
     with pytest.raises(ValueError, match=r"stop strings: \[.*\] given, one or more that are not empty are allowed"):
         StopStrings(strings, detokenize)
-
-
-def test_a_text_is_cut_after_its_first_end_token() -> None:
-    assert cut_at_end([1, 2, 3, 2], [2, 3]) == [1, 2]
-    assert cut_at_end([1, 2, 3], [9]) == [1, 2, 3]
-    assert cut_at_end([], [9]) == []
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,6 @@ def test_decoding_is_lossless_for_every_family(name: str, fields: dict[str, int]
 
 
 def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
-    """gpt-oss turns by YaRN; a block head takes its target's rotary embedding, as an EAGLE head does."""
     target = TargetModel(FAMILIES["gpt_oss"](), ())
     head = varied_head(target.frozen, markov_rank=6)
     assert head.target.rope.kind == "yarn"

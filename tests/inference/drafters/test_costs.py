@@ -47,7 +47,6 @@ MakeHead = Callable[..., Eagle3Head]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where costs are kept on disk; empty."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     return tmp_path / "costs"
 
@@ -241,7 +240,6 @@ def test_where_only_the_sum_is_known_both_parts_follow_it() -> None:
 
 
 def test_a_few_slow_steps_do_not_move_the_costs() -> None:
-    """A server did not draft for a single client: 8 steps, timed at 79 times their costs, were believed for good."""
     table = CostTable(SURFACE, width=4)
     usual = table.now(AT)
     for step in range(CORRECTION_STEPS):
@@ -281,7 +279,6 @@ def test_measured_costs_are_those_of_the_machine() -> None:
 
 
 def test_a_size_that_was_timed_in_a_slow_moment_does_not_make_larger_ones_dear() -> None:
-    """Trees stayed small on a machine where a pass of six nodes had once taken seven times as long as usual."""
     times = {("target", size): 30.0 + size for size in (1, 2, 6, 16, 64)} | {("target", 6): 197.0}
     times |= {("first", 128): 5.0, ("levels", 128): 9.0}
     surface = surface_from(times, 128, 2048, 64, 1, 3)

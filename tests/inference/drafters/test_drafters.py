@@ -47,7 +47,6 @@ REQUESTS = [
 
 
 def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
-    """What the decode loop passes to a drafter that reads no features."""
     return VerifiedOnHost(
         taps=torch.zeros(1, 1, 0),
         next_tokens=torch.tensor([text[-1:]]),
@@ -140,7 +139,6 @@ def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_mo
 def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(
     target: TargetModel, make_model: MakeModel
 ) -> None:
-    """The larger one has padding, or added tokens that the smaller model cannot read."""
     prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
     for sampling, size in ((Sampling(), 120), (added, 64)):
         drafter = ModelDrafter(TargetModel(make_model(vocab_size=size), ()), Dynamic(3, 3, 9), target)
@@ -166,7 +164,6 @@ def test_a_draft_model_reads_its_root_where_the_cache_has_moved_it(
 
 
 def drafted_paths(drafter: Lookup, text: list[int], remaining: int = 99) -> set[tuple[int, ...]]:
-    """The paths that a lookup drafts after a greedy text."""
     return paths(drafter.draft(verified_text(text, remaining), NO_CACHE))[0]
 
 

@@ -17,7 +17,7 @@ from headstart.inference.core.request import DecodeStats, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
-from headstart.inference.engine.loop import generate, generate_batch, generate_each, loop_of
+from headstart.inference.engine.loop import generate, generate_batch, loop_of
 from headstart.inference.engine.prefill import prefill_chunk, prefill_prompts
 from headstart.inference.targets.model import TargetModel
 
@@ -46,7 +46,6 @@ def comparable(stats: DecodeStats) -> DecodeStats:
 
 
 def texts_of(target: TargetModel, requests: list[Request], make_head: MakeHead) -> Texts:
-    """The requests with what plain decoding writes for each of them alone."""
     whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
     return Texts(target, whole, make_head)
 
@@ -97,13 +96,6 @@ def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts
             assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
 
 
-def test_plain_decoding_in_a_batch_equals_plain_decoding_alone(target: TargetModel, texts: Texts) -> None:
-    for max_batch, static in ((2, False), (4, True)):
-        found = generate_batch(target, REQUESTS, None, max_batch, static)
-        assert [generation.tokens for generation in found] == new_tokens(texts), max_batch
-        assert [generation.stats.steps for generation in found] == [r.max_new_tokens - 1 for r in REQUESTS]
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 9])
 def test_static_steps_need_no_more_slots_than_a_drafter_declares(target: TargetModel, count: int) -> None:
     """Every tree has the declared 21 nodes, even at the very end of the longest request."""
@@ -133,10 +125,6 @@ def test_static_steps_of_earlier_runs_leave_no_trace(target: TargetModel, texts:
         pass
     for loop, chosen in zip(loops, (first, second), strict=True):
         assert [generation.tokens for generation in loop.generations.values()] == [tokens for _, tokens in chosen]
-
-
-def test_no_requests_give_no_generations(target: TargetModel) -> None:
-    assert generate_batch(target, []) == []
 
 
 @pytest.mark.parametrize("drafter_name", ["half right head, tree", "careless oracle"])
@@ -194,15 +182,6 @@ def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetMode
         assert_close(*stored, rtol=1e-4, atol=1e-4)
 
 
-def test_a_text_is_handed_out_when_it_ends(target: TargetModel) -> None:
-    """Short texts come before longer ones that began earlier, and each comes once."""
-    requests = [Request([3 + number], count) for number, count in enumerate([9, 2, 5, 1])]
-    wanted = generate_batch(target, requests)
-    found = list(generate_each(target, requests, max_batch=2))
-    assert [number for number, _ in found] == [1, 2, 3, 0]
-    assert {number: generation.tokens for number, generation in found} == dict(enumerate(g.tokens for g in wanted))
-
-
 def test_logprobs_of_a_batch_are_each_rows_own(target: TargetModel, texts: Texts) -> None:
     """Requests that ask for logprobs get those of a full forward over their text; the others get none."""
     requests = [replace(request, logprobs=number != 2) for number, request in enumerate(REQUESTS)]
@@ -228,7 +207,6 @@ def test_stats_of_a_batch_report_bytes_moved_and_seconds(target: TargetModel, te
 
 @pytest.fixture(scope="module")
 def five_token_target(make_model: MakeModel) -> TargetModel:
-    """A target with a vocabulary of five tokens."""
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     return TargetModel(make_model(vocab_size=5, initializer_range=0.25, intermediate_size=16, **sizes), (0, 1))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from families import FAMILIES, SOME_FAMILIES
 from matrix import slow_unless
-from scripted import DRAFTERS, HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
+from scripted import HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefill import PrefillSchedule
+from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -38,43 +39,17 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def texts(target: TargetModel, make_head: MakeHead) -> Texts:
-    """The requests with what each writes alone."""
     whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in REQUESTS]
     return Texts(target, whole, make_head)
 
 
 def written(texts: Texts, number: int) -> list[int]:
-    """What a request writes alone."""
     return texts.whole[number][len(REQUESTS[number].prompt) :]
 
 
 def finish(loop: DecodeLoop) -> None:
     while not loop.idle:
         loop.step()
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("drafter_name", ["head, wide tree", "half right head, tree", "truth hidden in a tree"])
-def test_requests_may_come_while_others_decode(
-    target: TargetModel, texts: Texts, drafter_name: str, static: bool
-) -> None:
-    """A new one every other step, the longest in the middle, so that caches must grow under running rows."""
-    loop = DecodeLoop(target, DRAFTERS[drafter_name](texts), max_batch=3, static=static)
-    assert loop.idle
-    assert loop.step() == []
-    for number, request in enumerate(REQUESTS):
-        assert loop.submit(request) == number
-        loop.step()
-        loop.step()
-    finish(loop)
-    for number in range(len(REQUESTS)):
-        assert loop.generations[number].tokens == written(texts, number), number
-    assert sorted(number for number, _ in loop.take_ended()) == [*range(len(REQUESTS))]
-    loop.submit(REQUESTS[0])  # an idle loop goes on
-    finish(loop)
-    assert loop.generations[len(REQUESTS)].tokens == written(texts, 0)
-    loop.close()
 
 
 def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target: TargetModel, texts: Texts) -> None:
@@ -133,20 +108,6 @@ def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetM
     loop.forget(0)
     assert set(loop.generations) == {1}
     assert [number for number, _ in loop.take_ended()] == [1]
-
-
-def test_what_is_refused_is_not_queued(target: TargetModel) -> None:
-    loop = DecodeLoop(target, max_batch=2)
-    for request, message in (
-        (Request([], 5), "the prompt is empty"),
-        (Request([1], 256), "exceed the target's 256 positions"),
-        (Request([97], 5), "token id 97"),
-        (Request([1], 5, Sampling(logit_bias=((97, 1.0),))), "logit_bias: token 97"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            loop.submit(request)
-    assert loop.idle
-    assert loop.generations == {}
 
 
 def test_a_run_that_is_closed_early_cancels_the_rest(target: TargetModel) -> None:
@@ -241,7 +202,6 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
 
 
 def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
-    """Nobody but our attention may look into the mask of several parts; a model that does is found out."""
     model = make_model(num_hidden_layers=4)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -308,7 +268,6 @@ def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
 
 
 def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
-    """Of prompts that share the rows' steps, or take turns with them; without rows a pass may be large."""
     for shares_steps in (False, True):
         schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
         assert (schedule.tokens(has_rows=False), schedule.tokens(has_rows=True)) == (512, 16)
@@ -328,17 +287,6 @@ def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
     assert schedule.reads_next(running=15, free=1, waiting=100)
     schedule.read_last = True
     assert schedule.reads_next(running=510, free=2, waiting=60)  # until all slots are taken
-
-
-def test_an_opted_out_row_gets_no_drafts_among_rows_that_do(target: TargetModel, texts: Texts) -> None:
-    loop = DecodeLoop(target, HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)), max_batch=2)
-    loop.submit(REQUESTS[0])
-    loop.submit(replace(REQUESTS[5], speculative=False))
-    finish(loop)
-    assert loop.generations[0].tokens == written(texts, 0)
-    assert loop.generations[1].tokens == written(texts, 5)
-    assert loop.generations[0].stats.drafted > 0
-    assert loop.generations[1].stats.drafted == 0
 
 
 def test_no_drafter_works_when_no_row_wants_drafts(
@@ -428,7 +376,6 @@ FAILING: dict[str, dict[str, Any]] = {
 def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
     target: TargetModel, texts: Texts, what: str, drafted: bool
 ) -> None:
-    """It ended the step, and with it every row."""
     drafter = HeadDrafter(HalfRightHead(target, *texts.whole), Dynamic(3, 3, 8)) if drafted else None
     loop = DecodeLoop(target, drafter, max_batch=3)
     numbers = [loop.submit(REQUESTS[number]) for number in (0, 5)]
@@ -552,7 +499,8 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
     memory = None if static else 12 * 128 * (512 + 128)
-    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
+    switch = SpeculationByLoad(LoadCosts())
+    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, speculation=switch)
     requests: dict[int, Request] = {}
     seen: dict[int, list[int]] = {}
     cancelled: set[int] = set()

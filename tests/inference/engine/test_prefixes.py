@@ -32,7 +32,6 @@ some_parts = pytest.mark.parametrize("parts", slow_unless(("head", "draft model"
 def parts(
     request: pytest.FixtureRequest, target: TargetModel, make_head: Any, make_model: Any
 ) -> tuple[TargetModel, Drafter]:
-    """A target and a drafter for it."""
     match request.param:
         case "none":
             return target, PLAIN
@@ -94,7 +93,6 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
 @pytest.mark.parametrize("parts", slow_unless(("none", "head", "medusa", "block head"), PARTS), indirect=True)
 @pytest.mark.parametrize("static", [False, True])
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
-    """They were read one at a time, and the last of 16 clients waited for 15 steps of the others."""
     target, drafter = parts
     loop = DecodeLoop(target, drafter, 4, static, prefix_memory=MEBIBYTE)
     loop.submit(Request(SYSTEM, 3))
@@ -151,7 +149,6 @@ WAYS = ["together", "piece by piece", "beside rows", "apart", "static"]
 
 @pytest.mark.parametrize("how", slow_unless(("piece by piece", "beside rows", "static"), WAYS))
 def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
-    """Also those of tokens whose states are known from an earlier prompt."""
     model = make_model()
     if how == "apart":
         model.set_attn_implementation("eager")

@@ -14,7 +14,7 @@ import torch
 from bad_inputs import Says, assert_message, assert_raises
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 import headstart
 from headstart.heads.frozen import FrozenTarget
@@ -61,52 +61,37 @@ VALUES: list[tuple[str, Any, str | None, str]] = [
     ("input_ids", IDS.float(), "a tensor of torch.float32", "torch.long"),
     ("input_ids", ["a", "b"], "list ['a', 'b']", "a torch tensor is allowed; write generate(**tokenizer("),
     ("input_ids", IDS[0], "shape [4]", "[batch, seq]"),
-    ("input_ids", IDS[:0], "shape [0, 4]", "at least one row"),
     ("input_ids", IDS[:, :0], "shape [1, 0]", "one column"),
     ("inputs_embeds", torch.zeros(1, 4, 32), "tensor", "None is allowed"),
     ("attention_mask", torch.ones(1, 2), "shape [1, 2]", "[1, 4]"),
-    ("attention_mask", [[1, 1, 1, 1]], "list [[1, 1, 1, 1]]", "a torch tensor"),
     ("attention_mask", torch.full((1, 4), 2), "values [2]", "only 0 (padding)"),
     ("generation_config", {"max_new_tokens": 3}, None, "a GenerationConfig"),
-    ("generation_config", GenerationConfig, "<class", "a GenerationConfig"),
     ("max_new_token", 3, None, "None is allowed (did you mean max_new_tokens?)"),
     ("num_beams", 4, None, "1 is allowed"),
     ("logits_processor", [len], None, "None is allowed"),
     ("stop_strings", 3, None, "a text or a list of texts"),
-    ("stop_strings", [], None, "none empty"),
     ("do_sample", "yes", None, "True or False"),
     ("top_k", True, None, WHOLE),
-    ("top_k", -2, None, "at least -1"),
     ("top_p", NAN, None, "above 0"),
     ("min_p", -0.1, None, "0 to 1"),
-    ("repetition_penalty", NAN, None, "above 0"),
     ("presence_penalty", 3, None, "-2 to 2"),
-    ("frequency_penalty", "x", None, "a number"),
     ("max_new_tokens", 0, None, "1 or more"),
     ("max_new_tokens", 3.0, None, WHOLE),
     ("max_new_tokens", 10**9, None, "up to 252 new tokens are allowed"),
-    ("max_length", "2", None, WHOLE),
     ("min_new_tokens", -1, None, "at least 0"),
-    ("min_length", [1, 2], None, WHOLE),
-    ("seed", 1.5, None, WHOLE),
     ("seed", [1, 1.5], None, WHOLE),
     ("seed", [1, 2, 3], "3 given for 1 prompts", "1 for all"),
     ("seed", 2**70, None, "-9223372036854775808 to 9223372036854775807"),
-    ("eos_token_id", "</s>", None, WHOLE),
     ("eos_token_id", [97], "97", "0 to 96"),
-    ("pad_token_id", "x", None, WHOLE),
     ("pad_token_id", 97, None, "0 to 96"),
     ("forced_eos_token_id", [3, 4], None, "one token id"),
     ("forced_eos_token_id", 97, None, "0 to 96"),
     ("bad_words_ids", [3], None, "a list of lists of token ids"),
-    ("bad_words_ids", [[3, 97]], "97", "0 to 96"),
     ("num_return_sequences", 0, None, "1 or more"),
     ("num_return_sequences", 2, None, "only 1 is allowed without do_sample=True"),
     ("logit_bias", {"5": 1}, None, "a mapping of token ids"),
     ("logit_bias", {5: INF}, None, "below infinity"),
-    ("logit_bias", {5: NAN}, None, "below infinity"),
     ("logit_bias", {97: 1.0}, "token 97", "0 to 96"),
-    ("logit_bias", {-1: 1.0}, "((-1", "at least 0"),
     ("logit_bias", dict.fromkeys(range(97), -INF), "97 tokens", "at least 1 of the target's 97"),
     ("sequence_bias", [5], None, "tuples of 1 token id"),
     ("sequence_bias", {(5, 6): 1.0}, None, "tuples of 1 token id"),
@@ -115,24 +100,14 @@ VALUES: list[tuple[str, Any, str | None, str]] = [
 COMBINED: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": None}, "input_ids: missing | [batch, seq] | generate(**tokenizer("),
     ({"input_ids": torch.full((1, 300), 5)}, "max_new_tokens | 300 tokens | 256 positions | shorten the prompt"),
-    (
-        {"attention_mask": torch.zeros(1, 4)},
-        "input_ids | prompt 1 of 1 consists of padding | at least one token | leave empty prompts out",
-    ),
+    ({"attention_mask": torch.zeros(1, 4)}, "input_ids | prompt 1 of 1 consists of padding | at least one token"),
     ({"attention_mask": torch.tensor([[1, 1, 1, 0]])}, "input_ids | prompt 1 of 1 | allowed on the left | side='left'"),
-    (
-        {"input_ids": TWO.flip(1), "pad_token_id": 0},
-        "input_ids | prompt 1 of 2 | on the left only | padding_side='left'",
-    ),
+    ({"input_ids": TWO.flip(1), "pad_token_id": 0}, "input_ids | prompt 1 of 2 | on the left only"),
     ({"top_k": "5", "num_beams": 4}, "top_k: '5' | num_beams: 4 | a whole number | leave"),
     ({"stop_strings": "x"}, "stop_strings | without a tokenizer | pass a tokenizer"),
-    (
-        {"input_ids": TWO, "stop_strings": "x", "tokenizer": DEMO},
-        "pad_token_id | missing | give one | differ in length",
-    ),
+    ({"input_ids": TWO, "stop_strings": "x", "tokenizer": DEMO}, "pad_token_id | missing | give one"),
     ({**SAMPLE, "temperature": NAN}, "temperature | nan | 0 to 100 | leave it out"),
     ({**SAMPLE, "temperature": 0}, "temperature | 0 | more than 0 | do_sample=False"),
-    ({**SAMPLE, "temperature": "0.7"}, "temperature | '0.7' | a number | correct it"),
     ({"temperature": 0.7}, "temperature | 0.7 | needs do_sample=True | leave temperature out"),
     ({"output_scores": True}, "output_scores | True | return_dict_in_generate | set it"),
     ({"max_new_tokens": None, "max_length": 2}, "max_length | 2 | more than the 4 columns | give max_new_tokens"),
@@ -188,10 +163,9 @@ def test_right_values_of_other_types_are_accepted(model: SpeculativeModel) -> No
 
 @pytest.fixture(scope="module")
 def folders(target_folder: Path, head: Eagle3Head, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A target, its head, and damaged copies of both."""
     base = tmp_path_factory.mktemp("api")
     save_head(head, base / "head")
-    for name in ("no tensor", "other shape", "not finite", "cut short", "not JSON", "unknown"):
+    for name in ("no tensor", "other shape", "not finite", "cut short", "unknown"):
         shutil.copytree(target_folder, base / name)
     name = "model.layers.3.mlp.up_proj.weight"
     tensors = load_file(target_folder / "model.safetensors")
@@ -203,55 +177,31 @@ def folders(target_folder: Path, head: Eagle3Head, tmp_path_factory: pytest.Temp
     for folder, changed in damaged.items():
         save_file(changed, base / folder / "model.safetensors", metadata={"format": "pt"})
     (base / "cut short/model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes()[:5000])
-    (base / "not JSON/config.json").write_text("{")
     (base / "unknown/config.json").write_text(json.dumps({"model_type": "abacus"}))
     return {"target": target_folder, **{folder.name: folder for folder in base.iterdir()}}
 
 
-def decode(**fields: Any) -> DecodeSection:
-    return DecodeSection(**fields)
-
-
 # What was given to SpeculativeModel.from_folders; {"head": ...} and so on are looked up among the folders.
 FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
-    "a target that does not exist": (
-        {"target": "nothing/here"},
-        "target:  | 'nothing/here' | a folder with config.json | or a hub name",
-    ),
-    "an empty target": ({"target": ""}, "path | '' | a path of one or more characters | correct or remove it"),
+    "a target that does not exist": ({"target": "nothing/here"}, "target:  | 'nothing/here' | or a hub name"),
     "a head as the target": ({"target": "head"}, "head | no embedding | looked for | give the whole target"),
     "a target that lacks a tensor": (
         {"target": "no tensor"},
-        "no tensor | model.layers.3.mlp.up_proj.weight is missing | all tensors | download the model again",
+        "no tensor | model.layers.3.mlp.up_proj.weight is missing",
     ),
-    "a target's tensor of another shape": (
-        {"target": "other shape"},
-        "other shape | is [5, 32] but should be [48, 32] | all tensors | download the model again",
-    ),
+    "a tensor of another shape": ({"target": "other shape"}, "other shape | is [5, 32] but should be [48, 32]"),
     "a target that was cut short": ({"target": "cut short"}, "cut short | cannot be read | download the target again"),
-    "a target whose config.json is no JSON": ({"target": "not JSON"}, "config.json | not JSON | again"),
     "a target of an unknown type": ({"target": "unknown"}, "config.json | abacus | none of | not supported"),
     "no head": ({"head": None}, "head | None | with decode.drafter head | give a head"),
-    "a head that does not exist": ({"head": "nowhere"}, "nowhere | no config.json | holds no head | headstart train"),
-    "a file as the head": ({"head": "target/config.json"}, "config.json | holds no head | a saved head"),
     "a head with another drafter": (
-        {"decode": decode(drafter="prompt_lookup")},
+        {"decode": DecodeSection(drafter="prompt_lookup")},
         "head | prompt_lookup | with decode.drafter head | no head with another drafter",
     ),
     "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, revision, dtype | correct or remove it"),
-    "an unknown dtype": ({"dtype": "float31"}, "dtype | 'float31' | 'bfloat16' | correct or remove it"),
-    "a device that torch does not know": (
-        {"device": "gpu"},
-        "device | 'gpu' | a numbered device such as cuda:1 | did you mean cuda?",
-    ),
-    "a device that is not there": ({"device": "cuda:99"}, "target.device | 'cuda:99' | auto, cpu | choose another"),
+    "a device that torch does not know": ({"device": "gpu"}, "device | 'gpu' | did you mean cuda?"),
     "a searched tree that the head lacks": (
-        {"decode": decode(growth="searched")},
+        {"decode": DecodeSection(growth="searched")},
         "decode.growth | searched | a head with a fitted tree | headstart calibrate RECIPE",
-    ),
-    "a draft model that does not exist": (
-        {"head": None, "decode": decode(drafter="draft_model", draft_model="no/where")},
-        "decode.draft_model | 'no/where' | a folder with config.json | or a hub name",
     ),
     "a draft model without a tokenizer": (
         {"head": None, "decode": "target as the draft model"},
@@ -270,7 +220,7 @@ def test_from_folders_names_the_argument(symptom: str, folders: dict[str, Path])
             fields[name] = str(folders[first]) + slash + rest
     if isinstance(fields.get("decode"), str):
         folder = folders[fields["decode"].split()[0]]
-        fields["decode"] = decode(drafter="draft_model", draft_model=str(folder))
+        fields["decode"] = DecodeSection(drafter="draft_model", draft_model=str(folder))
     assert_raises(lambda: SpeculativeModel.from_folders(**fields), says)
 
 

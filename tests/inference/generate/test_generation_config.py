@@ -60,7 +60,6 @@ def demo() -> Demo:
 
 
 def say(folder: Path, fields: dict[str, Any]) -> Path:
-    """Write a folder's generation_config.json; fields that it has stay."""
     path = folder / "generation_config.json"
     own = json.loads(path.read_text()) if path.is_file() else {}
     path.write_text(json.dumps({**own, **fields}))
@@ -75,16 +74,11 @@ def prompts(**fields: Any) -> dict[str, Any]:
 SHORT = {"max_new_tokens": NEW, "pad_token_id": 0}
 # What the file says, and the call. Each is another text than without the file.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "a penalty": ({**SHORT, "repetition_penalty": 1.3}, {}),
     "n-grams": ({**SHORT, "no_repeat_ngram_size": 2}, {}),
     "the longest text and prompt": ({"max_length": 25, "pad_token_id": 0}, {}),
     "a length that the call replaces": ({"max_length": 11, "repetition_penalty": 1.3}, {"max_new_tokens": NEW}),
     "an older end token": ({**SHORT, "eos_token_id": [COMMA, 1000]}, {}),
-    "a least length with the prompt": ({**SHORT, "eos_token_id": COMMA, "min_length": 21}, {}),
-    "words": ({**SHORT, "bad_words_ids": [[COMMA], [199, 199], [14, 903]]}, {}),
-    "suppressed tokens": ({**SHORT, "suppress_tokens": [COMMA, DOT], "begin_suppress_tokens": [287]}, {}),
     "a forced end": ({**SHORT, "forced_eos_token_id": 0, "max_new_tokens": 8}, {}),
-    "a bias": ({**SHORT, "sequence_bias": [[[COMMA], -20.0]], "renormalize_logits": True}, {}),
     "a configuration beside it": (
         {**SHORT, "repetition_penalty": 1.3},
         {"generation_config": GenerationConfig(no_repeat_ngram_size=3)},
@@ -103,15 +97,11 @@ FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
 }
 
-SOME_FILES = (
-    *("n-grams", "the longest text and prompt", "an older end token", "a forced end"),
-    "a call that switches some off",
-)
+SOME_FILES = "n-grams", "the longest text and prompt", "an older end token", "a call that switches some off"
 
 
 @pytest.mark.parametrize("case", slow_unless(SOME_FILES, FILES))
 def test_the_file_of_the_target_applies_as_in_transformers(case: str, demo: Demo, tmp_path: Path) -> None:
-    """All of it was dropped in silence."""
     own, call = FILES[case]
     theirs, model = demo.reading(say(tmp_path, own))
     with warnings.catch_warnings():
@@ -130,9 +120,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
         **{"min_new_tokens": 5, "forced_eos_token_id": 0, "renormalize_logits": True, "suppress_tokens": [DOT]},
     },
     "greedy": {
-        "eos_token_id": [COMMA, DOT],
-        "repetition_penalty": 1.2,
-        "begin_suppress_tokens": [287],
+        **{"eos_token_id": [COMMA, DOT], "repetition_penalty": 1.2, "begin_suppress_tokens": [287]},
         "no_repeat_ngram_size": 2,
     },
 }
@@ -142,7 +130,6 @@ SAMPLING: dict[str, dict[str, Any]] = {
 def test_scores_are_those_of_transformers_at_every_token_of_a_text(
     case: str, demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They were raw log-probabilities, whatever penalties and truncation applied."""
     theirs, model = demo.reading(say(tmp_path, {**SAMPLING[case], "max_new_tokens": 8, "pad_token_id": 0}))
     details = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True}
     found = model.generate(**prompts(**details), seed=4)
@@ -204,7 +191,6 @@ OWN = {
 
 
 def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
-    """The server read a file that was gone, and the harvest none at all, so heads were trained on other texts."""
     build_run(tmp_path)
     say(tmp_path / "target", {**OWN, "max_new_tokens": 12})
     served, recipe = load_served(tmp_path / "target"), tiny_recipe(tmp_path, "data.response_tokens=12")

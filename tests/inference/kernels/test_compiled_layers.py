@@ -79,7 +79,6 @@ def texts(target: TargetModel) -> list[list[int]]:
 
 
 def tree_logits(target: TargetModel) -> torch.Tensor:
-    """Logits at the nodes of a tree after five tokens."""
     cache = target.passes.new_cache(64)
     with torch.inference_mode():
         target.passes.tree(Tree(torch.tensor([[5, 6, 7, 8, 9]]), torch.tensor([[-1, 0, 1, 2, 3]])), cache)
@@ -204,7 +203,6 @@ def test_a_pass_does_not_fail_while_another_thread_traces() -> None:
 
 @pytest.mark.slow
 def test_a_program_may_end_while_layers_are_compiled() -> None:
-    """Python would end the process with an error if a thread was inside compiled code."""
     program = """
 import time, torch
 from transformers import LlamaConfig, LlamaForCausalLM

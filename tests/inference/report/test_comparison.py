@@ -84,7 +84,6 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
 
 
 def test_seconds_of_a_batch_are_wall_time(target: TargetModel) -> None:
-    """Rows wait at the same time, so their waits must not be added up."""
     run = run_batch(Method("plain"), target, [prompt.tokens for prompt in PROMPTS], 9, Sampling())
     waited = [stats.seconds for stats in run.stats]
     assert max(waited) <= 1.1 * run.seconds < sum(waited)
@@ -190,13 +189,6 @@ def test_a_row_of_speed_bench_that_cannot_be_asked_is_named_with_its_field(
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(ValueError, match=rf"report\.prompts: {message}"):
         read_questions(tmp_path / "rows.jsonl", ChatTemplate(build_tokenizer()), 1000, 1)
-
-
-def test_a_file_that_is_parquet_in_name_only_is_refused(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    (tmp_path / "test.parquet").write_text("{}")
-    with pytest.raises(ValueError, match=r"report\.prompts: .*a complete parquet file is allowed"):
-        read_questions(tmp_path / "test.parquet", ChatTemplate(build_tokenizer()), 1000, 1)
 
 
 def test_the_topics_of_conversations_are_one_category_taken_in_turn(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.inference.doctor import command as doctor
-from headstart.inference.doctor.command import Diagnosis, diagnose, held_out, load_target, main, replay
+from headstart.inference.doctor.command import Diagnosis, diagnose, main
 from headstart.inference.doctor.findings import other_template
 from headstart.recipes.other_commands import Options
 
@@ -41,8 +41,6 @@ def replay_texts_once() -> Iterator[None]:
 
 
 class Prompts(list[list[int]]):
-    """A hashable list of prompts, as `cache` needs."""
-
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(str(self))
 
@@ -106,7 +104,6 @@ def write_ids(config: Config, tensors: Tensors) -> None:
 
 
 def round_coarsely(config: Config, tensors: Tensors) -> None:
-    """Round to multiples of 0.9 standard deviations, as a format of very few bits does."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and tensor.ndim == 2:
             step = 0.9 * tensor.std()
@@ -114,7 +111,6 @@ def round_coarsely(config: Config, tensors: Tensors) -> None:
 
 
 def overflow(config: Config, tensors: Tensors) -> None:
-    """Write a weight beyond 65504, which is infinite in float16."""
     tensors["fc.weight"] = tensors["fc.weight"].half()
     tensors["fc.weight"][0, :4] = 1e6
 
@@ -189,44 +185,18 @@ def copy_the_token(tensors: Tensors) -> None:
         tensors[name] = torch.zeros_like(tensors[name])
 
 
-def guess_two_ahead(tensors: Tensors) -> None:
-    """The head that training on tokens one place too far back gives: each index guesses two places after its token.
-
-    It memorises the target's texts, so the shift is its only fault.
-    """
-    copy_the_token(tensors)
-    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
-    target = load_target(TARGET, (16,))
-    followed = torch.zeros(len(embedding), len(embedding))
-    for replayed in replay(target, held_out(HEAD, TARGET, SHORT), SHORT.new_tokens):
-        text = replayed.text[0, replayed.prompt - 2 :]
-        followed[text[:-2], text[2:]] += 1
-    seen = followed.any(dim=1)
-    direction = functional.normalize(embedding, dim=1)
-    tensors["lm_head.weight"] = (torch.linalg.pinv(direction[seen]) @ followed[seen]).T.contiguous()
-
-
 SHORT = Options(count=3, new_tokens=32, depth=1)
 
 
-@pytest.mark.parametrize(
-    ("plant", "beside", "least"),
-    [
-        (copy_the_token, "token t+2", 0.99),
-        pytest.param(guess_two_ahead, "token t", 0.5, marks=pytest.mark.slow),
-    ],
-)
-def test_a_head_trained_with_shifted_tokens_is_named(
-    tmp_path: Path, plant: Callable[[Tensors], None], beside: str, least: float
-) -> None:
+def test_a_head_trained_with_shifted_tokens_is_named(tmp_path: Path) -> None:
     shutil.copytree(HEAD, tmp_path / "head")
-    edit_tensors(tmp_path / "head", plant)
+    edit_tensors(tmp_path / "head", copy_the_token)
     findings = diagnose(tmp_path / "head", str(TARGET), None, SHORT).findings
     found = findings[0]
     assert len(findings) == 1, [str(finding) for finding in findings]
     assert found.category == "token shift"
-    assert found.right == f"the head guesses best with {beside} beside feature t"
-    assert float(found.cost.split()[8]) >= least
+    assert found.right == "the head guesses best with token t+2 beside feature t"
+    assert float(found.cost.split()[8]) >= 0.99
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("eagle3", "speculators"), ("eagle1", "vllm"), ("medusa", "vllm")])

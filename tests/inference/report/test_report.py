@@ -69,7 +69,6 @@ def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_cha
 def test_a_head_without_a_searched_tree_is_refused_before_the_work(
     trained: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole report was measured and written first."""
     searched = trained.decode.model_copy(update={"growth": "searched"})
     quick = trained.report.model_copy(update={"baselines": ["plain", "tree"]})
     monkeypatch.setattr("headstart.inference.report.command.measure", lambda *inputs: pytest.fail("measured"))
@@ -100,7 +99,6 @@ def test_the_card_of_an_export_shows_figures_of_its_own_head_only(trained: Recip
 
 @pytest.mark.slow
 def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Path) -> None:
-    """Heads with other taps, of another kind, and with fewer levels than the recipe drafts; the card shows its own."""
     frozen = FrozenTarget.from_folder(Path(trained.target.path), torch.float32)
     sections: dict[str, HeadSection] = {
         "early": Eagle3Section(kind="eagle3", taps=(0, 1)),
@@ -145,13 +143,3 @@ def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome
 def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
     written = (trained.report_dir / "report.md").read_text()
     assert [column for column in COLUMNS if f"| {column} " not in written or f"\n- {column}: " not in written] == []
-
-
-def test_a_report_without_a_head_says_so_before_it_asks_for_prompts(tmp_path: Path) -> None:
-    build_run(tmp_path)
-    recipe = tiny_recipe(tmp_path, "report.other_heads={other: nowhere}")
-    wanted = r"decode\.head: .* report\.other_heads\.other: nowhere holds no head .* headstart train"
-    with pytest.raises(ValueError, match=wanted):
-        report(recipe)
-    with pytest.raises(ValueError, match=r"heldout\.jsonl is missing; .* headstart prompts RECIPE"):
-        report(tiny_recipe(tmp_path, "report.baselines=[plain]"))

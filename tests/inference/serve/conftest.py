@@ -32,7 +32,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> "Served":
 
 @pytest.fixture(scope="session")
 def server(served: "Served") -> Iterator["Running"]:
-    """A server whose limits are small."""
     from server_run import NAME, running
 
     from headstart.inference.serve.options import ServerSettings
@@ -44,7 +43,6 @@ def server(served: "Served") -> Iterator["Running"]:
 
 @pytest.fixture(scope="session")
 def templated(served: "Served") -> Iterator["Running"]:
-    """A server with TEMPLATE, whose tokenizer puts <end> in front of plain prompts."""
     from server_run import NAME, load_served, running
     from tokenizers.processors import TemplateProcessing
 

@@ -73,28 +73,8 @@ def test_streamed_text_is_the_unstreamed_text(client: OpenAI, seed: int, fields:
         assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
 
 
-@pytest.mark.parametrize("stop", ["he", "target"])
-def test_a_text_ends_before_its_stop_string(server: Running, client: OpenAI, stop: str) -> None:
-    sampling = Sampling(temperature=0.8, seed=3)
-    bias = {str(token): 8 for token in tokens_of(server, "the target he")}
-    biased = Sampling(temperature=0.8, seed=3, logit_bias=tuple((int(token), 8.0) for token in bias))
-    full = alone(server, tokens_of(server, "a draft is"), 40, biased)
-    fields: dict[str, Any] = {"seed": 3, "temperature": sampling.temperature, "logit_bias": bias, "max_tokens": 40}
-    found = complete(client, **fields, stop=stop)
-    streamed = "".join(
-        each.choices[0].text for each in complete(client, **fields, stop=stop, stream=True) if each.choices
-    )
-    assert found.choices[0].text == full.partition(stop)[0] == streamed
-    if stop in full:
-        assert found.choices[0].finish_reason == "stop"
-        assert found.choices[0].stop_reason == stop
-        kept = complete(client, **fields, stop=stop, extra_body={"include_stop_str_in_output": True})
-        assert kept.choices[0].text == full.partition(stop)[0] + stop
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_a_special_token_may_be_a_stop_string_while_it_is_hidden(client: OpenAI, include: bool) -> None:
-    """It was never found."""
     extra = {"ignore_eos": True, "include_stop_str_in_output": include}
     found = complete(client, stop=["x", "<end>"], logit_bias={"0": 100}, extra_body=extra).choices[0]
     assert (found.text, found.finish_reason, found.stop_reason) == ("<end>" * include, "stop", "<end>")
@@ -188,7 +168,6 @@ def test_regular_expressions_and_choices_bind_the_text(client: OpenAI) -> None:
 
 
 def prompt_logprobs(server: Running, tokens: list[int]) -> list[float]:
-    """Those of all tokens but the first, by the target alone."""
     with torch.no_grad():
         logits = server.service.served.target.model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
     return [float(row[token]) for row, token in zip(logits, tokens[1:], strict=True)]
@@ -321,7 +300,6 @@ def test_logs_hold_figures_and_no_text(server: Running, client: OpenAI) -> None:
 
 
 def test_our_own_server_writes_the_responses_of_a_harvest(server: Running) -> None:
-    """It refused return_token_ids, which the harvest asks for."""
     servers = CompletionClient([server.url])
     prompts = [[5, 6, 7], [9, 4]]
     bodies = [completion(prompt, Sampling(1.0, seed=3), max_new_tokens=6) for prompt in prompts]

@@ -70,7 +70,6 @@ SENT = [(b"", b""), (b"", b"GET /heal"), (b"", WHOLE[:-3]), (WHOLE, WHOLE[:-3])]
 
 @pytest.mark.parametrize(("before", "sent"), slow_unless([(b"", b"GET /heal"), (WHOLE, WHOLE[:-3])], SENT))
 def test_half_sent_headers_held_a_connection_for_ever(server: Running, before: bytes, sent: bytes) -> None:
-    """A byte now and then does not extend the time."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
         client.settimeout(0.1)
         client.sendall(before + sent)

@@ -43,7 +43,6 @@ MANY = 1000  # enough for the share of bodies that are answered to say something
 
 
 def changed(value: Any) -> st.SearchStrategy[Any]:
-    """The same, or with anything in one place, or with a text there made longer."""
     ways: list[st.SearchStrategy[Any]] = [JUNK]
     if isinstance(value, str):
         ways.append(TEXT.map(lambda more: value + more))
@@ -59,7 +58,6 @@ def with_item(value: Any, at: Any, other: Any) -> Any:
 
 
 def bodies(path: str, body: dict[str, Any]) -> st.SearchStrategy[tuple[str, dict[str, Any]]]:
-    """The body as it is, with a change somewhere, or with one more field that is anything at all."""
     names = {field.alias or name for name, field in KINDS[path].model_fields.items()} - BOUNDS
     free = sorted({*body} - BOUNDS)
     one = st.sampled_from(free).flatmap(lambda name: changed(body[name]).map(lambda other: {**body, name: other}))
@@ -95,7 +93,6 @@ class Bystander(threading.Thread):
 
 @pytest.mark.parametrize("count", [12, pytest.param(2 * MANY, marks=pytest.mark.slow)])
 def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.CaptureFixture[str], count: int) -> None:
-    """Generated bodies are answered along with a bystander's requests."""
     bystander, answered = Bystander(server), list[bool]()
 
     # Also without a seed of its own, hypothesis draws differently in each run: from the constants of what is imported.

@@ -26,7 +26,6 @@ def server(templated: Running) -> Running:
 
 @pytest.fixture(scope="module")
 def outside(server: Running, client: OpenAI) -> OpenAI:
-    """The same client for the paths that are not below /v1."""
     return client.with_options(base_url=server.url)
 
 
@@ -68,6 +67,8 @@ CONVERSATION: list[Any] = [
     },
     {"role": "tool", "tool_call_id": "c1", "content": "a tree"},
 ]
+BEGUN = [USER, {"role": "assistant", "content": "it"}]
+UNUSED = {"return_token_ids": False, "include_reasoning": True, "prompt_cache_options": {"mode": "implicit"}}
 
 
 @pytest.mark.parametrize(
@@ -75,31 +76,14 @@ CONVERSATION: list[Any] = [
     [
         ({}, "[user]a tree[assistant]"),
         ({"messages": CONVERSATION}, "[system]be brief[user]look there[assistant]<look it>[tool]a tree[assistant]"),
-        ({"tools": [LOOK]}, "<look>[user]a tree[assistant]"),
         ({"tools": [LOOK], "tool_choice": "auto"}, "<look>[user]a tree[assistant]"),
         ({"tools": [LOOK], "tool_choice": "none"}, "[user]a tree[assistant]"),
         ({"extra_body": {"add_generation_prompt": False}}, "[user]a tree"),
         ({"extra_body": {"chat_template_kwargs": {"mood": "gay"}}}, "[user]a treegay[assistant]"),
-        (
-            {
-                "messages": [USER, {"role": "assistant", "content": "it"}],
-                "extra_body": {"continue_final_message": True},
-            },
-            "[user]a tree[assistant]it",
-        ),
+        ({"messages": BEGUN, "extra_body": {"continue_final_message": True}}, "[user]a tree[assistant]it"),
         ({"user": "u1", "metadata": {"a": "b"}, "store": False}, "[user]a tree[assistant]"),
         ({"reasoning_effort": "low", "verbosity": "high"}, "[user]a treelow[assistant]"),
-        (
-            {
-                "stream_options": {"include_obfuscation": False},
-                "extra_body": {
-                    "return_token_ids": False,
-                    "include_reasoning": True,
-                    "prompt_cache_options": {"mode": "implicit"},
-                },
-            },
-            "[user]a tree[assistant]",
-        ),
+        ({"stream_options": {"include_obfuscation": False}, "extra_body": UNUSED}, "[user]a tree[assistant]"),
     ],
 )
 def test_a_chat_is_what_its_template_makes_of_it(
@@ -179,13 +163,8 @@ def test_logprobs_of_completions_are_those_of_transformers_streamed_or_not(
     """Text that may begin a stop string is held back, while its tokens are told at once."""
     prompt = tokens_of(server, "a draft is", special=False)
     extra = {"speculative": speculative, "ignore_eos": True, "priority": 1}
-    fields: dict[str, Any] = {
-        "prompt": prompt,
-        "seed": 3,
-        "temperature": temperature,
-        "logprobs": 3,
-        "extra_body": extra,
-    }
+    fields: dict[str, Any] = {"prompt": prompt, "seed": 3, "temperature": temperature, "logprobs": 3}
+    fields["extra_body"] = extra
     stops = [text * 40 for text in "abcdefghijklmnopqrstuvwxyz "]
     whole = complete(client, **fields, stop=stops).choices[0].logprobs
     target = server.service.served.target

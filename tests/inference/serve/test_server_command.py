@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -30,26 +31,11 @@ ROOT = Path(__file__).resolve().parents[3]
 
 # The options of a command line, then the option, its value, what is allowed and what to do.
 WRONG = table("""
-no target | --always-draft
-    --target | missing | a RECIPE or the folder of a model | write one of them
-a recipe and a target | recipes/tiny.yaml --target x
-    --target | x given with the recipe | one of the two | leave the recipe out
-a folder without a head | --target assets/demo_target --head docs
-    --head | docs holds no head | a trained head's folder | headstart train RECIPE
-a target that is nowhere | --target no/where
-    target | 'no/where' | a folder with config.json | give
-a port beyond the last | --target x --port 70000
-    --port | 70000 | 0 to 65535 | correct it
-no rows | --target x --max-batch 0
-    --max-batch | 0 | 1 to 4096 | correct it
-a queue below none | --target x --max-queue -1
-    --max-queue | -1 | 0 to | leave it out
-an empty key | --target x --api-key=
-    --api-key | empty key | visible ASCII characters | change
-a key that no header holds | --target x --api-key schlüssel
-    --api-key | non-ASCII | visible ASCII characters | change
-an empty name | --target x --served-model-name=
-    --served-model-name | '' | a name | leave it out
+a recipe and a target | recipes/tiny.yaml --target x => --target | x given with the recipe | one of the two
+a folder without a head | --target assets/demo_target --head docs => --head | docs holds no head
+no rows | --target x --max-batch 0 => --max-batch | 0 | 1 to 4096 | correct it
+a key that no header holds | --target x --api-key schlüssel => --api-key | non-ASCII | visible ASCII characters | change
+an empty name | --target x --served-model-name= => --served-model-name | '' | a name | leave it out
 """)
 
 
@@ -93,18 +79,11 @@ def test_options_reach_the_settings() -> None:
 
 @contextmanager
 def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subprocess.Popen[str], list[httpx.Response]]]:
-    """A server of its own process that has begun to answer one request for so many choices, and the answer."""
     target = build_target(folder / "target", num_layers=2)
     command = [sys.executable, "-m", "headstart.cli", "serve", "--target", str(target), "--port", "0"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [*command, "--dtype", "float32", *options],
-        cwd=ROOT,
-        env=quiet_environment(ROOT),
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    ) as process:
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command += ["--dtype", "float32", *options]
+    with subprocess.Popen(command, cwd=ROOT, env=quiet_environment(ROOT), **pipes) as process:
         assert process.stdout is not None
         url = process.stdout.readline().split()[0].rstrip("/")
         found: list[httpx.Response] = []
@@ -153,7 +132,6 @@ def test_packages_that_are_missing_are_named(
 
 
 def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two threads that compute had two pools of OpenMP threads, which slowed every step down by a third."""
     folder, seen = build_target(tmp_path / "target"), []
     from_folders = SpeculativeModel.from_folders
 
@@ -186,7 +164,6 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
 
 
 def test_the_server_names_the_drafts_that_a_target_with_states_gets(tmp_path: Path) -> None:
-    """It named trees, which such a target does not verify."""
     folder = build_target(tmp_path / "target")
     vocab_size = TargetConfig.from_folder(folder).vocab_size
     make_family("qwen3_next", vocab_size=vocab_size).save_pretrained(folder)

@@ -55,7 +55,6 @@ class GatedLoop(DecodeLoop):
 
 @contextmanager
 def gated(served: Served, prefill_chunk: int = 512, **settings: Any) -> Iterator[tuple[Running, Gate]]:
-    """A server whose steps wait for a gate."""
     gate = Gate()
 
     def make_loop() -> DecodeLoop:
@@ -72,14 +71,12 @@ def gated(served: Served, prefill_chunk: int = 512, **settings: Any) -> Iterator
 
 
 def raw_post(fields: dict[str, Any]) -> bytes:
-    """A completion request as it goes over the wire."""
     body = json.dumps(fields)
     head = f"POST {COMPLETION} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
     return f"{head}\r\n\r\n{body}".encode()
 
 
 def until(holds: Callable[[], bool], seconds: float = 20, gate: Gate | None = None) -> None:
-    """Wait until this holds; steps go through the gate meanwhile."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end
@@ -234,7 +231,6 @@ def test_a_step_that_fails_ends_its_requests_alone(
 
 
 def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> None:
-    """The loop after the failure numbers requests from 0 again, and the failed request cancels its other choice."""
     with gated(served, max_queue=6) as (server, gate):
         failing = PostThread(server, n=2, max_tokens=60, ignore_eos=True)
         gate.steps.release(1)
@@ -249,8 +245,6 @@ def test_a_failed_step_cancelled_a_choice_of_another_request(served: Served) -> 
 
 
 def failing_if(holds: Callable[..., object]) -> Callable[[Any], Callable[..., Any]]:
-    """Replaces a function by one that fails for the arguments for which this holds."""
-
     def fail_or_call(own: Any, *arguments: Any) -> Any:
         if holds(*arguments):
             raise RuntimeError("this choice failed")
@@ -348,7 +342,6 @@ def test_after_the_drain_time_requests_end_with_what_they_have(served: Served) -
 def test_connections_that_open_and_drop_leave_nothing_behind(
     server: Running, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No row, no open file, and no traceback for a body that was cut off."""
     draw = random.Random(0)
     files = Path("/proc/self/fd")
     before = len(list(files.iterdir()))

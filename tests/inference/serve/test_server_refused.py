@@ -35,7 +35,6 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}]
 REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     CHAT: [
         ({"messages": None}, "messages: None given", "at least one message"),
-        ({"messages": "hello"}, "messages: 'hello' given", "a list"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: 'wizard' given", "system, developer"),
         ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y: there is no such field", "content"),
         ({"messages": [{"role": "user", "content": "x", "thinking": 1}]}, "messages[0].thinking: 1 given", "a text"),
@@ -44,7 +43,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (schema({"type": "wizard"}), "response_format.json_schema.schema: ", "wizard"),
         (schema({"$ref": "#"}), "response_format.json_schema.schema: no text fits", "a JSON schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' given", "json_schema"),
-        ({"top_logprobs": 2}, "top_logprobs: 2 given", "only 0"),
         ({"tools": [{"type": "function"}]}, "tools[0]: {'type': 'function'} given", "a name"),
         ({"tool_choice": "required"}, "tool_choice: 'required' given", "auto or none"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize' given", "the template"),
@@ -57,34 +55,28 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"prompt": None}, "prompt: missing", "required"),
         ({"prompt": ""}, "prompt: '' given", "at least one token"),
         ({"prompt": [5, 300]}, "prompt: 300 given", "0 to 299"),
-        ({"prompt": ["a", 5]}, "prompt: ['a', 5] given", "a list of texts"),
         ({"temperature": -1}, "temperature: -1 given", "0 to 100"),
-        ({"temperature": "hot"}, "temperature: 'hot' given", "a number"),
-        ({"n": 0}, "n: 0 given", "1 to 128"),
         ({"n": 100}, "n: 100 choices", "at most 8"),
         ({"prompt": ["a"] * 9}, "prompt: 9 choices", "at most 8"),
         ({"max_tokens": 0}, "max_tokens: 0 given", "at least 1"),
-        ({"max_tokens": 1.5}, "max_tokens: 1.5 given", "a whole number"),
         ({"seed": 2**63 - 1, "n": 2}, "seed: 9223372036854775807 given", "at most 2^63 - 2"),
         ({"logit_bias": {"300": 1}}, "logit_bias: '300' given", "0 to 299"),
-        ({"logit_bias": {"3": 101}}, "logit_bias: 101 given", "-100 to 100"),
         ({"stop": ["x"] * 10_000}, "stop: ['x', 'x', ", "at most 64"),
         ({"stop": 0}, "stop: 0 given", "a text"),
         ({"stop": ["a\ufffd"]}, "stop: ", "without U+FFFD"),
-        ({"stop": [""]}, "stop: [''] given", "1 to 1000 characters"),
-        ({"stop_token_ids": [999]}, "stop_token_ids: 999 given", "0 to 299"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens: 9 given", "at most the 8"),
         (outputs(json=DEEP), "structured_outputs.json: ", "a JSON schema"),
         (outputs(json=WIDE), "structured_outputs.json: no text fits, or it is too complex", "a JSON schema"),
         (outputs(regex="(a"), "structured_outputs.regex: ", "a regular expression"),
         (outputs(regex="ab[^\\s\\S]"), "structured_outputs.regex: no text fits", "a regular expression"),
         (outputs(choice=["ab" * 70_000]), "structured_outputs.choice: ", "at most 120000"),
-        (outputs(choice=[]), "structured_outputs.choice: [] given", "a list of texts"),
-        ({"stream": "yes"}, "stream: 'yes' given", "true or false"),
         ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
         ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
-        ({"stream_options": {"include_obfuscation": True}}, "include_obfuscation: True given", "only false"),
-        ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation: True", "only false"),
+        ({"stream_options": {"usage": 1}}, "stream_options.usage: there is no such field", "include_usage"),
+        ({"response_format": {"schema": {}}}, "response_format.schema: there is no such field", "json_schema"),
+        ({"headstart": {"tree": True}}, "headstart.tree: there is no such field", "did you mean trees?"),
+        (outputs(json={}, regex="a"), "structured_outputs: ['json', 'regex'] given", "one format"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids: True given", "only false"),
         ({"temprature": 1}, "temprature: there is no such field", "did you mean temperature?"),
     ],
@@ -93,7 +85,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
 
 @pytest.mark.parametrize("path", REFUSED)
 def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> None:
-    """The message has the field, its value, what is allowed and what to do."""
     prompt: dict[str, Any] = {"messages": HELLO} if path == CHAT else {"prompt": "a"}
     for fields, beginning, allowed in REFUSED[path]:
         body = json.dumps({**prompt, **fields})  # in ASCII, as other clients write halves of surrogate pairs
@@ -104,7 +95,6 @@ def test_a_wrong_field_is_refused_by_name(client: httpx.Client, path: str) -> No
 
 
 def assert_refused(answer: httpx.Response, status: int, *facts: str) -> str:
-    """Returns the message."""
     assert answer.status_code == status, answer.text
     error = answer.json()["error"]
     assert error["code"] == status
@@ -119,11 +109,9 @@ def assert_refused(answer: httpx.Response, status: int, *facts: str) -> str:
 BODIES = [
     (b'{"prompt": "a"', "character 14"),
     (b"", "not a JSON object"),
-    (b"[1]", "[1] given"),
     (b'{"prompt": "a", "temperature": NaN}', "temperature: nan given"),
-    (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
     (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), "4300 digits"),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion depth"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     (b'{"prompt": "\xff"}', "byte 0xff"),
 ]
 
@@ -140,28 +128,22 @@ def test_bodies_of_other_kinds_sizes_and_paths_are_refused(client: httpx.Client)
 
 CALLED = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"at": "it"}'}}
 SCHEMA = {"type": "object", "properties": {"at": {"enum": ["it"]}}, "required": ["at"]}
+EVERYTHING = {
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"},
+        {"role": "assistant", "content": "a", "tool_calls": [CALLED], "reasoning_content": "r"},
+        {"role": "tool", "content": "a", "tool_call_id": "c"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}],
+    "chat_template_kwargs": {"mood": "m"},
+    "metadata": {"k": "v"},
+}
 TEXTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETION, {"model": NAME, "prompt": ["a"], "stop": ["b"], "logit_bias": {"3": 1}, "user": "u", "echo": True}),
-    (COMPLETION, {"prompt": "a", "structured_outputs": {"regex": "b"}}),
-    (COMPLETION, {"prompt": "a", "structured_outputs": {"choice": ["b"]}}),
     (COMPLETION, {"prompt": "a", "structured_outputs": {"json": SCHEMA}}),
-    (
-        CHAT,
-        {
-            "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "a"}], "name": "n"},
-                {"role": "assistant", "content": "a", "tool_calls": [CALLED], "reasoning_content": "r"},
-                {"role": "tool", "content": "a", "tool_call_id": "c"},
-            ],
-            "tools": [{"type": "function", "function": {"name": "f", "description": "d", "parameters": SCHEMA}}],
-            "chat_template_kwargs": {"mood": "m"},
-            "metadata": {"k": "v"},
-        },
-    ),
-    (CHAT, {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}),
+    (CHAT, EVERYTHING),
     (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}}),
     ("/tokenize", {"messages": HELLO, "return_token_strs": True}),
-    ("/tokenize", {"prompt": "a"}),
 ]
 
 
@@ -180,7 +162,7 @@ def with_half(value: Any) -> Iterator[Any]:
                 yield {f"{own}\ud83d" if own == name else own: other for own, other in value.items()}
 
 
-@pytest.mark.parametrize("number", slow_unless((0, 6), range(len(TEXTS))))
+@pytest.mark.parametrize("number", slow_unless((0, 3), range(len(TEXTS))))
 def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: httpx.Client, number: int) -> None:
     """JSON can name them, but no text can hold them: they failed the request, or the step of all requests."""
     path, body = TEXTS[number]

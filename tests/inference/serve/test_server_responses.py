@@ -32,6 +32,21 @@ CALL_ITEM = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "lo
 OUTPUT = {"type": "output_text", "text": "so", "annotations": [], "logprobs": []}
 TREE = {"type": "input_text", "text": "a tree"}
 CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": "it"}'}}
+ITEMS = [
+    *({"role": "developer", "content": "be brief"}, {"role": "user", "content": "look"}),
+    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "why"}]},
+    {"type": "message", "id": "msg_1", "role": "assistant", "content": [OUTPUT], "status": "completed"},
+    *(CALL_ITEM, CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": "it"}),
+    {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "no"}]},
+    *(CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": [TREE]}),
+]
+TURNS = [
+    *(("system", "be brief"), ("user", "look")),
+    ("assistant", "so", {"reasoning_content": "why", "tool_calls": [CALL_TURN, CALL_TURN]}),
+    ("tool", "it", {"tool_call_id": "c1"}),
+    ("assistant", None, {"tool_calls": [CALL_TURN]}),
+    ("tool", "a tree", {"tool_call_id": "c1"}),
+]
 
 
 @pytest.mark.parametrize(
@@ -39,48 +54,16 @@ CALL_TURN = {"id": "c1", "type": "function", "function": {"name": "look", "argum
     [
         ({}, {}),
         ({"instructions": "be brief"}, {"messages": [("system", "be brief"), ("user", "a tree")]}),
-        (
-            {"input": [{"role": "user", "content": [{"type": "input_text", "text": t} for t in ("a ", "tree")]}]},
-            {"messages": [("user", "a tree")]},
-        ),
-        (
-            {
-                "input": [
-                    *({"role": "developer", "content": "be brief"}, {"role": "user", "content": "look"}),
-                    {"type": "reasoning", "id": "rs_1", "content": [{"type": "reasoning_text", "text": "why"}]},
-                    {"type": "message", "id": "msg_1", "role": "assistant", "content": [OUTPUT], "status": "completed"},
-                    *(CALL_ITEM, CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": "it"}),
-                    {"type": "reasoning", "id": "rs_2", "summary": [{"type": "summary_text", "text": "no"}]},
-                    *(CALL_ITEM, {"type": "function_call_output", "call_id": "c1", "output": [TREE]}),
-                ],
-            },
-            {
-                "messages": [
-                    ("system", "be brief"),
-                    ("user", "look"),
-                    ("assistant", "so", {"reasoning_content": "why", "tool_calls": [CALL_TURN, CALL_TURN]}),
-                    ("tool", "it", {"tool_call_id": "c1"}),
-                    ("assistant", None, {"tool_calls": [CALL_TURN]}),
-                    ("tool", "a tree", {"tool_call_id": "c1"}),
-                ]
-            },
-        ),
+        ({"input": ITEMS}, {"messages": TURNS}),
         ({"input": [{"role": "user", "content": ""}]}, {"messages": [("user", "")]}),
         ({"tools": [FLAT], "tool_choice": "none"}, {"tools": [LOOK], "tool_choice": "none"}),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, {"reasoning_effort": "low"}),
-        ({"temperature": 0, "top_p": 0.5, "max_output_tokens": 5}, {"temperature": 0, "top_p": 0.5, "max_tokens": 5}),
+        ({"temperature": 0, "max_output_tokens": 5}, {"temperature": 0, "max_tokens": 5}),
         (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}},
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
         ),
-        (
-            {"store": True, "metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]},
-            {},
-        ),
-        (
-            {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
-            {"extra_body": {"structured_outputs": {"json": SCHEMA}}},
-        ),
+        ({"store": True, "metadata": {"a": "b"}, "include": ["reasoning.encrypted_content"]}, {}),
     ],
 )
 def test_a_response_is_the_chat_that_it_stands_for(client: OpenAI, given: dict[str, Any], chat: dict[str, Any]) -> None:
@@ -140,7 +123,6 @@ def test_events_add_up_to_the_whole_response(client: OpenAI, text: str | None) -
 def test_text_after_a_call_was_told_before_it(
     client: OpenAI, text: str, items: list[str | None], speculative: bool
 ) -> None:
-    """Drafts bring both in one step, and a whole answer both at once."""
     extra = {"structured_outputs": {"choice": [text]}, "speculative": speculative}
     fields = {"tools": [{"type": "function", "name": "f"}], "max_output_tokens": 104, "extra_body": extra}
     whole, last = respond(client, **fields), list(respond(client, **fields, stream=True))[-1].response
@@ -164,25 +146,15 @@ IMAGE = [{"type": "input_image", "image_url": "x"}]
 # The beginning of the message, which names the field, and what it says is allowed.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "previous_response_id: 'resp_1'", "the full conversation as input"),
-    ({"conversation": "conv_1"}, "conversation: there is no such field", "input"),
-    ({"input": None}, "input: missing", "required"),
-    ({"input": []}, "input: []", "at least one message"),
     ({"input": [{"role": "user", "content": "x", "thinking": "y"}]}, "input[0].thinking: there is no such", "content"),
     ({"input": [{"content": "x"}]}, "input[0].role: None", "a role"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference'", "a complete message"),
-    (
-        {"input": [{**CALL_ITEM, "arguments": "{"}]},
-        "input.tool_calls[0].function.arguments",
-        "a JSON object in a string",
-    ),
+    ({"input": [{**CALL_ITEM, "arguments": "{"}]}, "input.tool_calls[0].function.arguments", "a JSON object"),
     ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content: [{'image_url", "input_text"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]: {", "type function"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: missing", "a JSON schema"),
-    ({"max_output_tokens": 500}, "max_output_tokens: ", "128 positions"),
     ({"include": ["message.output_text.logprobs"]}, "include[0]: 'message", "reasoning.encrypted_content"),
     ({"truncation": "auto"}, "truncation: 'auto'", "disabled"),
-    ({"background": True}, "background: True", "only false"),
-    ({"temperature": -1}, "temperature: -1", "0 to 100"),
     ({"n": 2}, "n: there is no such field", "input"),
 ]
 

@@ -23,7 +23,6 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 @pytest.mark.parametrize("before", [slow(""), "so "])
 def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> None:
-    """A grammar makes this target write the call."""
     extra = {"structured_outputs": {"choice": [before + CALL]}}
     fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
     whole = chat(client, **fields).choices[0]
@@ -45,7 +44,6 @@ def test_tool_calls_come_whole_and_in_a_stream(client: OpenAI, before: str) -> N
 
 
 def test_half_of_a_surrogate_pair_in_an_argument_is_an_escape(client: OpenAI) -> None:
-    """The answer was an error, and a stream broke off."""
     extra = {"structured_outputs": {"choice": [CALL.replace("it", "\\ud83d")]}}
     fields: dict[str, Any] = {"tools": TOOLS, "max_tokens": 90, "extra_body": extra}
     (call,) = chat(client, **fields).choices[0].message.tool_calls
@@ -136,7 +134,6 @@ def client_tokens(text: str) -> list[int]:
 
 @pytest.mark.parametrize("starts", ["<", "{"])
 def test_with_tools_a_format_binds_what_is_no_call(client: OpenAI, starts: str) -> None:
-    """Under a format no tool could ever be called."""
     (first,) = client_tokens(starts)
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     fields: dict[str, Any] = {"tools": MANY, "response_format": wanted, "parallel_tool_calls": False}

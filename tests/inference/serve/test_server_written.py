@@ -44,7 +44,6 @@ def check_stop(draw: random.Random, stops: tuple[str, ...], include: bool) -> No
 
 
 def spell_hidden(tokens: list[int]) -> str:
-    """The same, where tokens above 255 are special and have no text."""
     return spell([token for token in tokens if token < 256])
 
 
@@ -83,7 +82,6 @@ PROSE = [*MARKS, "use <tool_call> tags: ", "<tool_call>{", '<tool_call>{"', "a <
 
 
 def some_value(draw: random.Random, depth: int = 0) -> Any:
-    """A JSON value whose texts hold marks, quotes and halves of surrogate pairs."""
     if depth == 2 or draw.random() < 0.5:
         return draw.choice([None, True, -7, 0.5, "".join(draw.choices(PARTS, k=draw.randrange(6)))])
     values = [some_value(draw, depth + 1) for _ in range(draw.randrange(3))]
@@ -91,7 +89,6 @@ def some_value(draw: random.Random, depth: int = 0) -> Any:
 
 
 def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, list[tuple[str, Any]]]:
-    """The text and the calls that a parser finds, if the text arrives in pieces."""
     parser, output = ToolCallParser(["weather", "f"], only_one), Output()
     while text:
         count = draw.choice([1, 2, 5, 40, len(text)])
@@ -105,7 +102,6 @@ def split(text: str, draw: random.Random, only_one: bool = False) -> tuple[str, 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_calls_are_found_whatever_their_arguments_hold_and_however_they_arrive(seed: int) -> None:
-    """A mark in an argument ended its call, which was lost; one in the text before a call lost that call."""
     draw = random.Random(seed)
     text, prose, wanted = "", "", list[tuple[str, Any]]()
     for _ in range(draw.randint(1, 3)):
@@ -167,7 +163,7 @@ def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) 
     text = before + parted + after
     cut = len(before.encode()) + draw.randrange(len(parted.encode()))
     prompt, rest = [*text.encode()[:cut]], text.encode()[cut:]
-    parts = {echo: WrittenText(spell, prompt, echo=echo) for echo in (True, False)}
+    parts = {echo: WrittenText(spell, prompt, echo=spell(prompt) if echo else None) for echo in (True, False)}
     found = {
         echo: written.echo + joined([piece for byte in rest for piece in written.add(byte, None)] + written.end())
         for echo, written in parts.items()
@@ -178,7 +174,6 @@ def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) 
 
 
 def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """Words begin with a mark for a space, and other characters are spelled in bytes, as in Llama 2."""
     pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581a", "a", "b", "\u2581b"]
     model = models.Unigram([(piece, -float(number % 7)) for number, piece in enumerate(pieces)], 0, byte_fallback=True)
     tokenizer = Tokenizer(model)

@@ -30,13 +30,10 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 class Layer(nn.Module):
-    """What transformers' sdpa reads of an attention layer."""
-
     num_key_value_groups, is_causal = 3, True
 
 
 def states(batch: int, seq: int, keys: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of 9 query heads and 3 key heads."""
     generator = torch.Generator().manual_seed(seq)
     sizes = ((9, seq), (3, keys), (3, keys))
     query, key, value = (torch.randn(batch, *size, 16, generator=generator) for size in sizes)
@@ -73,7 +70,6 @@ def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", slow_unless(SOME_FAMILIES, FAMILIES))
 def test_a_tree_gets_the_logits_of_transformers_own_attention(name: str) -> None:
-    """Draft trees after a prompt, for every family of targets."""
     tree = Tree(torch.tensor([[7, 3, 9, 4, 8]]), torch.tensor([[-1, 0, 0, 1, 3]]))
     found = []
     for attention in (nullcontext, own_attention_of):

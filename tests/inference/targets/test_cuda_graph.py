@@ -39,7 +39,6 @@ def run(target: TargetModel, drafter: HeadDrafter, samplings: list[Sampling], st
 
 @pytest.fixture
 def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
-    """The tokens of every tree that the decode loop verifies so far, row by row."""
     trees: list[list[list[int]]] = []
 
     def recording(function: Callable[..., list[Accepted]]) -> Callable[..., list[Accepted]]:

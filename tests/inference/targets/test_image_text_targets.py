@@ -41,7 +41,6 @@ LINEAR, FULL = "linear_attention", "full_attention"
 
 
 def gemma3() -> Any:
-    """AutoModelForCausalLM loads it with its tower."""
     text = TEXT | {
         "layer_types": ["sliding_attention", "full_attention"] * 3 + ["full_attention"],
         "sliding_window": 16,
@@ -50,13 +49,11 @@ def gemma3() -> Any:
 
 
 def llava() -> Any:
-    """AutoModelForCausalLM does not know it."""
     text, vision = TEXT | {"model_type": "llama"}, TOWER | {"model_type": "clip_vision_model"}
     return AutoConfig.for_model("llava", text_config=text, vision_config=vision, image_token_index=1)
 
 
 def qwen3_5() -> Any:
-    """AutoModelForCausalLM loads its language model alone."""
     text = TEXT | {"layer_types": [LINEAR, LINEAR, LINEAR, FULL, LINEAR, LINEAR, FULL], "linear_num_value_heads": 4}
     text |= {"linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     vision = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32}

@@ -230,7 +230,6 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 def decoded(
     make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
-    """Four texts in three rows, on the CPU or on pretended cards, and one that begins with what was written before."""
     model = make_model()
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
     target = TargetModel(model, TAPS)
@@ -288,7 +287,6 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 
 
 def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
-    """Blocks are written, kept, moved, copied, taken over and grown; every layer stays on its card."""
     devices = [CUDA, CUDA, SECOND]
 
     def fill(spread: bool) -> tuple[list[Tensor], list[torch.device | None]]:
@@ -332,8 +330,6 @@ def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: M
 
 
 class Samples(SampleStore):
-    """Random samples of unlike lengths, in memory."""
-
     def __init__(self, taps: tuple[int, ...], hidden_size: int, num_layers: int) -> None:
         torch.manual_seed(1)
         stored = len([each for each in taps if each < num_layers])
@@ -360,23 +356,16 @@ class Samples(SampleStore):
 
 
 WINDOW = Reach(6, causal=True), Reach(causal=True)
-EAGLE3, BLOCK = "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
+PACKED, EAGLE3, BLOCK = "train.pack_tokens=40", "head={kind: eagle3}", "block, block_size: 4, mask_token_id: 96"
 TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what its recipe says
     "eagle1": (HEADS["eagle1"], ["head={kind: eagle1}", "train.unroll=2"]),
     "eagle3": (HEADS["eagle3"], [EAGLE3, "train.optimizer=adamw"]),
-    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.pack_tokens=40"]),
+    "eagle3, packed": (HEADS["eagle3, 25 tokens"], [EAGLE3, PACKED]),
     "eagle3, checkpointed": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.activation_checkpointing=true"]),
     "eagle3, micro-batches": (HEADS["eagle3, 25 tokens"], [EAGLE3, "train.accumulate=2"]),
-    "peagle, packed": (
-        HEADS["peagle"],
-        ["head={kind: peagle, num_layers: 2, depths: 4}", "train.unroll=4", "train.pack_tokens=40"],
-    ),
+    "peagle, packed": (HEADS["peagle"], ["head={kind: peagle, num_layers: 2, depths: 4}", "train.unroll=4", PACKED]),
     "medusa": (HEADS["medusa"], ["head={kind: medusa, medusa_heads: 3}", "train.unroll=3"]),
-    "dspark": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4"]),
-    "dspark, packed": (
-        HEADS["dspark"],
-        [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", "train.pack_tokens=40"],
-    ),
+    "dspark, packed": (HEADS["dspark"], [f"head={{kind: {BLOCK}, markov_rank: 8}}", "train.unroll=4", PACKED]),
     "dflash": ({**HEADS["dflash"], "block_size": 5}, [f"head={{kind: {BLOCK}}}", "train.unroll=4"]),
     "window": ({"kind": "block", "reaches": WINDOW}, [f"head={{kind: {BLOCK}, causal: true}}", "train.unroll=4"]),
 }

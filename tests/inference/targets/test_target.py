@@ -63,7 +63,6 @@ def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: Target
 
 
 def test_an_unused_target_is_freed_at_once(make_model: MakeModel) -> None:
-    """A reference cycle with its hooks kept a harvest's target in memory while training loaded another one."""
     target = TargetModel(make_model(), (2, 7))
     target.passes.forward(TOKENS)
     left = weakref.ref(target), weakref.ref(target.model)
@@ -119,7 +118,6 @@ def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_mod
 
 
 def test_a_model_that_is_wrapped_again_keeps_its_own_settings(make_model: MakeModel) -> None:
-    """The first target took them from it, so that responses written with a draft head ran past their end tokens."""
     model = make_model(eos_token_id=7)
     model.generation_config = GenerationConfig(eos_token_id=[8, 9], top_k=3)
     first = TargetModel(model, ())
@@ -174,7 +172,6 @@ def test_taps_outside_the_target_are_refused(make_model: MakeModel, taps: tuple[
 def test_code_of_a_target_runs_only_if_the_recipe_trusts_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted: bool
 ) -> None:
-    """The configuration names Python code in its folder; that code creates a file when it runs."""
     monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))  # not the user's own
     monkeypatch.setattr(sys, "path", [*sys.path])
     folder, ran = tmp_path / "target", tmp_path / "ran"

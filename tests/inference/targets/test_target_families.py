@@ -40,7 +40,6 @@ def test_a_model_that_needs_images_is_not_built(script: ModuleType) -> None:
 
 
 def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_trained_for(script: ModuleType) -> None:
-    """A KeyError named ours, which the language model runs on."""
     target = TargetModel(script.make_target("deepseek_vl_hybrid"), ())
     assert target.model.config._attn_implementation == GROUPED
     assert script.harvests(target, [*range(3, 12)]) == "yes"
@@ -54,7 +53,6 @@ def test_a_wrapper_whose_image_tower_lists_the_attentions_that_it_knows_can_be_t
     ],
 )
 def test_taps_that_name_no_hidden_state_are_refused_by_name(script: ModuleType, name: str, why: str) -> None:
-    """They were an IndexError and a KeyError. A drafter without taps may draft for such a target."""
     target = TargetModel(script.make_target(name), ())
     assert target.passes.verifies_drafts
     assert script.harvests(target, [*range(3, 12)]).startswith(f"no: {why}")

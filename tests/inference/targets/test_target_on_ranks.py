@@ -24,7 +24,6 @@ TENSOR = "target.split=tensor"
 
 
 def assert_same_harvest(found: Path, expected: Path) -> None:
-    """Both hold the same texts, and the same hidden states up to the rounding of float32."""
     names = sorted(path.name for path in (expected / "responses").glob("*.jsonl"))
     assert {path.name for path in (found / "responses").iterdir()} == {*names, "stage.json"}
     for name in names:
@@ -93,7 +92,6 @@ def test_every_family_has_the_same_states_and_text_on_ranks_as_alone(tmp_path: P
 
 
 def test_one_process_loads_a_target_meant_for_ranks_whole(harvested: Path, tmp_path: Path) -> None:
-    """The report does so with the recipe of the harvest."""
     harvest(tiny_recipe(harvested, "target.split=tensor", f"run_dir={tmp_path}"))
     assert_same_harvest(tmp_path, harvested / "run")
 

@@ -17,7 +17,6 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the configuration of a hybrid in bfloat16, and no weights."""
     found = tmp_path_factory.mktemp("hybrid")
     make_family("qwen3_next").to(torch.bfloat16).config.save_pretrained(found)
     return found
