@@ -34,7 +34,6 @@ from headstart.inference.core.constraint import Constraint
 from headstart.inference.core.constraint import Path as Tokens
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.build import load_costs
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.text_rules import TextRules
 from headstart.inference.serve.api.constraints import Grammars
@@ -195,8 +194,7 @@ def main() -> None:
     model = SpeculativeModel.from_folders(TARGET, HEAD, decode)
     assert model.drafter is not None
     traffic = Traffic(model.target, load_tokenizer(TARGET), arguments.kinds)
-    costs = load_costs(decode, model.target, model.drafter)
-    loop = DecodeLoop(model.target, model.drafter, ROWS, prefix_memory=PREFIX_MEMORY, costs=costs)
+    loop = DecodeLoop(model.target, model.drafter, ROWS, prefix_memory=PREFIX_MEMORY, speculation=model.speculation)
     counts, memory = soak(loop, traffic, arguments.minutes)
     third = len(memory) // 3
     early, late = max(memory[third : 2 * third], default=1), max(memory[2 * third :], default=1)

@@ -29,16 +29,15 @@ from rich.console import Console
 from rich.text import Text
 
 from headstart.common.errors import STARTS_OVER, errors_as_messages
-from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import BONUS
-from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
+from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import visible_text_of
 from headstart.options import FOLDER, ChatOptions, chat_options, find_folder
 from headstart.smollm2 import fetch
@@ -86,7 +85,7 @@ def talk(options: ChatOptions) -> None:
         sampling = replace(sampling, temperature=defaults.sampling.temperature)
     if "max_new_tokens" not in names.decode.model_fields_set:  # half of a small target's positions are for questions
         longest = defaults.length(0, min(longest, max(model.target.max_positions // 2, 1)))
-    chat = Chat(model.target, model.drafter, template, sampling, longest, console, interactive)
+    chat = Chat(model, template, sampling, longest, console, interactive)
     chat.introduce(f"{Path(section.path).name}, drafts by {names.drafts}, {section.dtype} on {model.target.device}")
     if options.prompt is not None:
         chat.answer(options.prompt)
@@ -126,8 +125,7 @@ def read_command(line: str) -> tuple[str, Any] | None:
 class Chat:
     """A conversation on a console. Questions and commands come one by one through `handle`."""
 
-    target: TargetModel
-    drafter: Drafter
+    model: SpeculativeModel
     template: ChatTemplate
     sampling: Sampling
     max_new_tokens: int  # a prompt and an answer of this length must fit the target
@@ -191,7 +189,7 @@ class Chat:
     def answer(self, question: str) -> None:
         """Stream the answer. After Ctrl-C an interactive chat continues from the part that was written."""
         prompt, turns = self.prompt(question)
-        request = TargetDefaults.of(self.target).applied(Request(prompt, self.max_new_tokens, self.sampling))
+        request = TargetDefaults.of(self.model.target).applied(Request(prompt, self.max_new_tokens, self.sampling))
         with first_ctrl_c() as pressed:
             generation = self.stream(request, pressed)
         self.question = question
@@ -203,6 +201,8 @@ class Chat:
         summary = f"{stats.acceptance_length:.2f} tokens per target step (acceptance length)"
         if not self.has_drafts or not stats.steps:
             summary = "plain decoding" if stats.steps else "no target step after the first token"
+        elif stats.resting_steps:
+            summary += f"; in {stats.resting_steps} of {stats.steps} steps drafts were off, as they did not pay"
         if pressed.is_set():
             summary += "; stopped by Ctrl-C"
         elif generation.finish == "length":
@@ -215,7 +215,7 @@ class Chat:
         """The tokens of the conversation with this question, and its turns, without old ones that do not fit."""
         question = question.encode(errors="replace").decode()  # a terminal may give bytes that are not UTF-8
         turns = [*self.turns, {"role": "user", "content": question}]
-        limit, positions = self.target.max_positions - self.max_new_tokens, self.target.max_positions
+        limit, positions = self.model.target.max_positions - self.max_new_tokens, self.model.target.max_positions
         while len(tokens := self.encode(turns)) > limit and len(turns) > 1:
             turns = turns[2:]
         if not 0 < len(tokens) <= limit:
@@ -233,8 +233,9 @@ class Chat:
 
     def stream(self, request: Request, stop: Event) -> Generation:
         """Print the answer as its text becomes certain, without the end token; `stop` ends it after the next step."""
-        loop = DecodeLoop(self.target, self.drafter if self.has_drafts else None, max_batch=1)
-        generation = loop.generations[loop.submit(request)]
+        drafter = self.model.drafter if self.has_drafts else None
+        loop = loop_of(self.model.target, [request], drafter, speculation=self.model.speculation)
+        generation = loop.generations[0]
         text = TextStream(partial(visible_text_of, self.template.tokenizer), request.prompt)
         with closing(loop.run()) as blocks:
             for block in blocks:

@@ -184,8 +184,8 @@ def add_schema_mistake(raw: RawRecipe, details: ErrorDetails) -> None:
         inside = ["kind"]
     path = ".".join([section, *inside[:1]])  # a bad list item is reported as the whole list
     known = recipe_fields().get(path)
-    if details["type"] == "none_required" and any(line.startswith(f"{path}: ") for line in raw.mistakes):
-        return  # the value is no null; what is wrong with it otherwise has been said
+    if details["type"] in ("none_required", "too_short") and any(line.startswith(f"{path}: ") for line in raw.mistakes):
+        return  # what is wrong with the value, or with each item of the list, has been said
     if details["type"] == "extra_forbidden":
         raw.add_mistake(path, unknown_key(path, kind))
     elif details["type"] == "value_error":  # from a validator of one field or of a whole section

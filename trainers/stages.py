@@ -200,6 +200,8 @@ def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) 
         print("calibrating the head: how far its scores can be trusted at each depth, on held-out prompts", flush=True)
         decoding.load_weights(newest.weights, tuned)
         head.calibration = decoding.fit_calibration()
+    else:
+        print("train.eval_prompts: 0, so the head's scores are not calibrated; headstart calibrate RECIPE does it")
     head.origin = TargetOrigin.of(origin)
     save_head(head, recipe.head_dir)
     machine = processor_name(accelerator.device)

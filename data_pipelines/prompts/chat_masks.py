@@ -53,8 +53,8 @@ class ChatMasks:
         """The tokens after which the target answers the last turn that is not the assistant's."""
         asked = conversation.prompt()
         text = self.render(asked, ask=True)
-        self._refuse_hidden(hidden_before(text, asked), asked, ask=True)
-        return self._served(asked, self.template.encode(text))
+        self._refuse_hidden(text, asked)
+        return self.template.encode(text)
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
         """A conversation that ends with an answer as one sample, or as several if the template changes earlier turns.
@@ -72,9 +72,8 @@ class ChatMasks:
         for place in answers if turns == "all" else answers[-1:]:
             before = conversation.first(place)
             asked = self.render(before, ask=True)
-            self._refuse_hidden(hidden_before(asked, before), before, ask=True)
+            self._refuse_hidden(asked, before)
             prompt, written = self._tokens(asked, self._answer(conversation, place, asked))
-            self._served(before, prompt)
             known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
             if samples and prompt[: len(known)] == known:
                 samples.pop()
@@ -96,13 +95,6 @@ class ChatMasks:
         if decode(prompt + written) != decode(joined):
             raise BadRow("chat template", "a token spans the boundary of the assistant's words")
         return prompt, written
-
-    def _served(self, asked: Conversation, prompt: list[int]) -> list[int]:
-        """The prompt's tokens, if the tokenizer's own apply_chat_template gives the same."""
-        if self._guarded(self.template.own_tokens, asked) != prompt:
-            why = "the tokenizer's apply_chat_template gives other tokens than its chat template as text"
-            raise BadRow("chat template", f"{why}; such tokenizers are not supported")
-        return prompt
 
     def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
         """The text that the target writes in turn `place` after the prompt `asked`, up to and with its end mark."""
@@ -130,9 +122,7 @@ class ChatMasks:
             if words.lstrip().startswith(again) or (is_shown_twice and turn["content"].lstrip().startswith(again)):
                 why = f"turn {place + 1} opens {again} once more than the chat template; close it, or remove it"
                 raise BadRow("reasoning", why)
-        hidden = hidden_in("".join(answer.split()), turn, place, opened or "think", with_reasoning=True)
-        if hidden or turn.get("tool_calls"):
-            self._refuse_hidden(hidden, conversation.first(place + 1), place)
+        self._refuse_hidden(answer, conversation.first(place + 1), place, opened or "think")
         if mark and answer.count(mark[0]) > 1:
             raise BadRow("end mark", f"turn {place + 1} holds {mark[0]}, at which the target stops; remove it there")
         self.without_end += mark is None
@@ -140,15 +130,20 @@ class ChatMasks:
             self.added[added] += 1
         return answer
 
-    def _refuse_hidden(self, hidden: str | None, conversation: Conversation, first: int = 0, ask: bool = False) -> None:
-        """Raise BadRow if a part is `hidden`, or the template does not write a part of a turn from `first` on.
+    def _refuse_hidden(self, shown: str, conversation: Conversation, first: int = 0, tag: str | None = None) -> None:
+        """Raise BadRow unless the text `shown` holds each part of the turns from `first` on, in its own place.
 
-        Each part is looked for in its own place: its text may stand elsewhere, too.
+        `tag` is the block of the reasoning in an answer; None for a prompt, from which templates drop reasoning.
         """
-        marked, parts = with_marks(conversation.messages, first)
-        written = self.render(replace(conversation, messages=marked), ask)
-        if hidden := hidden or next((part for mark, part in parts.items() if mark not in written), None):
-            raise BadRow("chat template", f"the chat template does not write {hidden}")
+        shown, (marked, parts) = "".join(shown.split()), with_marks(conversation.messages, first)
+        written = self.render(replace(conversation, messages=marked), ask=tag is None)
+        hidden = [part for mark, part in parts.items() if mark not in written]
+        for number, turn in enumerate(conversation.messages[first:], start=first + 1):
+            reasoning, words = reasoning_of(turn, tag or "think")
+            hidden += [f"the words of turn {number}"] if not is_shown(words, shown) else []
+            hidden += [f"the reasoning of turn {number}"] if tag and not is_shown(reasoning, shown) else []
+        if hidden:
+            raise BadRow("chat template", f"the chat template does not write {hidden[0]}")
 
     def _start(self, before: Conversation, asked: str, full: str, opening: str) -> tuple[int, str | None]:
         """Where the answer starts in the rendering `full`, and the name of a block that only the prompt opens.
@@ -177,15 +172,17 @@ class ChatMasks:
 
     def render(self, conversation: Conversation, ask: bool = False) -> str:
         """The conversation as text; with `ask`, up to where the target's answer begins."""
-        return str(self._guarded(self.template.render, conversation, ask=ask))
-
-    def _guarded(self, apply: Any, conversation: Conversation, **how: Any) -> Any:
         if not self.template.exists:
             raise BadRow("chat template", "messages need a chat template, which the tokenizer lacks; give prompt")
+        if not self.template.is_as_text:
+            why = "the tokenizer's apply_chat_template gives other tokens than its chat template as text"
+            raise BadRow("chat template", f"{why}; such tokenizers are not supported")
         if taken := self.template.reserved(conversation.variables):
             raise BadRow("unknown form", f"chat_template_kwargs holds {taken}, which is no variable of a template")
         try:
-            return apply(conversation.messages, conversation.tools, variables=conversation.variables, **how)
+            return self.template.render(
+                conversation.messages, conversation.tools, ask, variables=conversation.variables
+            )
         except Exception as error:  # a template is a program of its own, and raises whatever it likes
             raise BadRow("chat template", f"the target's chat template refuses these messages ({error})") from error
 
@@ -294,21 +291,6 @@ def reasoning_of(turn: Json, tag: str = "think") -> tuple[str, str]:
     match = re.match(rf"\s*(?:<{tag}>)?(.*?)</{tag}>(.*)\Z", turn["content"], re.DOTALL)
     reasoning, words = (match[1], match[2]) if match else ("", turn["content"])
     return turn.get("reasoning_content") or reasoning, words
-
-
-def hidden_before(asked: str, before: Conversation) -> str | None:
-    """The first text of a conversation that a prompt hides, except reasoning, which templates drop."""
-    shown = "".join(asked.split())
-    found = (hidden_in(shown, turn, place) for place, turn in enumerate(before.messages))
-    return next(filter(None, found), None)
-
-
-def hidden_in(shown: str, turn: Json, place: int, tag: str = "think", with_reasoning: bool = False) -> str | None:
-    """The first text of a turn that a rendering hides, in words; `shown` is the rendering without spaces."""
-    reasoning, words = reasoning_of(turn, tag)
-    if not is_shown(words, shown):
-        return f"the words of turn {place + 1}"
-    return f"the reasoning of turn {place + 1}" if with_reasoning and not is_shown(reasoning, shown) else None
 
 
 def with_marks(turns: Sequence[Json], first: int) -> tuple[list[Json], dict[str, str]]:

@@ -15,7 +15,6 @@ import httpx
 
 from headstart.data_pipelines.stages.stage import Json
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.targets.tokenizer import Tokenizer
 
 TIMEOUT = httpx.Timeout(10.0, read=600.0)  # seconds; a whole response is one read
 RETRIES = 5
@@ -58,18 +57,19 @@ class Answer:
             for path in (self.states_path, lock):
                 path.unlink(missing_ok=True)
 
-    def tokens(self, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-        """The ids that the server gives (vLLM's return_token_ids), else those of its text; ValueError beyond a
-        target's vocabulary."""
-        if self.choice.get("token_ids") is not None:
-            tokens = list(self.choice["token_ids"])
-        else:
-            tokens = list(tokenizer(self.choice["text"], add_special_tokens=False)["input_ids"])
-            end = tokenizer.eos_token_id
-            if self.choice.get("finish_reason") == "stop" and end is not None and tokens[-1:] != [end]:
-                tokens.append(end)
-        if max(tokens, default=0) >= vocab_size:
-            answered = f"data.server: {self.url} answered with token {max(tokens)}, 0 to {vocab_size - 1} of the target"
+    def tokens(self, vocab_size: int) -> list[int]:
+        """The ids that the target wrote; raises ValueError if the server does not give them, or another model's.
+
+        Its text does not tell them: tokens in other places spell the same text, and it may hide the end token.
+        """
+        tokens = self.choice.get("token_ids")
+        if not isinstance(tokens, list):
+            lacks = (
+                f"data.server: {self.url} answers without token_ids, and text alone does not tell the target's tokens"
+            )
+            raise ValueError(f"{lacks}; use a server that knows return_token_ids: vLLM, SGLang or headstart serve")
+        if unknown := [token for token in tokens if token not in range(vocab_size)]:
+            answered = f"data.server: {self.url} answered with token {unknown[0]}, 0 to {vocab_size - 1} of the target"
             raise ValueError(f"{answered} is allowed; start the server with the target of target.path")
         return tokens
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from headstart.data_pipelines.prompts.rows import BadRow, in_words
 from headstart.data_pipelines.stages.stage import Json
-from headstart.inference.targets.messages import read_message, unread_fields
+from headstart.inference.targets.chat_template import read_message, unread_fields
 
 Item = TypeVar("Item")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headstart.common.files import append_jsonl, read_jsonl, remove, resume_jsonl, write_jsonl
 from headstart.data_pipelines.prompts.completion_client import CompletionClient, completion
-from headstart.data_pipelines.prompts.prompts import load_target_tokenizer, num_tokens
+from headstart.data_pipelines.prompts.prompts import num_tokens
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts, texts_together
 from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_of, file_digest, generation_identity
 from headstart.heads.kinds.checkpoint import load_head_for, load_taps
@@ -244,7 +244,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
 
 def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = never) -> Writer:
     """Write responses with OpenAI-compatible servers that run the target."""
-    tokenizer, vocab_size = load_target_tokenizer(recipe), num_tokens(recipe)
+    vocab_size = num_tokens(recipe)
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
@@ -253,7 +253,7 @@ def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = nev
             if recipe.data.states is not None and answer.states_path is not None:
                 with answer.written_states():
                     pass  # remove the states of the prompt; the full text is sent again later
-            yield number, answer.tokens(tokenizer, vocab_size)
+            yield number, answer.tokens(vocab_size)
             if ending():
                 return
 

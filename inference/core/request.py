@@ -73,26 +73,32 @@ class DecodeStats:
     tokens: int = 0  # new tokens from these steps, bonus tokens included
     drafted: int = 0  # draft tokens that the target verified; roots are not draft tokens
     drafting_steps: int = 0  # steps that verified any
+    resting_steps: int = 0  # steps of a text that may be drafted, in which drafts were off: one token each
     seconds: float = 0.0  # wall time of the whole generation, prefill included
     bytes_moved: int = 0  # in the KV cache, to put accepted nodes side by side; without moved rows and growth
     accepted_at_depth: list[int] = field(default_factory=list)  # steps in which at least 1, 2, ... drafts became text
 
     @property
     def acceptance_length(self) -> float:
-        """The mean number of tokens per target step, the bonus token included (tau in the EAGLE papers)."""
-        return self.tokens / max(self.steps, 1)
+        """The mean number of tokens per target step, the bonus token included (tau in the EAGLE papers).
+
+        Steps count in which drafts were on, or all steps if they never were.
+        """
+        resting = self.resting_steps % max(self.steps, 1)
+        return (self.tokens - resting) / max(self.steps - resting, 1)
 
     @property
     def acceptance(self) -> list[float]:
         """Acceptance rate by depth: the share of steps that accepted at least 1, 2, ... draft tokens."""
-        return [count / self.steps for count in self.accepted_at_depth]
+        return [count / (self.steps - self.resting_steps) for count in self.accepted_at_depth]
 
-    def count_step(self, accepted: int, kept: int, drafted: int) -> None:
+    def count_step(self, accepted: int, kept: int, drafted: int, rests: bool = False) -> None:
         """Add a target step in which `kept` tokens became text, `accepted` of them draft tokens."""
         self.steps += 1
         self.tokens += kept
         self.drafted += drafted
         self.drafting_steps += drafted > 0
+        self.resting_steps += rests
         self.accepted_at_depth.extend([0] * (accepted - len(self.accepted_at_depth)))
         for depth in range(accepted):
             self.accepted_at_depth[depth] += 1
@@ -163,7 +169,7 @@ class EmittedTokens:
     tokens: list[int]
     depths: list[int | None]  # the draft depth of each; BONUS for a bonus token, None if nothing was drafted
     drafted: int | None = None  # draft tokens that the step verified; None: these tokens come from prefill
-    accepted: int = 0  # draft tokens that became text
+    accepted: int = 0  # draft tokens that became text, all but one of the tokens
     tree: Accepted | None = None  # its path ends with the text; if asked for, and something was drafted
 
 
@@ -268,11 +274,16 @@ class Sequence:
         self.generation.finish, self.generation.error, self.ended = "error", error, True
 
     def record_step(
-        self, accepted: Accepted, taps: Float[Tensor, "count tapped"], scores: TokenScores | None, is_read: bool = True
+        self,
+        accepted: Accepted,
+        taps: Float[Tensor, "count tapped"],
+        scores: TokenScores | None,
+        is_read: bool = True,
+        rests: bool = False,
     ) -> EmittedTokens:
         """Record the accepted path of a target step; returns the tokens that became text.
 
-        `is_read`: the drafter has read all positions before these, or never will.
+        `is_read`: the drafter has read all positions before these, or never will. `rests`: drafts were off.
         """
         if is_read:
             self.unread = Unread(taps, len(self.text) - 1, newest=len(taps))
@@ -281,9 +292,11 @@ class Sequence:
         self.accepted = accepted
         added = self.add_tokens(accepted.tokens, scores)
         path = accepted.path[: len(added) + 1]  # without nodes accepted after the end of the text
-        self.generation.stats.count_step(len(path) - 1, len(added), accepted.drafted)
+        # A text that ends inside its drafts has no bonus token: its last token counts as the step's own.
+        drafts = max(len(added) - 1, 0)
+        self.generation.stats.count_step(drafts, len(added), accepted.drafted, rests)
         tree = replace(accepted, path=path) if self.request.show_trees and accepted.drafted else None
-        return EmittedTokens(self.number, added, accepted.depths[: len(added)], accepted.drafted, len(path) - 1, tree)
+        return EmittedTokens(self.number, added, accepted.depths[: len(added)], accepted.drafted, drafts, tree)
 
     def add_tokens(self, tokens: list[int], scores: TokenScores | None) -> list[int]:
         """Add tokens until the text ends; returns those that were added."""

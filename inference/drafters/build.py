@@ -81,12 +81,17 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
 
 
 def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> CostTable | None:
-    """Step times by which a head stops drafting where that does not pay, measured before any request waits for them."""
-    if not isinstance(drafter, TreeDrafter) or not isinstance(drafter.head, DraftHead):
-        return None
-    if isinstance(drafter.growth, Costly):
+    """Step times by which drafts stop where they do not pay, measured before any request waits for them.
+
+    None for a drafter whose costs cannot be measured.
+    """
+    if isinstance(drafter, TreeDrafter) and isinstance(drafter.growth, Costly):
         return drafter.growth.costs
-    return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
+    source = drafter.head if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead) else drafter
+    if not isinstance(source, DraftHead | ModelDrafter | Lookup):
+        return None
+    growth = drafter.growth
+    return cost_table(target, source, growth.width, growth.nodes, decode.max_batch)
 
 
 def draft_model_folder(section: DecodeSection) -> Path:

@@ -24,7 +24,7 @@ from pydantic import TypeAdapter
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.heads.base import DraftHead
-from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree, size_bucket
@@ -32,6 +32,8 @@ from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow, accept
 from headstart.inference.drafters.costs import CORRECTION_STEPS, NODES, CostSurface, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
@@ -68,15 +70,18 @@ class KnownTables(dict[str, CostTable]):
     """The cost tables of a target, by digests of their keys."""
 
 
-def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int = 1) -> CostTable:
-    """The costs of a target with a head whose levels expand `width` nodes, for trees of up to `nodes` draft tokens.
+Source = DraftHead | ModelDrafter | Lookup  # what drafts
+
+
+def cost_table(target: TargetModel, source: Source, width: int, nodes: int, batch: int = 1) -> CostTable:
+    """The costs of a target whose drafts have levels that expand `width` nodes, and up to `nodes` draft tokens.
 
     They are measured, which takes seconds, unless an earlier run of the same kind left them on disk. `batch` is the
     number of rows that will be decoded together, if that is known.
     """
     if target.passes.layout.is_recurrent:
         nodes += WINDOW  # accepted tokens that a pass reads again
-    key = cost_key(target, head, width, nodes, batch)
+    key = cost_key(target, source, width, nodes, batch)
     digest = digest_of(key)[:24]
     tables = target.singleton(KnownTables)
     if digest not in tables:
@@ -85,7 +90,7 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
         def read_or_measure() -> None:
             stored = read_costs(digest, key)
             if stored is None:
-                stored = CostFile(key, measure_costs(target, head, width, nodes, batch), {})
+                stored = CostFile(key, measure_costs(target, source, width, nodes, batch), {})
                 if stored.surface.complete:  # else the next run may find the machine less busy
                     write_costs(digest, stored)
             files.append(stored)
@@ -99,27 +104,34 @@ def cost_table(target: TargetModel, head: DraftHead, width: int, nodes: int, bat
     return tables[digest]
 
 
-def cost_key(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int) -> dict[str, Any]:
-    """Everything that the costs depend on. A head's weights are not part of it, only its shape."""
-    config = {name: value for name, value in target.model.config.to_dict().items() if name != "_name_or_path"}
+def cost_key(target: TargetModel, source: Source, width: int, nodes: int, batch: int) -> dict[str, Any]:
+    """Everything that the costs depend on. A head's or draft model's weights are not part of it, only its shape."""
+    if isinstance(source, DraftHead):
+        shape = [source.kind, repr(source.shape), str(source.embedding.dtype), len(source.vocab.ids)]
+    else:
+        shape = ["lookup"] if isinstance(source, Lookup) else ["model", config_of(source.model)]
     return {
         "layout": FILE_LAYOUT,
         "processor": processor_name(target.device),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
-        "target": digest_of(config),
+        "target": digest_of(config_of(target)),
         "dtype": str(target.dtype),
         "attention": target.model.config._attn_implementation,
         "packed_weights": target.fast_form.packed_as(target.model),
         "waiting": os.environ.get("GOMP_SPINCOUNT"),
         "compiled": target.fast_form.compiler is not None,
         "ranks": f"{type(target.ranks).__name__} {target.ranks.count}",
-        "head": digest_of([head.kind, repr(head.shape), str(head.embedding.dtype), len(head.vocab.ids)]),
+        "head": digest_of(shape),
         "width": width,
         "nodes": nodes,
         "batch": batch,
     }
+
+
+def config_of(model: TargetModel) -> dict[str, Any]:
+    return {name: value for name, value in model.model.config.to_dict().items() if name != "_name_or_path"}
 
 
 def digest_of(content: object) -> str:
@@ -164,7 +176,7 @@ def cost_path(digest: str) -> Path:
 
 
 @torch.inference_mode()
-def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, batch: int) -> CostSurface:
+def measure_costs(target: TargetModel, source: Source, width: int, nodes: int, batch: int) -> CostSurface:
     """The costs of steps whose levels expand `width` nodes, with up to `nodes` draft tokens, and of about `batch` rows.
 
     The number of target passes depends on the time they take: ranks that must run the same passes call `carry_out`.
@@ -173,8 +185,8 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
     spare = most + width * TIMED_LEVELS
     # No step is decoded beyond the target's positions.
     short, long = (max(min(context, target.max_positions - spare), 2) for context in (SHORT_CONTEXT, LONG_CONTEXT))
-    near, far = (Bench(target, head, width, context, 1, spare) for context in (short, long))
-    levels = min(TIMED_LEVELS, head.max_levels or TIMED_LEVELS)
+    near, far = (Bench(target, source, width, context, 1, spare) for context in (short, long))
+    levels = min(TIMED_LEVELS, source.max_levels or TIMED_LEVELS) if isinstance(source, DraftHead) else TIMED_LEVELS
     works: dict[Work, Callable[[], object]] = {
         ("target", 1): partial(near.verify, 1, GREEDY),
         ("first", short): near.drafting(1),
@@ -189,7 +201,7 @@ def measure_costs(target: TargetModel, head: DraftHead, width: int, nodes: int, 
         **{("target", size): partial(near.verify, size, GREEDY) for size in sizes_between(most, target.may_capture)},
     }
     if batch > 1:
-        many = Bench(target, head, width, short, batch, spare)
+        many = Bench(target, source, width, short, batch, spare)
         sizes = [size for size in NODES if batch * size > most and size <= nodes + 1]
         works |= {("batch", size): partial(many.verify, size, GREEDY) for size in sizes}
     times = time_works(works, target.device)
@@ -205,10 +217,10 @@ def sizes_between(most: int, captured: bool) -> list[int]:
 class Bench:
     """A cache of zeros, filled to one context length; the time of a step does not depend on the values."""
 
-    def __init__(self, target: TargetModel, head: DraftHead, width: int, context: int, batch: int, spare: int) -> None:
-        self.target, self.head, self.width, self.context, self.batch = target, head, width, context, batch
+    def __init__(self, target: TargetModel, source: Source, width: int, context: int, batch: int, spare: int) -> None:
+        self.target, self.source, self.width, self.context, self.batch = target, source, width, context, batch
         self.rows = {sampling: BatchSampling([sampling] * batch, target.device) for sampling in (GREEDY, SAMPLED)}
-        self.cache = target.passes.new_cache(context + spare, head.cache_shape, batch, target.may_capture)
+        self.cache = target.passes.new_cache(context + spare, source.cache_shape, batch, target.may_capture)
         self.cache.set_lengths([context] * batch)
         self.step = StaticStep(target, PLAIN, self.cache) if target.may_capture else None
 
@@ -238,17 +250,23 @@ class Bench:
     def drafting(self, levels: int) -> Callable[[], object]:
         """A function that drafts this many levels after two newly verified positions."""
         device = self.target.device
-        drafter = head_drafter(self.head, Dynamic(levels, self.width, self.width * levels))
-        tapped = self.target.config.hidden_size * len(self.head.taps)
+        growth = Dynamic(levels, self.width, self.width * levels)
+        drafter: Drafter = self.source if isinstance(self.source, Lookup) else drafter_of(self.source, growth)
+        tapped = self.target.config.hidden_size * len(self.source.taps)
         verified = VerifiedOnHost(
             taps=torch.zeros(self.batch, 2, tapped, dtype=self.target.dtype, device=device),
             next_tokens=torch.zeros(self.batch, 2, dtype=torch.long, device=device),
             roots=torch.zeros(self.batch, 1, dtype=torch.long, device=device),
             sampling=self.rows[GREEDY],
             history=None,
-            rows=[VerifiedRow([], self.context - 2, 2, levels)] * self.batch,
+            rows=[VerifiedRow([0] * (self.context + 1), self.context - 2, 2, levels)] * self.batch,
         )
         return partial(drafter.draft, verified, self.cache)
+
+
+def drafter_of(source: DraftHead | ModelDrafter, growth: Dynamic) -> Drafter:
+    """The same head or model, drafting trees of this growth."""
+    return head_drafter(source, growth) if isinstance(source, DraftHead) else source.with_growth(growth)
 
 
 def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device) -> dict[Work, float]:

@@ -131,6 +131,7 @@ class CostTable:
         self.surface, self.width, self.captured, self.learns = surface, width, captured, learns
         # By batch size: the logarithms of observed over measured seconds, of drafting and of the rest of a step.
         self.ratios: dict[int, deque[tuple[float, float]]] = {}
+        self.plain: dict[int, deque[float]] = {}  # the same for steps without drafts
         self.num_observed = 0
         self._now: dict[Situation, StepCosts] = {}
 
@@ -157,12 +158,24 @@ class CostTable:
         if self.num_observed % RENEWAL_STEPS == 0:
             self._now.clear()
 
+    def observe_plain(self, at: Situation, seconds: float) -> None:
+        """Learn from a step without drafts: a busy moment of the measurement made drafts seem to pay for good."""
+        if self.learns:
+            measured = float(self.surface.seconds(numpy.array([1.0]), at)[0])
+            newest = self.plain.setdefault(at.batch, deque(maxlen=CORRECTION_STEPS))
+            newest.append(math.log(seconds / measured))
+            if len(newest) % RENEWAL_STEPS == 0:
+                self._now.clear()
+
     def _corrected(self, at: Situation) -> StepCosts:
         newest = self.ratios.get(at.batch, ())
         weight = len(newest) / (len(newest) + PRIOR_STEPS)
         of_drafting, of_target = (math.exp(weight * median(part)) for part in zip(*newest or [(0.0, 0.0)], strict=True))
         first, further = self.surface.drafting(at, self.width)
         target = self.surface.seconds(numpy.array(NODES, dtype=float), at) * of_target
+        if plain := self.plain.get(at.batch):
+            weight = len(plain) / (len(plain) + PRIOR_STEPS)
+            target[0] = min(target[0] / of_target * math.exp(weight * median(plain)), target[1])
         return StepCosts(tuple(target.tolist()), first * of_drafting, further * of_drafting, self.captured)
 
 

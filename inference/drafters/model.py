@@ -72,7 +72,11 @@ class ModelDrafter(HeadDrafter):
                 f"{target.max_positions} or more are allowed; choose another draft model"
             )
         super().__init__(ModelAsHead(model, target), growth)
-        self.model, self.passes = model, model.passes
+        self.model, self.passes, self.target = model, model.passes, target
+
+    def with_growth(self, growth: GrowthPolicy) -> "ModelDrafter":
+        """The same model, drafting trees of this growth."""
+        return ModelDrafter(self.model, growth, self.target)
 
     @property
     def max_nodes(self) -> int:

@@ -14,10 +14,10 @@ import torch
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import GREEDY, EmittedTokens, Generation, Request, Sequence
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.costs import CostTable
 from headstart.inference.engine.batch import Batch
 from headstart.inference.engine.budget import check_request, refuse_more_than_memory
 from headstart.inference.engine.prefill import Prefill, PrefillSchedule, PromptChunk
+from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.engine.step import DecodeStep
 from headstart.inference.kernels import Threads
 from headstart.inference.targets.cuda_graph import REACH_MIN
@@ -87,12 +87,14 @@ def loop_of(
     drafter: Drafter | None = None,
     max_batch: int = 16,
     static: bool | None = None,
+    speculation: SpeculationByLoad | None = None,
 ) -> "DecodeLoop":
     """An offline loop with these requests, which are numbered from 0, and with no more rows than they need.
 
     Free rows are prefilled first, in passes that are the same in every run.
     """
-    loop = DecodeLoop(target, drafter, min(max_batch, max(len(requests), 1)), static, prompts_first=True)
+    rows = min(max_batch, max(len(requests), 1))
+    loop = DecodeLoop(target, drafter, rows, static, prompts_first=True, speculation=speculation)
     for request in requests:
         loop.submit(request)
     return loop
@@ -116,7 +118,7 @@ class DecodeLoop:
         prompts_first: bool = False,
         memory: int | None = None,
         prefix_memory: int | None = None,
-        costs: CostTable | None = None,
+        speculation: SpeculationByLoad | None = None,
         record: Callable[[Sequence], None] | None = None,
     ) -> None:
         """At most `max_batch` requests decode together; the others wait. `static` as in `generate_batch`.
@@ -133,8 +135,7 @@ class DecodeLoop:
         addition to the cache; None keeps none. A prompt that shares a prefix with one of these texts is prefilled from
         the end of that prefix.
 
-        `costs` are measured for the target with the drafting head (`cost_table`). With them, steps draft only at loads
-        where that pays; without them they always do.
+        With `speculation`, steps draft only where that pays; without it they always do.
 
         `record` is called with each row whose text has ended; the row holds the target's hidden states.
         """
@@ -146,7 +147,7 @@ class DecodeLoop:
         ):  # it can only continue its states one token at a time, so prefill is one pass
             prefill_chunk, prompts_first, prefix_memory = target.max_positions, True, None
         self.batch = Batch(target, drafter or PLAIN, max_batch, static, memory, prefix_memory, record is not None)
-        self.decode_step, self.prefill = DecodeStep(self.batch, costs), Prefill(self.batch)
+        self.decode_step, self.prefill = DecodeStep(self.batch, speculation), Prefill(self.batch)
         # Ranks must do the same work at the same time, so no clock may decide what they do.
         alone = target.ranks.count == 1
         prompts_first = prompts_first or not alone

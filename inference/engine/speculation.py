@@ -2,21 +2,27 @@
 
 import numpy
 
+from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.verify import Accepted
+from headstart.inference.drafters.build import load_costs
 from headstart.inference.drafters.costs import CostTable, Situation
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import DecodeSection
 
 STEP_DECAY = 0.98  # weight of a step relative to the next, so that a hard passage does not stop drafting
-STEPS_AT_RETRY = 8.0  # weight of all earlier steps, in steps, when drafting resumes
-PATIENCE_STEPS = 8  # steps for which drafts continue without paying
+STEPS_AT_RETRY = 4.0  # weight of all earlier steps, in steps, when drafting resumes
+PATIENCE, PATIENCE_AT_RETRY = 3.0, 1.0  # plain steps that drafts may cost, without paying, before they stop
 STOP_GAIN, RESUME_GAIN = 0.98, 1.05  # speed relative to plain decoding below which drafts stop, above which they resume
 DRAFT_RETRY_STEPS_MIN, DRAFT_RETRY_STEPS_MAX = 32, 256  # plain steps before drafting is tried again
+REST_PER_LOSS = 40  # at least this many for each plain step that the next trial will cost
 
 
 class SpeculationByLoad:
     """Compares the expected speed of a step with drafts to that of a plain step, both from measured costs.
 
     The tokens per draft are observed; its cost follows from the table for the rows that decode now. So drafts stop when
-    the batch grows and resume when it shrinks, with a gap between the two limits so that they do not flicker.
+    the batch grows and resume when it shrinks, with a gap between the two limits so that they do not flicker. One of
+    these serves all texts of a drafter, so that each does not begin with drafts that did not pay in the last.
     """
 
     def __init__(self, costs: CostTable) -> None:
@@ -24,7 +30,8 @@ class SpeculationByLoad:
         self.is_on = True
         self.steps = 0.0  # weighted number of observed steps with drafts
         self.tokens = self.nodes = self.levels = 0.0  # weighted sums over these: tokens per row, tree size, its levels
-        self.patience, self.rest = PATIENCE_STEPS, DRAFT_RETRY_STEPS_MIN
+        self.patience, self.rest = PATIENCE, DRAFT_RETRY_STEPS_MIN
+        self.resting = DRAFT_RETRY_STEPS_MIN  # steps of the present rest
         self.lasted = 0  # steps since it was last switched
 
     def gain(self, at: Situation) -> float | None:
@@ -45,18 +52,19 @@ class SpeculationByLoad:
             return self.is_on
         self.lasted += 1
         if self.is_on:
-            self.patience = PATIENCE_STEPS if gain >= STOP_GAIN else self.patience - 1
+            loss = self.tokens / self.steps * (1 / gain - 1)  # of a step, in plain steps
+            self.patience = PATIENCE if gain >= STOP_GAIN else self.patience - loss
             if self.lasted > self.rest:  # a few lucky steps do not show that drafts pay again
                 self.rest = DRAFT_RETRY_STEPS_MIN
-            if not self.patience:
-                self.is_on, self.lasted = False, 0
-        elif gain > RESUME_GAIN or self.lasted == self.rest:
+            if self.patience <= 0:
+                self.is_on, self.lasted, self.resting = False, 0, max(self.rest, round(REST_PER_LOSS * (loss - 1)))
+        elif gain > RESUME_GAIN or self.lasted >= self.resting:
             if gain > RESUME_GAIN:  # fewer rows decode
                 self.rest = DRAFT_RETRY_STEPS_MIN
             else:
                 self.rest = min(2 * self.rest, DRAFT_RETRY_STEPS_MAX)
                 self._forget()
-            self.is_on, self.lasted, self.patience = True, 0, PATIENCE_STEPS
+            self.is_on, self.lasted, self.patience = True, 0, PATIENCE_AT_RETRY
         return self.is_on
 
     def _forget(self) -> None:
@@ -77,3 +85,9 @@ class SpeculationByLoad:
             self.tokens = STEP_DECAY * self.tokens + sum(taken) / len(taken)
             self.nodes = STEP_DECAY * self.nodes + nodes - 1
             self.levels = STEP_DECAY * self.levels + levels
+
+
+def speculation_for(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> SpeculationByLoad | None:
+    """The switch for a recipe's drafter; None for a drafter whose costs cannot be measured."""
+    costs = load_costs(decode, target, drafter)
+    return None if costs is None else SpeculationByLoad(costs)

@@ -16,7 +16,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accept, verify
-from headstart.inference.drafters.costs import Costly, CostTable, Drafted, Situation
+from headstart.inference.drafters.costs import Costly, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad
@@ -30,13 +30,14 @@ READ_WITH_DRAFT_MAX = 8  # missed positions that the drafter reads with its next
 class DecodeStep:
     """Runs the steps of a batch's rows; keeps the state that one step needs from the last."""
 
-    def __init__(self, batch: Batch, costs: CostTable | None) -> None:
+    def __init__(self, batch: Batch, speculation: SpeculationByLoad | None) -> None:
         self.batch, self.target, self.drafter = batch, batch.target, batch.drafter
         growth = batch.drafter.growth if isinstance(batch.drafter, TreeDrafter) else None
         # Trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
         self.sampled_depth = batch.drafter.depth if growth is None else growth.depth
-        self.speculation = None if costs is None else SpeculationByLoad(costs)
-        self.costs = growth.costs if isinstance(growth, Costly) else costs
+        self.speculation, self.costs = speculation, None if speculation is None else speculation.costs
+        if isinstance(growth, Costly):
+            self.costs = growth.costs
         self.drafts = False  # whether the next step, or else the last one, drafts for any row
         self.drafted: Drafted | None = None  # the tree of the current or last step; None without draft tokens
         self.gumbel_table: GumbelTable | None = None  # noise of the last step that the next one may use again
@@ -74,8 +75,12 @@ class DecodeStep:
             output, accepted, others = self._verify_roots(parts)
         bytes_moved = self.batch.cache.keep([each.path for each in accepted], [each.nodes for each in accepted])
         blocks = self._record(accepted, output, bytes_moved)
-        if self.drafted is not None and self.costs is not None:
-            self.costs.observe(self.drafted, time.perf_counter() - started)
+        if self.costs is not None:
+            seconds = time.perf_counter() - started
+            if self.drafted is not None:
+                self.costs.observe(self.drafted, seconds)
+            elif not self.drafts and not parts:
+                self.costs.observe_plain(self._situation(), seconds)
         return blocks, others
 
     def _follow_rows(self) -> None:
@@ -221,7 +226,8 @@ class DecodeStep:
                 if row.request.logprobs:
                     chosen = torch.tensor(each.tokens, device=device)
                     scores = token_scores(row.request, output.logits[index, paths[index, :count]], chosen)
-                blocks.append(row.record_step(each, row_taps, scores, is_read))
+                rests = row.request.speculative and not self.drafts
+                blocks.append(row.record_step(each, row_taps, scores, is_read, rests))
             except Exception as error:  # it ends this row alone
                 row.fail(error)
             row.generation.stats.bytes_moved += bytes_moved // len(batch.rows)

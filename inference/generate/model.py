@@ -28,12 +28,16 @@ from headstart.inference.core.tree import padded_rows
 from headstart.inference.drafters.build import build_drafter, load_drafting_head
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
+from headstart.inference.engine.speculation import SpeculationByLoad, speculation_for
+from headstart.inference.generate.options import LOOKUP
 from headstart.inference.generate.prompts import read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
     Fields,
     Settings,
+    config_fields,
     forbid,
+    named_by_source,
     read_end_tokens,
     read_forbidden,
     read_max_new_tokens,
@@ -42,6 +46,7 @@ from headstart.inference.generate.settings import (
     read_sampling,
     read_seeds,
     read_settings,
+    target_fields,
 )
 from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
@@ -80,8 +85,10 @@ class SpeculativeModel:
         drafter: Drafter | None = None,
         tokenizer: Any = None,
         max_batch: int = 16,
+        speculation: SpeculationByLoad | None = None,
     ) -> None:
         """Without a drafter, decoding is plain. `tokenizer` is used only for stop strings and needs only `decode`.
+        With `speculation` drafts stop while they do not pay.
 
         Raises ValueError for a model that is not a TargetModel.
         """
@@ -91,6 +98,7 @@ class SpeculativeModel:
         if not isinstance(max_batch, int) or max_batch < 1:
             raise wrong_value("max_batch", max_batch, "a whole number, 1 or more, is", "leave it out for 16")
         self.target, self.drafter, self.tokenizer, self.max_batch = target, drafter, tokenizer, max_batch
+        self.speculation = speculation
 
     @classmethod
     def from_folders(
@@ -104,14 +112,16 @@ class SpeculativeModel:
     ) -> "SpeculativeModel":
         """Load a target (folder or hub name) and a head that was trained for it (folder).
 
-        Without a head, `decode.drafter` names another drafter, such as draft_model or prompt_lookup.
-        `decode` also gives the shape of drafts and max_batch. `section` holds fields of the
-        recipe's target section, such as dtype (default float32), device or attention. With `last_hidden` the target
-        also gives its last hidden state, which training needs.
+        Without a head, drafts come from the `decode.drafter` that is given, such as draft_model, or by prompt lookup.
+        They stop while they do not pay, by step times that are measured once for a machine. `decode` also gives the
+        shape of drafts and max_batch. `section` holds fields of the recipe's target section, such as dtype (default
+        float32), device or attention. With `last_hidden` the target also gives its last hidden state, which training
+        needs.
 
         Raises ValueError if the head does not fit the target.
         """
-        decode = decode or DecodeSection()
+        if decode is None:
+            decode = DecodeSection() if head is not None else LOOKUP
         fields = read_section(target, section)
         if (head is None) == (decode.drafter == "head"):
             remedy = "give a head with decode.drafter head, or no head with another drafter"
@@ -126,7 +136,7 @@ class SpeculativeModel:
             taps = {*load_head_for(head, frozen).taps, *([frozen.config.num_layers] if last_hidden else [])}
             model = TargetModel.load(fields, tuple(sorted(taps)))
             drafter = build_drafter(decode, model, fields, load_drafting_head(Path(head), model))
-        return cls(model, drafter, tokenizer, decode.max_batch)
+        return cls(model, drafter, tokenizer, decode.max_batch, speculation_for(decode, model, drafter))
 
     def generate(
         self,
@@ -145,13 +155,12 @@ class SpeculativeModel:
         Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
         """
         started = time.perf_counter()
-        settings = self._read_settings(generation_config, overrides)
-        requests = self._build_requests(input_ids, attention_mask, settings)
+        settings, requests = self._read(input_ids, attention_mask, generation_config, overrides)
         assert input_ids is not None
         if streamer is not None and len(requests) > 1:
             allowed = "only 1 is allowed; give one prompt, or no streamer"
             raise ValueError(f"streamer: given for {len(requests)} texts, {allowed}")
-        loop = loop_of(self.target, requests, self.drafter, self.max_batch)
+        loop = loop_of(self.target, requests, self.drafter, self.max_batch, speculation=self.speculation)
         if streamer is not None:
             streamer.put(input_ids.cpu())
         for block in loop.run():
@@ -193,14 +202,22 @@ class SpeculativeModel:
         **overrides: Any,
     ) -> Iterator[list[int]]:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
-        requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
+        _, requests = self._read(input_ids, attention_mask, generation_config, overrides)
         if len(requests) > 1:
             raise wrong_value("input_ids", f"{len(requests)} texts", "only 1 is", "use generate for more")
-        loop = loop_of(self.target, requests, self.drafter)
+        loop = loop_of(self.target, requests, self.drafter, speculation=self.speculation)
         return (block.tokens for block in loop.run())
 
+    def _read(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, config: Config | None, overrides: Fields
+    ) -> tuple[Settings, list[Request]]:
+        """The settings of a call, with eos_token_id and pad_token_id resolved, and its requests."""
+        own = target_fields(self.target.generation_config)
+        with named_by_source(own.keys() - config_fields(config).keys() - overrides.keys()):
+            settings = self._read_settings(config, overrides)
+            return settings, self._build_requests(input_ids, attention_mask, settings)
+
     def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
-        """The settings of a call, with eos_token_id and pad_token_id resolved."""
         settings = read_settings(config, overrides, self.target.generation_config)
         vocab_size = self.target.config.vocab_size
         ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)

@@ -10,6 +10,7 @@ from headstart.inference.drafters.build import build_drafter, growth_for, growth
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import GrowthPolicy
 from headstart.inference.drafters.repeats import Repeats
+from headstart.inference.engine.speculation import SpeculationByLoad, speculation_for
 from headstart.inference.generate.loading import OWN_HEAD
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -24,6 +25,7 @@ class Method:
 
     name: str
     drafter: Drafter | None = None
+    speculation: SpeculationByLoad | None = None  # switches drafts off while they do not pay
     transformers: bool = False  # decode with transformers' `generate`
     lookup: int | None = None  # draft tokens per step of transformers' prompt lookup
     assistant: tuple[TargetModel, int] | None = None  # assisted generation: draft model, draft tokens per step
@@ -57,12 +59,12 @@ def methods_of(
         trained = heads[OWN_HEAD]
         head = new_head(recipe.head, target.frozen, trained.vocab, recipe.seed).eval().requires_grad_(False)
         growth = growth_of(baseline, OWN_HEAD, recipe, target, trained)  # trees as large as the trained head's
-        yield Method(baseline, head_drafter(head.to(target.device, target.dtype), growth))
+        yield drafting(baseline, head_drafter(head.to(target.device, target.dtype), growth), recipe, target)
     elif baseline in NEED_A_HEAD:
         for name, head in heads.items():
             repeats = Repeats(recipe.decode.repeats) if baseline == "repeats" else None
             drafter = head_drafter(head, growth_of(baseline, name, recipe, target, head), repeats)
-            yield Method(f"{name} {baseline}".strip(), drafter)
+            yield drafting(f"{name} {baseline}".strip(), drafter, recipe, target)
     elif baseline == "plain":
         yield Method(baseline)
     elif baseline == "generate":
@@ -74,7 +76,12 @@ def methods_of(
         yield Method(baseline, transformers=True, assistant=(draft_model, recipe.decode.depth))
     else:
         section = recipe.decode.model_copy(update={"drafter": baseline})
-        yield Method(baseline, build_drafter(section, target, recipe.target))
+        yield drafting(baseline, build_drafter(section, target, recipe.target), recipe, target)
+
+
+def drafting(name: str, drafter: Drafter, recipe: Recipe, target: TargetModel) -> Method:
+    """The method that decodes with this drafter, as chat and server do."""
+    return Method(name, drafter, speculation_for(recipe.decode, target, drafter))
 
 
 def growth_of(baseline: Baseline, name: str, recipe: Recipe, target: TargetModel, head: DraftHead) -> GrowthPolicy:

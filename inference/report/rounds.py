@@ -120,7 +120,7 @@ def run_batch(
     if method.transformers:
         return run_transformers(method, target, prompts, max_new_tokens, sampling)
     requests = [Request(prompt, max_new_tokens, sampling) for prompt in prompts]
-    loop = loop_of(target, requests, method.drafter, len(prompts))
+    loop = loop_of(target, requests, method.drafter, len(prompts), speculation=method.speculation)
     started = time.perf_counter()
     for _ in loop.run():
         pass

@@ -19,17 +19,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp
 
 from headstart.inference.serve.api.answers import Answer, ChatAnswer, CompletionAnswer
-from headstart.inference.serve.api.errors import ApiError
+from headstart.inference.serve.api.errors import ApiError, wrong
 from headstart.inference.serve.api.fields import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     HeadRequest,
     TokenizeRequest,
-    not_json,
-    refusal,
+    read_fields,
 )
-from headstart.inference.serve.api.responses import ResponsesAnswer, ResponsesRequest, with_field_names
+from headstart.inference.serve.api.output import Choice, Output
+from headstart.inference.serve.api.responses import ResponsesAnswer, ResponsesRequest
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServerSettings, is_loopback
@@ -40,7 +40,6 @@ from headstart.inference.serve.transport import (
     KEEP_ALIVE,
     EventStream,
     Front,
-    JsonRoute,
     error_response,
     event,
     log_entry,
@@ -48,6 +47,7 @@ from headstart.inference.serve.transport import (
 )
 from headstart.inference.targets.tokenizer import text_of
 
+LONG = 64  # log-probabilities; shaping more takes long enough to delay other requests
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
 # The page may only load from and connect to this server.
@@ -72,7 +72,6 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
         service.worker.stop()
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.router.route_class = JsonRoute
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
         app.add_exception_handler(kind, answer_error)
     add_completions(app, service)
@@ -90,34 +89,31 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
 
 def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat(fields: ChatRequest, request: Request) -> Response:
-        return await complete(request, service, fields, ChatAnswer)
+    async def chat(request: Request) -> Response:
+        return await complete(request, service, ChatRequest, ChatAnswer)
 
     @app.post("/v1/completions")
-    async def completion(fields: CompletionRequest, request: Request) -> Response:
-        return await complete(request, service, fields, CompletionAnswer)
+    async def completion(request: Request) -> Response:
+        return await complete(request, service, CompletionRequest, CompletionAnswer)
 
     @app.post("/v1/responses")
-    async def response(fields: ResponsesRequest, request: Request) -> Response:
-        try:
-            return await complete(request, service, fields.as_chat(), partial(ResponsesAnswer, fields))
-        except ApiError as error:
-            raise with_field_names(error) from None
+    async def response(request: Request) -> Response:
+        return await complete(request, service, ResponsesRequest, ResponsesAnswer)
 
 
-async def complete(
-    request: Request, service: Service, fields: ChatRequest | CompletionRequest, shape: Callable[..., Answer]
-) -> Response:
-    """Answer a request for text, in one piece or as a stream."""
-    service.admit(1)  # before its prompts are encoded
-    name = service.check_model(fields.model)
-    exchange = service.begin(await service.in_thread(service.requests.encode, fields))
+async def complete(request: Request, service: Service, kind: type[Any], shape: type[Answer]) -> Response:
+    """Answer a request for text, in one piece or as a stream; its body has the fields of this kind."""
+    service.admit(1)  # before its body is read
+    body, arrived = await request.body(), time.perf_counter()
+    encoded = await unless_gone(service.in_thread(partial(service.encode, kind), body), request.receive)
+    exchange = service.begin(encoded, arrived)
+    name = service.check_model(encoded.fields.model)
     answer = shape(exchange, name, service.fingerprint, service.served.tokenizer, service.served.max_depth)
-    if fields.stream:
+    if encoded.fields.stream:
         return EventStream(stream(request, service, exchange, answer))
     try:
         await unless_gone(gather(exchange), request.receive)
-        return JSONResponse(answer.full())
+        return await asyncio.to_thread(lambda: JSONResponse(answer.full()))
     finally:
         await service.finish(exchange, log_entry(request))
 
@@ -136,9 +132,10 @@ async def stream(request: Request, service: Service, exchange: Exchange, answer:
             if addition is None:
                 yield KEEP_ALIVE
                 continue
-            opening = [] if opened else answer.opening()
-            for chunk in [*opening, *answer.chunks(*addition)]:
-                yield event(chunk)
+            shape = partial(events_of, answer, addition, opened)
+            is_long = len(addition[1].logprobs) > LONG
+            for each in await asyncio.to_thread(shape) if is_long else shape():
+                yield each
             opened = True
         yield answer.last
     except ApiError as error:
@@ -150,22 +147,38 @@ async def stream(request: Request, service: Service, exchange: Exchange, answer:
         await service.finish(exchange, log_entry(request))
 
 
+def events_of(answer: Answer, addition: tuple[Choice, Output], opened: bool) -> list[str]:
+    """The events of a step."""
+    return [event(chunk) for chunk in [*([] if opened else answer.opening()), *answer.chunks(*addition)]]
+
+
 def add_tokens(app: FastAPI, service: Service) -> None:
     tokenizer = service.served.tokenizer
 
-    @app.post("/tokenize")
-    async def tokenize(fields: TokenizeRequest) -> dict[str, Any]:
+    def tokens_of(body: bytes) -> Response:
+        fields = read_fields(TokenizeRequest, body)
         service.check_model(fields.model)
-        tokens = await service.in_thread(service.prompts.tokenize, fields)
+        tokens = service.prompts.tokenize(fields)
         texts = tokenizer.convert_ids_to_tokens(tokens) if fields.return_token_strs else None
         most = service.served.target.max_positions
-        return {"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts}
+        return JSONResponse({"count": len(tokens), "max_model_len": most, "tokens": tokens, "token_strs": texts})
+
+    def prompt_of(body: bytes) -> Response:
+        fields = read_fields(DetokenizeRequest, body)
+        service.check_model(fields.model)
+        if len(fields.tokens) > (most := service.served.target.max_positions):
+            allowed = f"at most {most} (the context length) are"
+            raise wrong("tokens", f"{len(fields.tokens)} tokens", allowed, "send them in parts")
+        service.prompts.check_tokens("tokens", fields.tokens)
+        return JSONResponse({"prompt": text_of(tokenizer, fields.tokens)})
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await service.in_thread(tokens_of, await request.body())
 
     @app.post("/detokenize")
-    async def detokenize(fields: DetokenizeRequest) -> dict[str, Any]:
-        service.check_model(fields.model)
-        service.prompts.check_tokens("tokens", fields.tokens)
-        return {"prompt": await service.in_thread(partial(text_of, tokenizer), fields.tokens)}
+    async def detokenize(request: Request) -> Response:
+        return await service.in_thread(prompt_of, await request.body())
 
 
 def add_state(app: FastAPI, service: Service) -> None:
@@ -214,8 +227,8 @@ def add_adaptation(app: FastAPI, service: Service, adaptation: Adaptation) -> No
         return Response(page, media_type="application/octet-stream", headers={"Cache-Control": "no-store"})
 
     @app.post("/adapt/head", dependencies=local)
-    async def head(fields: HeadRequest) -> dict[str, Any]:
-        folder = Path(fields.folder)
+    async def head(request: Request) -> dict[str, Any]:
+        folder = Path(read_fields(HeadRequest, await request.body()).folder)
         try:
             changed = service.worker.change_loop(partial(adaptation.load, folder))
             await asyncio.wrap_future(changed)
@@ -263,16 +276,13 @@ async def page_file(name: str) -> Response:
 
 
 async def answer_error(request: Request, error: Exception) -> Response:
-    if isinstance(error, RequestValidationError):
-        return error_response(refusal(error.errors()[0]))
-    cause = error.__cause__  # the error from parsing the body
-    for each in (error, cause):
-        if isinstance(each, ApiError):
-            return error_response(each)
-        if isinstance(each, ClientDisconnect):
-            return Response(status_code=CLIENT_GONE)
-    if isinstance(error, HTTPException) and error.status_code == 400:
-        return error_response(not_json(cause))
+    if isinstance(error, ApiError):
+        return error_response(error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, RequestValidationError):  # `since`, the only field outside a body
+        first = error.errors()[0]
+        return error_response(wrong(first["loc"][-1], first["input"], "a whole number is", "correct it"))
     if isinstance(error, HTTPException):
         headers = dict(error.headers or {})
         reasons = {404: "there is no such path", 405: f"method not allowed; allowed: {headers.get('Allow')}"}

@@ -26,8 +26,9 @@ import uvicorn
 
 from headstart.common.errors import NOT_BEGUN, errors_as_messages
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.build import build_drafter, growth_for, load_costs, load_drafting_head
+from headstart.inference.drafters.build import build_drafter, growth_for, load_drafting_head
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.engine.speculation import speculation_for
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
 from headstart.inference.serve.app import build_app
@@ -67,6 +68,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
     traffic = None if options.adapt_memory is None else Traffic(options.adapt_memory, options.adapt_keep, target.taps)
 
     def loop_with(drafter: Drafter) -> Callable[[], DecodeLoop]:
+        switch = None if options.always_draft else speculation_for(decode, target, drafter)
         return partial(
             ready_loop,
             target,
@@ -74,7 +76,7 @@ def load(options: ServeOptions, thread: Executor) -> Served:
             options.settings.max_batch,
             memory=options.memory,
             prefix_memory=options.prefix_memory,
-            costs=None if options.always_draft else load_costs(decode, target, drafter),
+            speculation=switch,
             record=None if traffic is None else traffic.add,
         )
 

@@ -15,8 +15,8 @@ from headstart.inference.serve.worker import Worker, internal_error
 class Exchange(RequestProgress):
     """Submits the choices of a request, and yields what is added to them until all have ended."""
 
-    def __init__(self, encoded: Encoded, worker: Worker, settings: ServerSettings) -> None:
-        super().__init__(encoded)
+    def __init__(self, encoded: Encoded, arrived: float, worker: Worker, settings: ServerSettings) -> None:
+        super().__init__(encoded, arrived)
         self.worker, self.settings = worker, settings
         self.running = {*self.choices}  # those that the worker has not ended
         self.is_too_late = False
@@ -39,19 +39,21 @@ class Exchange(RequestProgress):
             self.cancel()
         while self.running and (self.worker.alive or not self.events.empty()):
             with suppress(ApiError):
-                self._take(*await self.events.get())
+                await self._take(*await self.events.get())
 
     async def _next(self, pause: float | None) -> tuple[Choice, Output] | None:
         """The additions of the next event; a request's time limit cancels its choices, and their ends follow."""
         limit = self.settings.queue_timeout if self.first is None else self.settings.request_timeout
-        left = None if limit is None or self.is_too_late else max(self.submitted + limit - time.perf_counter(), 0.001)
+        left = None if limit is None or self.is_too_late else max(self.arrived + limit - time.perf_counter(), 0.001)
         waits = [seconds for seconds in (pause, left) if seconds is not None]
         try:
             async with asyncio.timeout(min(waits, default=None)):
-                return self._take(*await self.events.get())
+                taken = await self.events.get()
         except TimeoutError:
             if left is None or left > min(waits):
                 return None
+        else:
+            return await self._take(*taken)
         if self.first is None:
             message = f"no token within {limit:g} seconds, the server's --queue-timeout; send the request again later"
             raise ApiError(503, message, headers={"Retry-After": "10"})
@@ -59,7 +61,7 @@ class Exchange(RequestProgress):
         self.cancel()
         return None
 
-    def _take(self, choice: Choice, event: Event) -> tuple[Choice, Output]:
+    async def _take(self, choice: Choice, event: Event) -> tuple[Choice, Output]:
         if isinstance(event, Update):
             if self.first is None:
                 self.first, self.prefill = event.at, event.at - event.seconds
@@ -73,7 +75,12 @@ class Exchange(RequestProgress):
         if self.first is None and isinstance(event, End) and event.finish == "cancelled":
             raise stopping()  # the server is ending, and the client has received nothing yet
         try:
-            output = choice.grow(event) if isinstance(event, Update) else choice.end(event)
+            if isinstance(event, End):
+                output = choice.end(event)
+            elif event.prompt is None:
+                output = choice.grow(event)
+            else:  # this shapes every token of the prompt
+                output = await asyncio.to_thread(choice.grow, event)
         except Exception as error:  # such as in the text of its tokens
             choice.finish = "error"
             raise internal_error(error) from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from headstart.heads.files import read_config
+from headstart.inference.core.verify import BONUS
 from headstart.inference.serve.api.output import Update
 from headstart.inference.serve.exchange import Exchange
 
@@ -124,7 +125,7 @@ class Metrics:
         """Count a request that has ended, for any reason."""
         for choice in exchange.choices:
             self.count("request_success", 1, choice.finish or "abort")
-        submitted, first, last = exchange.submitted, exchange.first, exchange.last
+        arrived, first, last = exchange.arrived, exchange.first, exchange.last
         if first is None or last is None:
             return
         spans, written = exchange.seconds(), exchange.num_new_tokens
@@ -133,7 +134,7 @@ class Metrics:
             "request_queue_time_seconds": spans["queue_seconds"],
             "request_prefill_time_seconds": spans["prefill_seconds"],
             "request_decode_time_seconds": spans["decode_seconds"],
-            "e2e_request_latency_seconds": (exchange.ended or last) - submitted,
+            "e2e_request_latency_seconds": (exchange.ended or last) - arrived,
             "request_prompt_tokens": exchange.num_prompt_tokens,
             "request_generation_tokens": written,
         }
@@ -155,7 +156,7 @@ class AcceptanceWatch:
     def count(self, update: Update) -> None:
         """Take in a step. Steps without drafts, and steps whose draft contains the end of the text, do not count."""
         block = update.block
-        if self.promised is None or not block.drafted or block.accepted == len(block.tokens):
+        if self.promised is None or not block.drafted or block.depths[-1] != BONUS:
             return
         self.steps.append(block.accepted)
         if len(self.steps) < WATCHED_STEPS:

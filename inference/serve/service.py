@@ -1,18 +1,21 @@
 """The state that all routes share: the worker, admission and the metrics."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.api.encode import Encoded, PromptEncoder, RequestEncoder
-from headstart.inference.serve.api.errors import ApiError, stopping
+from headstart.inference.serve.api.errors import ApiError, as_api_error, stopping
+from headstart.inference.serve.api.fields import LARGE, ChatRequest, CompletionRequest, read_fields
 from headstart.inference.serve.api.output import Choice, End, Event, Update
+from headstart.inference.serve.api.responses import ResponsesRequest, with_field_names
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.metrics import AcceptanceWatch, Metrics
 from headstart.inference.serve.options import ServerSettings
@@ -23,7 +26,6 @@ from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 
-Fields = TypeVar("Fields")
 Result = TypeVar("Result")
 
 
@@ -58,7 +60,7 @@ class Service:
         self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions, log)
         self.max_choices = settings.max_batch + settings.max_queue  # that may decode or wait
         self.requests = RequestEncoder(target, self.prompts, served.defaults, self.max_choices)
-        self.encoding = asyncio.Lock()
+        self.encoding = {is_large: asyncio.Lock() for is_large in (False, True)}  # small bodies overtake large ones
         self.fingerprint = f"headstart-{version('headstart')}"
         self.running = self.waiting = 0  # choices with and without their first token
         self.open: set[Exchange] = set()  # requests whose answer is not complete
@@ -105,19 +107,35 @@ class Service:
             full = f"{self.running} choices are being decoded and {self.waiting} wait, {allowed}; retry later"
             raise ApiError(self.settings.busy_status, full, headers={"Retry-After": str(seconds)})
 
-    async def in_thread(self, encode: Callable[[Fields], Result], fields: Fields) -> Result:
-        """Encode a request in another thread, because tokenizing a long prompt takes a while."""
-        try:
-            async with self.encoding:
-                return await asyncio.to_thread(encode, fields)
-        except ValueError as error:
-            field = str(error).partition(":")[0]
-            raise ApiError(400, str(error), None if " " in field else field) from None
+    async def in_thread(self, read: Callable[[bytes], Result], body: bytes) -> Result:
+        """Read a body in another thread, as this takes a while for a long one; a large one after the other."""
+        is_large = len(body) > LARGE
+        async with self.encoding[is_large]:
+            if is_large:  # a collection of its many new objects would hold the interpreter's lock, and find nothing
+                gc.disable()
+            try:
+                with as_api_error():
+                    return await asyncio.to_thread(read, body)
+            finally:
+                if is_large:
+                    gc.enable()
 
-    def begin(self, encoded: Encoded) -> Exchange:
-        """Submit a request to the worker."""
+    def encode(self, kind: type[ChatRequest | CompletionRequest | ResponsesRequest], body: bytes) -> Encoded:
+        """The request in a body with the fields of this kind. Raises ApiError."""
+        fields = read_fields(kind, body)
+        self.check_model(fields.model)
+        if not isinstance(fields, ResponsesRequest):
+            return self.requests.encode(fields)
+        try:
+            with as_api_error():
+                return replace(self.requests.encode(fields.as_chat()), original=fields)
+        except ApiError as error:
+            raise with_field_names(error) from None
+
+    def begin(self, encoded: Encoded, arrived: float) -> Exchange:
+        """Submit a request, whose body arrived at this time.perf_counter(), to the worker."""
         self.admit(len(encoded.requests))
-        exchange = Exchange(encoded, self.worker, self.settings)
+        exchange = Exchange(encoded, arrived, self.worker, self.settings)
         self.metrics.count("prompt_tokens", exchange.num_prompt_tokens)
         self.waiting += len(encoded.requests)
         self.open.add(exchange)

@@ -17,7 +17,6 @@ from uuid import uuid4
 
 import h11
 import uvicorn
-from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -28,7 +27,6 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.exchange import Exchange
 from headstart.inference.serve.options import ServerSettings
-from headstart.inference.targets.messages import read_json
 
 Result = TypeVar("Result")
 KEEP_ALIVE = ": keep-alive\n\n"  # a comment, which clients skip
@@ -110,6 +108,11 @@ class Front:
             allowed = "`Bearer KEY` is needed; send one that the server was started with"
             challenge = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, f"Authorization: no valid API key given, {allowed}", headers=challenge)
+        if "transfer-encoding" in headers and ("content-length" in headers or scope["http_version"] == "1.0"):
+            both = "Transfer-Encoding with Content-Length or HTTP/1.0 given, by which a proxy may see another request"
+            raise ApiError(
+                400, f"{both}; one of the two is allowed; leave the other out", headers={"Connection": "close"}
+            )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if scope["method"] == "POST" and kind != "application/json":
             allowed = "application/json is allowed; send it with that header"
@@ -199,23 +202,6 @@ def limited(receive: Receive, settings: ServerSettings) -> Receive:
                 raise ApiError(413, large)
 
     return receive_some
-
-
-class JsonRequest(Request):
-    async def json(self) -> Any:
-        return read_json((await self.body()).decode("utf-8-sig"))
-
-
-class JsonRoute(APIRoute):
-    """A route whose body is parsed by `read_json`."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def answer(request: Request) -> Response:
-            return await handle(JsonRequest(request.scope, request.receive))
-
-        return answer
 
 
 async def until_gone(receive: Receive) -> None:

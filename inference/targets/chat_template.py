@@ -3,15 +3,18 @@
 import inspect
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
+from json.scanner import py_make_scanner
 from string import ascii_letters
 from typing import Any, cast
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from headstart.common.errors import wrong_value
 from headstart.heads.target_config import folder_of
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
 from headstart.recipes.schema import TargetSection
@@ -27,6 +30,16 @@ STRFTIME = (
 PROBE = {"probe_key": "probe value"}
 # How a template may expect a turn with tool calls: its content if it has no text, and the type of the arguments.
 CALL_FORMS: tuple[tuple[str | None, type], ...] = (("", dict), (None, dict), (None, str), ("", str))
+# Names for the text before an answer's words.
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
+FIELDS = frozenset({"role", "content", "tool_calls", "name", "tool_call_id", *REASONING_NAMES})
+# Parts of a server's answer that clients send back, and that say nothing that is not in the fields above.
+IGNORED = frozenset({"annotations", "parsed"})
+CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments", "parsed_arguments"})
+# The escapes of a JSON text; one outside the group is half of a surrogate pair.
+ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LARGE = 2**16  # characters; reading more takes long enough to delay other requests
 
 
 class ChatTemplate:
@@ -114,16 +127,15 @@ class ChatTemplate:
         turns = [self._as_read(message) for message in messages]
         return str(self._apply(turns, tools, variables, tokenize=False, **options))
 
-    def own_tokens(
-        self, messages: Sequence[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None
-    ) -> list[int]:
-        """The prompt's tokens as the tokenizer's own `apply_chat_template` gives them."""
-        turns = [self._as_read(message) for message in messages]
-        if any(turn["content"] is None for turn in turns):  # the tokenizer's own drops these
-            return self.encode(self.render(messages, tools, variables=variables))
-        quietly = {"verbose": False}  # the caller cuts or refuses long prompts
-        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": False, "tokenizer_kwargs": quietly}
-        return list(self._apply(turns, tools, variables, **options))
+    @cached_property
+    def is_as_text(self) -> bool:
+        """Whether the tokenizer's own `apply_chat_template` gives the tokens of the rendered text, as most do."""
+        turns = [{"role": "user", "content": "Which colour has the sky?"}]
+        options: Json = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        try:
+            return list(self._apply(turns, None, None, **options)) == self.tokens(turns)
+        except Exception:  # a template may raise anything; this one takes no such turn
+            return True
 
     def end_tokens(self, known: Collection[int] = ()) -> list[int]:
         """The tokenizer's end token; and the last special token that the template writes after an answer, unless one of
@@ -169,10 +181,9 @@ class ChatTemplate:
 
     @staticmethod
     def _with_calls(message: Json, empty: str | None, kind: type) -> Json:
-        calls = [
-            {**call, "function": {**call["function"], "arguments": as_kind(call["function"].get("arguments"), kind)}}
-            for call in message["tool_calls"]
-        ]
+        calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
+        for call in calls if kind is str else ():
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         return {**message, "content": message.get("content") or empty, "tool_calls": calls}
 
     @cached_property
@@ -214,8 +225,71 @@ def day_of(text: Any) -> date:
         raise ValueError(f"chat_template_kwargs.{DATE}: {text!r} given, {allowed}") from None
 
 
-def as_kind(arguments: Any, kind: type) -> Any:
-    """Arguments of a call as an object or as JSON text."""
-    if kind is str:
-        return arguments if isinstance(arguments, str) else json.dumps(arguments or {}, ensure_ascii=False)
-    return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
+def read_json(text: str) -> Any:
+    """The value of a JSON text, with the replacement character for each half of a surrogate pair.
+
+    JSON can name such halves by escapes, but tokenizers cannot encode them and answers cannot hold them.
+    """
+    if SURROGATE.search(text):
+        text = ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text)
+    decoder = json.JSONDecoder()
+    if len(text) > LARGE:  # the scanner in C holds the interpreter's lock until it has read everything
+        decoder.scan_once = py_make_scanner(decoder)
+    return decoder.decode(text)
+
+
+def read_message(given: Json) -> Json:
+    """A message whose content is text in the one form that templates get: reasoning_content, and calls with objects."""
+    message = {"role": given["role"], "content": given["content"]}
+    if calls := given.get("tool_calls"):
+        message["tool_calls"] = [read_call(f"tool_calls[{index}]", call) for index, call in enumerate(calls)]
+    if reasoning := read_reasoning(given):
+        message["reasoning_content"] = reasoning
+    return message | {name: given[name] for name in ("name", "tool_call_id") if given.get(name)}
+
+
+def unread_fields(given: Json, known: Set[str] = FIELDS | IGNORED) -> list[str]:
+    """The names of a message's fields that have a value and are not read."""
+    return [name for name, value in given.items() if name not in known and value not in (None, "", [], {}, False)]
+
+
+def read_reasoning(given: Json) -> str:
+    """The reasoning of an answer under any of its names, "" if there is none."""
+    found: dict[str, str] = {}
+    for name in REASONING_NAMES:
+        value = given.get(name)
+        if name == "reasoning_details" and isinstance(value, list):
+            texts = [part.get("text") if isinstance(part, dict) else None for part in value]
+            value = "".join(texts) if all(isinstance(text, str) for text in texts) else value
+        if isinstance(value, str):
+            found |= {name: value} if value else {}
+        elif value is not None:
+            parts = " or a list of {type: reasoning.text, text}" if name == "reasoning_details" else ""
+            raise wrong_value(name, reprlib.repr(value), f"a text{parts} is", "correct it, or leave it out")
+    if len({*found.values()}) > 1:
+        first, second = list(found)[:2]
+        raise wrong_value(second, reprlib.repr(found[second]), f"the same text as in {first} is", "remove one of them")
+    return next(iter(found.values()), "")
+
+
+def read_call(place: str, call: Any) -> Json:
+    """A tool call with its arguments as an object, parsed from JSON text if necessary, in their order of keys."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        remedy = "write {function: {name, arguments}}, as servers give it"
+        raise wrong_value(place, reprlib.repr(call), "an object with function.name is", remedy)
+    if unknown := sorted(name for name in {*call, *function} - CALL_FIELDS if (function | call)[name] is not None):
+        why = f"{place}: the call of {function['name']} has {unknown[0]}, which is not known"
+        raise ValueError(f"{why}; name and arguments are needed: rename or remove it")
+    arguments, why = function.get("arguments"), "not an object"
+    parsed = {} if arguments is None or arguments == "" else arguments
+    if isinstance(parsed, str):
+        try:
+            parsed = read_json(parsed)
+        except (ValueError, RecursionError) as error:
+            why = f"not valid JSON: {error}"
+    if not isinstance(parsed, dict):
+        given, allowed = f"{reprlib.repr(arguments)} ({why})", "an object, or a JSON object in a string, is"
+        raise wrong_value(f"{place}.function.arguments", given, allowed, "correct it")
+    identity = {"id": call["id"]} if call.get("id") else {}
+    return {"type": "function", "function": {"name": function["name"], "arguments": parsed}, **identity}

@@ -189,15 +189,10 @@ def test_a_template_that_cannot_be_masked_exactly_is_refused(template: str, why:
         ChatMasks(ChatTemplate(tokenizer)).masked(Conversation(CHAT), "all")
 
 
-def test_an_answer_whose_first_token_would_hold_the_end_of_the_prompt_is_tokenized_apart() -> None:
-    """The words "the" start inside the token " the", which a server's prompt ends before."""
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role + ':' + ' ' + m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
-    )
-    assert len(tokenizer(" the")["input_ids"]) == 1
-    chat = Conversation([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "the"}])
-    [sample] = ChatMasks(ChatTemplate(tokenizer)).masked(chat, "all")
-    prompt = tokenizer("user: hiassistant: ")["input_ids"]
-    assert (sample.tokens[: len(prompt)], unmasked(tokenizer, sample)) == (prompt, ["the"])
+def test_a_tokenizer_whose_own_chat_template_gives_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, masks = template_of("chatml")
+    own = tokenizer.apply_chat_template
+    other = lambda *turns, tokenize=True, **more: [7] if tokenize else own(*turns, tokenize=False, **more)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "apply_chat_template", other)
+    with pytest.raises(BadRow, match="gives other tokens than its chat template as text"):
+        masks.prompt(Conversation(CHAT))

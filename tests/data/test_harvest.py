@@ -20,7 +20,7 @@ from accelerate import Accelerator, PartialState
 from completion_server import Server, serving
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
-from tiny_run import VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
+from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing import assert_close
@@ -177,16 +177,6 @@ def test_responses_come_from_a_server_that_sometimes_fails(
     assert FeatureStore(recipe.features_dir, "train").about["written_by"] == "the server of data.server"
 
 
-def test_text_from_a_server_without_token_ids_is_tokenized_and_ended(server: tuple[str, type[Server]]) -> None:
-    url, handler = server
-    handler.says_ids = False
-    tokenizer = build_tokenizer()
-    prompt = tokenizer("target")["input_ids"]
-    [(_, answer)] = CompletionClient([f"{url}/v1"]).each([completion(prompt, Sampling(), 8)], 1)
-    found = answer.tokens(tokenizer, VOCAB_SIZE)
-    assert tokenizer.decode(found) == tokenizer.decode(prompt[::-1]) + str(tokenizer.eos_token)
-
-
 def test_waits_between_retries_grow(server: tuple[str, type[Server]]) -> None:
     url, handler = server
     handler.failures = iter([500, 502, 503, 504, 429, 408])
@@ -215,12 +205,23 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
         list(client.each([completion([1, 2], Sampling(), 4)], 1))
 
 
-def test_a_server_of_a_target_with_more_tokens_is_refused(server: tuple[str, type[Server]]) -> None:
+@pytest.mark.parametrize(
+    ("ids", "why"),
+    [
+        ({"token_ids": [5, 300]}, "answered with token 300, 0 to 299 of the target"),
+        ({"token_ids": [5, -1]}, "answered with token -1, 0 to 299 of the target"),
+        ({}, "answers without token_ids, and text alone does not tell .*; use a server that knows return_token_ids"),
+        ({"token_ids": None}, "answers without token_ids"),
+    ],
+)
+def test_an_answer_whose_tokens_are_not_the_targets_is_refused(
+    server: tuple[str, type[Server]], harvested: Path, tmp_path: Path, ids: dict[str, Any], why: str
+) -> None:
+    """From text alone an end token was guessed, which the target did not write."""
     url, handler = server
-    handler.odd = {"choices": [{"text": "", "finish_reason": "stop", "token_ids": [5, 300]}]}
-    [(_, answer)] = CompletionClient([url]).each([completion([1, 2], Sampling(), 4)], 1)
-    with pytest.raises(ValueError, match=r"data\.server: http.* answered with token 300, 0 to 299 of the target"):
-        answer.tokens(build_tokenizer(), VOCAB_SIZE)
+    handler.odd = {"choices": [{"text": "Oslo.", "finish_reason": "stop", **ids}]}
+    with pytest.raises(ValueError, match=rf"^data\.server: {url} {why}"):
+        harvest(tiny_recipe(harvested, f"run_dir={tmp_path}", f"data.server={url}"))
 
 
 def test_a_draft_head_writes_the_targets_own_text(tmp_path: Path) -> None:

@@ -37,8 +37,7 @@ from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.inference.serve.api.encode import PromptEncoder
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import ChatRequest
-from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.messages import REASONING_NAMES
+from headstart.inference.targets.chat_template import REASONING_NAMES, ChatTemplate
 from headstart.recipes.schema import DataSection
 
 SPECIAL = ("<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|assistant|>", "<|calls|>")
@@ -187,15 +186,6 @@ def test_a_date_format_in_a_variable_refused_every_row_for_a_key_that_nobody_gav
 
 CALL = {"name": "weather", "arguments": {"city": "Oslo"}}
 RESULT = {"role": "tool", "content": "snow"}
-
-
-def test_a_call_is_in_the_prompt_or_the_row_is_refused() -> None:
-    row = {"messages": [user("Snow?"), says(None, tool_calls=[{"function": CALL}]), RESULT]}
-    with pytest.raises(BadRow, match="does not write the tool call weather of turn 2"):
-        prompt_of(template(CHATML), row)
-    assert '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>' in prompt_of(
-        template(HYBRID), row
-    )
 
 
 ASKS_SNOW, CALLS_WEATHER = user("Snow?"), says(None, tool_calls=[{"function": CALL}])

@@ -25,6 +25,7 @@ def test_more_steps_continue_a_finished_run(
     run(make_recipe("in two", "train.steps=8"))
     printed = capsys.readouterr().out
     assert "continuing after step 4; kept: the head's weights" in printed
+    assert "train.eval_prompts: 0, so the head's scores are not calibrated; headstart calibrate" in printed
     assert "train.steps: 8 instead of 4; from here on the learning rate follows the schedule" in printed
     at_once, in_two = (make_recipe(name) for name in ("at once", "in two"))
     assert contents(in_two.head_dir) == contents(at_once.head_dir)
@@ -61,6 +62,18 @@ def test_the_same_recipe_says_nothing_about_continuing(trained: Path, capsys: py
     run(tiny_recipe(trained))
     assert "head was already complete" in (said := capsys.readouterr().out)
     assert "continuing" not in said
+
+
+def test_a_damaged_checkpoint_is_named_and_the_run_s_start_is_kept(trained: Path) -> None:
+    """Its start was noted anew, as if no step had been taken."""
+    recipe = tiny_recipe(trained, "train.steps=12")
+    start = (recipe.checkpoints_dir / "start.json").read_bytes()
+    (recipe.checkpoints_dir / "start.json").touch()
+    newest = max(recipe.checkpoints_dir.glob("step-*"))
+    (newest / "state.json").write_text("{")
+    with pytest.raises(ValueError, match=rf"{newest} cannot be read .*; remove it to resume from step-"):
+        run(recipe)
+    assert (recipe.checkpoints_dir / "start.json").read_bytes() == start
 
 
 def test_a_damaged_note_on_the_start_names_its_file(trained: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -25,8 +26,7 @@ from headstart.inference.serve.api.fields import (
     TokenizeRequest,
     refuse_unknown,
 )
-from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.messages import FIELDS, read_message, unread_fields
+from headstart.inference.targets.chat_template import FIELDS, ChatTemplate, read_message, unread_fields
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import spells_special_token, text_of, visible_text_of
 from headstart.recipes.sampling import SamplingFields
@@ -41,7 +41,7 @@ RANDOM_SEEDS = 2**53 - 2**8  # a client that counts in doubles, as JavaScript do
 
 
 class PromptEncoder:
-    """Encodes prompts for one target. Not safe to use from several threads at once."""
+    """Encodes prompts for one target. Several threads may use it at once."""
 
     def __init__(
         self, template: ChatTemplate, vocab_size: int, max_positions: int, log: Callable[[str], None] = print
@@ -49,10 +49,10 @@ class PromptEncoder:
         self.template, self.tokenizer, self.log = template, template.tokenizer, log
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.said: set[str] = set()  # warnings
-        self.longest_token = max(map(len, self.tokenizer.get_vocab()), default=1)
+        self.longest_text = max_positions * max(map(len, self.tokenizer.get_vocab()), default=1)  # in characters
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
-        if fields.messages is not None:
+        if "messages" in fields.model_fields_set:
             return self.from_chat(fields)
         if fields.prompt is None:
             raise ApiError(400, "prompt: missing; a text, or messages instead, is needed; write one", "prompt")
@@ -62,7 +62,8 @@ class PromptEncoder:
         """Apply the target's chat template; raises ApiError for messages that the template refuses."""
         messages, variables, continued = fields.messages, fields.variables, fields.continue_final_message
         if not messages:
-            raise wrong("messages", messages, "a list of at least one message is", "write [{role: user, content: ...}]")
+            given = messages if "messages" in fields.model_fields_set else None
+            raise wrong("messages", given, "a list of at least one message is", "write [{role: user, content: ...}]")
         if not self.template.exists:
             no_template = "this target has no chat template, plain prompts are allowed; use /v1/completions"
             raise ApiError(400, f"messages: {no_template}")
@@ -75,11 +76,17 @@ class PromptEncoder:
             if tools and not self.template.writes_tools:
                 self.say_once(UNSEEN_TOOLS)
             text = self.template.render(turns, tools, opens_answer, continued, variables)
+            # What is too long is blamed on the tools where the messages alone are not.
+            is_long = tools is not None and len(text) > self.longest_text
+            alone = self.template.render(turns, None, opens_answer, continued, variables) if is_long else text
         except Exception as error:  # a template is a program, which may raise anything
+            if str(error).startswith("chat_template_kwargs."):
+                raise
             refused = f"messages: the target's chat template refuses them ({' '.join(str(error).split())[:160]})"
             remedy = "messages that it can render are allowed; change their roles or their order"
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
-        return self.from_text(text, "messages", bool(fields.add_special_tokens))
+        name = "messages" if len(alone) > self.longest_text or not is_long else "tools"
+        return self.from_text(text, name, bool(fields.add_special_tokens))
 
     def say_once(self, warning: str) -> None:
         if warning not in self.said:
@@ -88,10 +95,9 @@ class PromptEncoder:
 
     def from_text(self, text: str, name: str, special: bool = True) -> list[int]:
         """The tokens of a text; `special` adds those that the tokenizer puts around every text, unless it has them."""
-        longest = self.max_positions * self.longest_token
-        if len(text) > longest:
+        if len(text) > self.longest_text:
             given = f"{len(text)} characters given, more than {self.max_positions} tokens can hold (the context length)"
-            raise ApiError(400, f"{name}: {given}; at most {longest} are allowed; shorten it", name)
+            raise ApiError(400, f"{name}: {given}; at most {self.longest_text} are allowed; shorten it", name)
         return self.template.encode_text(text) if special else self.template.encode(text)
 
     def from_prompt(self, prompt: str | list[int], special: bool) -> list[int]:
@@ -116,7 +122,7 @@ def turn(name: str, message: Message) -> dict[str, Any]:
     if content is None:
         raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
     if unread := unread_fields(given):
-        refuse_unknown(f"{name}.{unread[0]}", given[unread[0]], FIELDS)
+        refuse_unknown(unread[0], given[unread[0]], FIELDS, name)
     text = content if isinstance(content, str) else "".join(part.text for part in content)
     try:
         return read_message({**given, "content": text})
@@ -144,10 +150,8 @@ class Encoded:
     seed: int  # for the first choice of each prompt; further choices count up from it
     text: Detokenize
     calls: ToolCalls
-
-    @property
-    def echoes(self) -> bool:
-        return isinstance(self.fields, CompletionRequest) and self.fields.echo
+    echoes: list[str] | None  # the prompts' texts, if they come first in the answers
+    original: Any = None  # the fields of another API that were turned into these
 
 
 class RequestEncoder:
@@ -157,6 +161,8 @@ class RequestEncoder:
         """A request may ask for `max_choices` choices."""
         self.target, self.prompts, self.defaults, self.max_choices = target, prompts, defaults, max_choices
         self.vocab_size = target.config.vocab_size
+        with suppress(ValueError):  # for a tokenizer that cannot be used, which a request for a format is told
+            _ = self.grammars  # before the first request, because this holds the interpreter's lock for seconds
 
     def encode(self, fields: ChatRequest | CompletionRequest) -> Encoded:
         if isinstance(fields, ChatRequest):
@@ -196,7 +202,8 @@ class RequestEncoder:
             for prompt, length in zip(prompts, lengths, strict=True)
             for copy in range(fields.n)
         ]
-        return Encoded(fields, prompts, requests, seed, text, calls)
+        echoes = [text(each) for each in prompts] if isinstance(fields, CompletionRequest) and fields.echo else None
+        return Encoded(fields, prompts, requests, seed, text, calls, echoes)
 
     def chat(self, fields: ChatRequest) -> list[list[int]]:
         if fields.top_logprobs and not fields.logprobs:
@@ -277,7 +284,8 @@ class RequestEncoder:
 
     def grammar(self, fields: TextRequest, calls: ToolCalls) -> Constraint | None:
         format_, outputs = fields.response_format, fields.structured_outputs
-        given = [name for name in ("json_", "regex", "choice") if getattr(outputs, name) not in (None, [])]
+        values = {"json": outputs.json_, "regex": outputs.regex, "choice": outputs.choice}
+        given = [name for name, value in values.items() if value not in (None, [])]
         if len(given) + (format_.type != "text") > 1:
             raise wrong("structured_outputs", given, "one format is", "leave the others out")
         if given and calls.is_forced:

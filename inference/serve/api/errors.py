@@ -1,6 +1,8 @@
 """Errors in OpenAI's shape. They repeat at most a few words of the client's input."""
 
 import reprlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from headstart.common.errors import wrong_value
@@ -44,3 +46,13 @@ def stopping() -> ApiError:
 def wrong(name: str, value: Any, allowed: str, remedy: str) -> ApiError:
     """The error for a field with a wrong value."""
     return ApiError(400, str(wrong_value(name, reprlib.repr(value), allowed, remedy)), name)
+
+
+@contextmanager
+def as_api_error() -> Iterator[None]:
+    """Raise a ValueError from inside, whose message begins with a field, as an ApiError for this field."""
+    try:
+        yield
+    except ValueError as error:
+        field = str(error).partition(":")[0]
+        raise ApiError(400, str(error), None if " " in field else field) from None

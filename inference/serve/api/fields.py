@@ -4,11 +4,13 @@ import difflib
 import json
 import reprlib
 from collections.abc import Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from headstart.inference.serve.api.errors import ApiError, wrong
+from headstart.inference.targets.chat_template import read_json
 from headstart.recipes.sampling import Allowed, Range, SamplingFields
 
 # Accepted without effect, because they concern OpenAI's service: the caller, its cache, its tools.
@@ -26,13 +28,40 @@ OFF: dict[str, Any] = {
 STOPS_MAX, STOP_LENGTH_MAX = 64, 1000
 STOPS = f"a text, or a list of at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters without U+FFFD, is"
 TOP_LOGPROBS_MAX = 20
+LARGE = 2**16  # bytes; reading more takes long enough to delay other requests
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def read_fields(kind: type[Model], body: bytes) -> Model:
+    """The fields of a request's body; raises ApiError. Other threads get their turns, however large the body is."""
+    try:
+        return kind.model_validate(read_json(body.decode("utf-8-sig")))
+    except ValidationError as error:
+        raise first_refusal(error) from None
+    except RecursionError:
+        raise ApiError(
+            400, "the body: its JSON is nested too deeply, some hundred levels are allowed; correct it"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise not_json(f"{error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise not_json(error) from None
 
 
 def check_tools(tools: list[Any]) -> list[Any]:
     """The tools of a chat, unchanged because the template sees their order of keys."""
+    names = set[str]()
     for index, tool in enumerate(tools):
         if not has_function(tool) or tool.get("type") != "function":
             raise wrong(f"tools[{index}]", tool, "an object of type function with a name is", "correct it")
+        name, parameters = tool["function"]["name"], tool["function"].get("parameters")
+        if name in names:
+            raise wrong(f"tools[{index}]", name, "one tool of each name is", "rename it or leave it out")
+        names.add(name)
+        kinds = parameters.get("type", "object") if isinstance(parameters, dict) else parameters
+        if parameters is not None and kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            place = f"tools[{index}].function.parameters"
+            raise wrong(place, parameters, 'the schema of an object, {"type": "object", ...}, is', "correct it")
     return tools
 
 
@@ -62,7 +91,7 @@ class Fields(BaseModel, strict=True, allow_inf_nan=False):
     @model_validator(mode="before")
     @classmethod
     def known(cls, values: Any) -> Any:
-        """The fields that have a value; raises ApiError for the first unknown one that would have an effect."""
+        """The fields that have a value; raises an error for the first unknown one that would have an effect."""
         if not isinstance(values, dict):
             return values
         names = {field.alias or name for name, field in cls.model_fields.items()}
@@ -138,16 +167,33 @@ class TextRequest(CommonFields):
     headstart: Extension = Extension()
 
 
-class TextPart(BaseModel, strict=True):
+def in_turn(value: Any) -> Any:
+    """The value as it is. When this is called, other threads may take the interpreter's lock, which pydantic holds."""
+    return value
+
+
+class Listed(BaseModel, strict=True):
+    """An item of a list that may be long."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def in_turn(cls, values: Any) -> Any:
+        return in_turn(values)
+
+
+class TextPart(Listed):
     type: Literal["text"]
     text: Text
 
 
-class Message(BaseModel, strict=True, extra="allow"):
+Parts = Annotated[list[TextPart], Allowed("")]
+
+
+class Message(Listed, extra="allow"):
     """A message of a chat. `encode.turn` reads the other fields, and refuses those that nothing reads."""
 
     role: Annotated[Role, Allowed("system, developer, user, assistant, tool are")]
-    content: Annotated[Text | list[TextPart], Allowed("a text, or a list of parts of type text, is")] | None = None
+    content: Annotated[Text | Parts, Allowed("a text, or a list of parts of type text, is")] | None = None
     tool_calls: list[Any] | None = None
     name: Text | None = None
     tool_call_id: Text | None = None
@@ -167,7 +213,7 @@ class NamedTool(Fields):
 class Templated(Fields):
     """The fields that make a prompt of a chat."""
 
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], FailFast()] = []
     tools: Annotated[list[Any], AfterValidator(check_tools)] = []
     tool_choice: Annotated[Literal["auto", "none", "required"] | NamedTool, Allowed(f"{CHOICES} is")] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
@@ -197,7 +243,7 @@ class CompletionRequest(TextRequest):
     """A body of /v1/completions."""
 
     prompt: Annotated[
-        Text | Tokens | Annotated[list[Text | Tokens], Allowed("")],
+        Text | Tokens | Annotated[list[Annotated[Text | Tokens, BeforeValidator(in_turn)]], Allowed("")],
         Allowed("a text, a list of texts, a list of token ids or a list of such lists is"),
     ]
     max_tokens: Annotated[int, Range(0)] | None = None
@@ -224,31 +270,40 @@ class HeadRequest(Fields):
     folder: Text  # on the server's machine
 
 
-def refusal(error: dict[str, Any]) -> ApiError:
-    """FastAPI's error for a wrong body, in OpenAI's shape."""
-    kind, (_, *steps), value = error["type"], error["loc"], error["input"]
-    if kind == "json_invalid":
-        return not_json(f"{error['ctx']['error']} at character {steps[0]}")
+def first_refusal(error: ValidationError) -> ApiError:
+    """pydantic's first error for a wrong body, in OpenAI's shape."""
+    first = error.errors()[0]
+    kind, value, told = first["type"], first["input"], first.get("ctx", {})
+    steps = (*first["loc"], told["field"]) if kind == "unknown" else first["loc"]
     if not steps:
         return not_json(f"{reprlib.repr(value)} given")
     path = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).removeprefix(".")
+    if kind == "unknown":
+        return ApiError(400, f"{path}: {first['msg']}", path)
     if kind == "missing":
         return ApiError(400, f"{path}: missing, but it is required; write it", path)
     other = "a list is" if kind == "list_type" else "an object is"
-    return wrong(path, value, error["msg"] if kind == "not_allowed" else other, "correct it")
+    return wrong(path, value, first["msg"] if kind == "not_allowed" else other, "correct it")
 
 
 def not_json(reason: object) -> ApiError:
     return ApiError(400, f"the body is not a JSON object ({reason}); one object is allowed; correct it")
 
 
-def refuse_unknown(name: str, value: Any, known: Collection[str]) -> None:
-    """Raise ApiError for a field outside the model, unless its value switches it off."""
-    shown = name[:60]
+def refuse_unknown(name: str, value: Any, known: Collection[str], place: str | None = None) -> None:
+    """Raise an error for a field outside the model, unless its value switches it off.
+
+    Outside the validation of a body, `place` is the path of the object that has the field.
+    """
     if name in OFF:
         if value == OFF[name] and isinstance(value, bool) == isinstance(OFF[name], bool):
             return
-        raise wrong(shown, value, f"this server does not support it, only {json.dumps(OFF[name])} is", "leave it out")
-    near = difflib.get_close_matches(name, known, 1, 0.75)
-    meant = f"did you mean {near[0]}?" if near else "leave it out"
-    raise ApiError(400, f"{shown}: there is no such field; {', '.join(sorted(known))} are allowed; {meant}", shown)
+        allowed = f"this server does not support it, only {json.dumps(OFF[name])} is allowed"
+        message = f"{reprlib.repr(value)} given, {allowed}; leave it out"
+    else:
+        near = difflib.get_close_matches(name, known, 1, 0.75)
+        meant = f"did you mean {near[0]}?" if near else "leave it out"
+        message = f"there is no such field; {', '.join(sorted(known))} are allowed; {meant}"
+    if place is not None:
+        raise ApiError(400, f"{place}.{name[:60]}: {message}", f"{place}.{name[:60]}")
+    raise PydanticCustomError("unknown", "{message}", {"message": message, "field": name[:60]})

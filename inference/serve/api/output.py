@@ -81,7 +81,8 @@ class Choice:
         self.latest = time.perf_counter()  # when it was submitted, then its last update
         self.has_begun = False  # whether it has its first token
         include_stop, calls = encoded.fields.include_stop_str_in_output, encoded.calls
-        self.written = WrittenText(encoded.text, request.prompt, request.stop, include_stop, encoded.echoes)
+        echo = encoded.echoes and encoded.echoes[index // encoded.fields.n]
+        self.written = WrittenText(encoded.text, request.prompt, request.stop, include_stop, echo)
         self.parser = ToolCallParser(calls.schemas, calls.only_one) if calls.schemas else None
         self.output, self.tokens = Output(), list[int]()
         self.cached = 0  # as in Update
@@ -151,11 +152,10 @@ EventQueue = asyncio.Queue[tuple[Choice, Event]]
 class RequestProgress:
     """A request, its choices, and the time.perf_counter() of each stage, None until the stage is reached."""
 
-    def __init__(self, encoded: Encoded) -> None:
-        self.encoded = encoded
+    def __init__(self, encoded: Encoded, arrived: float) -> None:
+        self.encoded, self.arrived = encoded, arrived
         self.events: EventQueue = asyncio.Queue()
         self.choices = [Choice(index, request, encoded, self.events) for index, request in enumerate(encoded.requests)]
-        self.submitted = time.perf_counter()
         self.prefill: float | None = None  # the start of prefill
         self.first: float | None = None  # the first token of any choice
         self.last: float | None = None  # the last token so far
@@ -177,10 +177,10 @@ class RequestProgress:
     def seconds(self) -> dict[str, float | None]:
         """How long the request waited, and how long its prefill and its decoding took; None for stages not reached."""
         spans = {
-            "queue_seconds": (self.submitted, self.prefill),
+            "queue_seconds": (self.arrived, self.prefill),
             "prefill_seconds": (self.prefill, self.first),
             "decode_seconds": (self.first, self.last),
-            "time_to_first_token_seconds": (self.submitted, self.first),
+            "time_to_first_token_seconds": (self.arrived, self.first),
         }
         return {
             name: None if start is None or end is None else max(end - start, 0.0)

@@ -2,10 +2,11 @@
 
 import json
 import re
+from functools import cached_property
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import BaseModel, BeforeValidator, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import BeforeValidator, FailFast, Field, ValidationError, ValidationInfo, field_validator
 
 from headstart.inference.serve.api.answers import Answer, Json, metrics, usage
 from headstart.inference.serve.api.errors import ApiError, wrong
@@ -17,14 +18,15 @@ from headstart.inference.serve.api.fields import (
     Flag,
     Format,
     JsonSchema,
+    Listed,
     Range,
     Text,
-    refusal,
+    first_refusal,
     refuse_unknown,
 )
-from headstart.inference.serve.api.output import Choice, Output
+from headstart.inference.serve.api.output import Choice, Output, RequestProgress
 from headstart.inference.show import TokenText
-from headstart.inference.targets.messages import unread_fields
+from headstart.inference.targets.chat_template import unread_fields
 
 SHARED = {*CommonFields.model_fields, "chat_template_kwargs"} - {"stream_options"}
 # Fields that the answer repeats as they are.
@@ -42,19 +44,20 @@ FIELD_NAMES = {
 }
 
 
-class Part(BaseModel, strict=True):
+class Part(Listed):
     type: Literal["input_text", "output_text", "text", "reasoning_text"]
     text: Text
 
 
-Content = Annotated[Text | list[Part], Allowed("a text, or a list of parts of type input_text or output_text, is")]
+Parts = Annotated[list[Part], Allowed("")]
+Content = Annotated[Text | Parts, Allowed("a text, or a list of parts of type input_text or output_text, is")]
 IGNORED_IN_ITEMS = frozenset({"id", "status", "summary", "encrypted_content", "phase"})
 Included = Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]
 Kind = Literal["message", "function_call", "function_call_output", "reasoning"]
 Role = Literal["system", "developer", "user", "assistant"]
 
 
-class Item(BaseModel, strict=True, extra="allow"):
+class Item(Listed, extra="allow"):
     """An item of the input. Fields of our own items without a counterpart in chats are ignored, others refused."""
 
     type: Annotated[Kind, Allowed("a complete message, function_call, function_call_output, reasoning is")] = "message"
@@ -88,7 +91,7 @@ def as_items(text_or_items: Any) -> Any:
 class ResponsesRequest(CommonFields):
     """A body of /v1/responses."""
 
-    input: Annotated[list[Item], BeforeValidator(as_items)]
+    input: Annotated[list[Item], FailFast(), BeforeValidator(as_items)]
     instructions: Text | None = None
     max_output_tokens: Annotated[int, Range(1)] | None = None
     text: TextOptions = TextOptions()
@@ -113,6 +116,11 @@ class ResponsesRequest(CommonFields):
             raise wrong(name, value, "JSON with finite numbers and less nesting is", "correct it") from None
         return value
 
+    @cached_property
+    def repeated(self) -> Json:
+        """The fields that the answer repeats."""
+        return self.model_dump(include=REPEATED)
+
     def as_chat(self) -> ChatRequest:
         """The same request as a chat. Raises ApiError."""
         form = self.text.format.model_dump(by_alias=True, exclude={"type"}, exclude_none=True)
@@ -130,8 +138,7 @@ class ResponsesRequest(CommonFields):
         try:
             return ChatRequest.model_validate(chat)
         except ValidationError as error:
-            first = error.errors()[0]
-            raise refusal({**first, "loc": ("body", *first["loc"])}) from None
+            raise first_refusal(error) from None
 
     def messages(self) -> list[Json]:
         """The messages of the chat. An assistant's message includes the reasoning before it and the calls after it."""
@@ -139,7 +146,7 @@ class ResponsesRequest(CommonFields):
         for index, item in enumerate(self.input):
             content, last = joined(item.content), messages[-1] if messages else {}
             for name in unread_fields(item.model_extra or {}, IGNORED_IN_ITEMS):
-                refuse_unknown(f"input[{index}].{name}", getattr(item, name), Item.model_fields)
+                refuse_unknown(name, getattr(item, name), Item.model_fields, f"input[{index}]")
             if item.type == "function_call_output":
                 messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
             elif item.type == "message" and item.role is None:
@@ -184,9 +191,9 @@ class ResponsesAnswer(Answer):
 
     prefix, full_object, chunk_object, last = "resp", "response", "response", ""
 
-    def __init__(self, request: ResponsesRequest, *rest: Any) -> None:
-        super().__init__(*rest)
-        self.request = request
+    def __init__(self, progress: RequestProgress, *rest: Any) -> None:
+        super().__init__(progress, *rest)
+        self.request: ResponsesRequest = progress.encoded.original
         self.number = 0  # of the next event
         self.items: list[Json] = []  # completed ones
         self.message: str | None = None  # the id of the current message
@@ -287,7 +294,7 @@ class ResponsesAnswer(Answer):
             "output": [*self.items],
             "error": None,
             "incomplete_details": None,
-            **request.model_dump(include=REPEATED),
+            **request.repeated,
             "metadata": {},
             "seed": self.base["seed"],
             "store": False,

@@ -25,12 +25,12 @@ class WrittenText:
         prompt: list[int],
         stop: StopStrings | None = None,
         include_stop: bool = False,
-        echo: bool = False,
+        echo: str | None = None,
     ) -> None:
-        """`include_stop` keeps the stop string that ends the text. With `echo`, the prompt's text comes first."""
-        self.stream, self.stop, self.include_stop = TextStream(text, prompt, echo), stop, include_stop
+        """`include_stop` keeps the stop string that ends the text. `echo`: the prompt's text, if it comes first."""
+        self.stream, self.stop, self.include_stop = TextStream(text, prompt, echo is not None), stop, include_stop
         # A character that the prompt leaves incomplete comes with the token that completes it.
-        self.echo = text(prompt).rstrip(REPLACEMENT_CHARACTER) if echo else ""
+        self.echo = (echo or "").rstrip(REPLACEMENT_CHARACTER)
         self.count = len(self.echo)  # characters so far, including held ones
         self.searched = None if stop is None or stop.detokenize is text else TextStream(stop.detokenize, prompt)
         self.held: list[tuple[str, TokenText]] = []  # each with the text in which stop strings are searched
@@ -206,8 +206,11 @@ def read_call(value: dict[str, Any], names: Collection[str]) -> ToolCall | None:
         return None
     arguments = {} if arguments in (None, "") else arguments
     try:
+        read = JSON.decode(arguments) if isinstance(arguments, str) else arguments
         text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-    except (ValueError, RecursionError):  # a number out of floating point's range, or JSON nested too deeply
+    except (ValueError, RecursionError):  # not JSON, a number out of floating point's range, or nesting too deep
+        return None
+    if not isinstance(read, dict):
         return None
     # JSON may name halves of surrogate pairs by escapes; text can hold them only as such.
     function = {"name": name, "arguments": text.encode(errors="backslashreplace").decode()}

@@ -23,6 +23,7 @@ from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefill import PrefillSchedule
+from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -498,7 +499,8 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     rng = random.Random(seed)
     drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
     memory = None if static else 12 * 128 * (512 + 128)
-    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, costs=LoadCosts())
+    switch = SpeculationByLoad(LoadCosts())
+    loop = DecodeLoop(target, drafter, 4, static, memory=memory, prefix_memory=150_000, speculation=switch)
     requests: dict[int, Request] = {}
     seen: dict[int, list[int]] = {}
     cancelled: set[int] = set()

@@ -29,6 +29,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import BONUS, Accepted, Verified
 from headstart.inference.engine.loop import loop_of
+from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.show import TextStream
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
@@ -94,7 +95,7 @@ def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
         system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
         console = Console(file=printed, width=500, highlight=False, **system)
         template = ChatTemplate(build_tokenizer())
-        return Chat(talker, drafter, template, Sampling(temperature), longest, console), printed
+        return Chat(SpeculativeModel(talker, drafter), template, Sampling(temperature), longest, console), printed
 
     return make
 
@@ -212,10 +213,10 @@ def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_c
     assert "stopped by Ctrl-C" in printed.getvalue()
     [answer] = answers(chat)
     assert printed.getvalue().startswith(printable(answer))
-    assert chat.drafter.steps == 4
+    assert chat.model.drafter.steps == 4
     assert chat.handle("and the head?")
     assert len(answers(chat)) == 2
-    chat.interactive, chat.drafter = False, KnowsTheText(talker, stop_at=4)
+    chat.interactive, chat.model.drafter = False, KnowsTheText(talker, stop_at=4)
     with pytest.raises(KeyboardInterrupt):
         chat.handle("and if nobody types?")
 

@@ -9,6 +9,7 @@ import pytest
 from server_run import NAME, Running, running
 
 from headstart.inference.core.request import EmittedTokens
+from headstart.inference.core.verify import BONUS
 from headstart.inference.serve.api.output import Update
 from headstart.inference.serve.metrics import WATCHED_STEPS, AcceptanceWatch, promised_length
 from headstart.inference.serve.options import ServerSettings
@@ -69,8 +70,8 @@ def test_each_figure_has_one_name(server: Running) -> None:
 
 def step(accepted: int, is_end: bool = False) -> Update:
     """A step with 8 draft tokens; at the end of a text, the draft holds the end token, and no bonus token follows."""
-    count = accepted + (not is_end)
-    return Update(EmittedTokens(0, [5] * count, [1] * count, 8, accepted), [], [], 0, 1.0, 1.0)
+    depths = [*range(1, accepted + 1), accepted + 1 if is_end else BONUS]
+    return Update(EmittedTokens(0, [5] * len(depths), depths, 8, accepted), [], [], 0, 1.0, 1.0)
 
 
 # The head's acceptance lengths at temperatures 0 and 1, the steps, and the measured length that is reported.

@@ -72,7 +72,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (outputs(choice=["ab" * 70_000]), "structured_outputs.choice: ", "at most 120000"),
         ({"suffix": "x"}, "suffix: 'x' given", 'only ""'),
         ({"guided_json": {}}, "guided_json: there is no such field", "structured_outputs"),
-        ({"stream_options": {"usage": 1}}, "usage: there is no such field", "include_usage"),
+        ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation: True", "only false"),
+        ({"stream_options": {"usage": 1}}, "stream_options.usage: there is no such field", "include_usage"),
+        ({"response_format": {"schema": {}}}, "response_format.schema: there is no such field", "json_schema"),
+        ({"headstart": {"tree": True}}, "headstart.tree: there is no such field", "did you mean trees?"),
+        (outputs(json={}, regex="a"), "structured_outputs: ['json', 'regex'] given", "one format"),
         ({"return_token_ids": True, "stream": True}, "return_token_ids: True given", "only false"),
         ({"temprature": 1}, "temprature: there is no such field", "did you mean temperature?"),
     ],
@@ -107,7 +111,7 @@ BODIES = [
     (b"", "not a JSON object"),
     (b'{"prompt": "a", "temperature": NaN}', "temperature: nan given"),
     (f'{{"prompt": "a", "seed": {"9" * 5000}}}'.encode(), "4300 digits"),
-    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion depth"),
+    (b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "nested too deeply"),
     (b'{"prompt": "\xff"}', "byte 0xff"),
 ]
 

@@ -163,7 +163,7 @@ def test_a_character_that_the_prompt_begins_comes_with_its_last_byte(seed: int) 
     text = before + parted + after
     cut = len(before.encode()) + draw.randrange(len(parted.encode()))
     prompt, rest = [*text.encode()[:cut]], text.encode()[cut:]
-    parts = {echo: WrittenText(spell, prompt, echo=echo) for echo in (True, False)}
+    parts = {echo: WrittenText(spell, prompt, echo=spell(prompt) if echo else None) for echo in (True, False)}
     found = {
         echo: written.echo + joined([piece for byte in rest for piece in written.add(byte, None)] + written.end())
         for echo, written in parts.items()
