@@ -236,7 +236,8 @@ def with_a_wrong_bit(body: bytes) -> bytes:
     return body[:-1] + bytes([body[-1] ^ 1])
 
 
-@pytest.mark.parametrize("fault", [cut, slow(throttled), slow(timed_out)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [cut, throttled, timed_out])
 def test_requests_that_fail_now_and_then_are_survived(
     store: str, server: str, local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
@@ -355,6 +356,7 @@ with only_run_in(mirror_of(sys.argv[1]), "training"):
 """
 
 
+@pytest.mark.slow
 def test_a_second_command_is_refused_on_any_machine_and_a_killed_one_makes_way(
     store: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

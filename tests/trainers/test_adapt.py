@@ -244,6 +244,7 @@ def traffic_of(recipe: Recipe) -> Snapshot:
     return Snapshot("head", samples[4:], samples[:4])
 
 
+@pytest.mark.slow
 def test_an_interrupted_candidate_ends_in_the_same_weights(recipe: Recipe, tmp_path: Path) -> None:
     head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(Path(recipe.target.path), torch.float32))
     taps, snapshot = head.taps, traffic_of(recipe)

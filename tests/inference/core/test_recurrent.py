@@ -68,6 +68,7 @@ def counting(counts: list[int]) -> Callable[..., Any]:
     return counted
 
 
+@pytest.mark.parametrize("stateful", slow_unless(("qwen3_next", "own cache"), KINDS), indirect=True)
 def test_plain_decoding_is_that_of_transformers(stateful: TargetModel) -> None:
     for prompt, text in zip(PROMPTS, texts(stateful, requests()), strict=True):
         assert text == [*prompt, *stateful.generate([prompt], NEW)[0]]
@@ -133,7 +134,7 @@ def test_a_rejection_costs_no_pass_until_the_window_is_full(monkeypatch: pytest.
     assert max(counts[1:]) == WINDOW + 1
 
 
-@pytest.mark.parametrize("stateful", slow_unless(("falcon_h1", "own cache"), KINDS), indirect=True)
+@pytest.mark.parametrize("stateful", slow_unless(("own cache",), KINDS), indirect=True)
 def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> None:
     asked = requests(1.0)
     wanted = texts(stateful, asked)

@@ -25,7 +25,7 @@ GROWTH = Dynamic(3, 3, 8)
 
 
 PARTS = ["none", "head", "medusa", "block head", "draft model"]
-some_parts = pytest.mark.parametrize("parts", slow_unless(("head", "draft model"), PARTS), indirect=True)
+some_parts = pytest.mark.parametrize("parts", slow_unless(("head",), PARTS), indirect=True)
 
 
 @pytest.fixture(params=PARTS)

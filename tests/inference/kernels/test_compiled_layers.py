@@ -114,9 +114,8 @@ def test_packed_layers_write_the_same_text_compiled(
     monkeypatch.setattr(CompiledForward, "own", own)
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name == "Gemma 3" else pytest.mark.slow) for name in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_families_write_the_same_text_compiled(family: str, traced_only: None) -> None:
     target = TargetModel(FAMILIES[family]().eval(), (0,))
     wanted, logits = texts(target), tree_logits(target)

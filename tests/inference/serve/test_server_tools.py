@@ -113,7 +113,7 @@ def test_a_choice_without_such_a_tool_is_refused(client: OpenAI) -> None:
             chat(client, **fields)
 
 
-@pytest.mark.parametrize("speculative", [True, False])
+@pytest.mark.parametrize("speculative", [True, slow(False)])
 def test_without_parallel_calls_the_text_ends_after_the_first(client: OpenAI, speculative: bool) -> None:
     call = '<tool_call>{"name": "wait"}</tool_call>'
     twice = {"structured_outputs": {"choice": [f"so {call}\n{call} and"]}, "speculative": speculative}

@@ -118,7 +118,8 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
     assert len(step.captured) <= 2 * len(keys)  # the form of top-p besides that of temperatures
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_server_captures_next_to_nothing_while_requests_wait(
     make_model: MakeModel, make_head: MakeHead, temperature: float
 ) -> None:

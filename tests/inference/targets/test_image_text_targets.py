@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from matrix import slow_unless
 from tiny_run import ENDS, VOCAB_SIZE, build_run, build_tokenizer, tiny_recipe
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
@@ -78,7 +77,8 @@ def test_the_loaded_model_gives_the_logits_of_the_whole_one(make: Callable[[], A
         torch.testing.assert_close(loaded(input_ids=tokens).logits, whole(input_ids=tokens).logits)
 
 
-@pytest.mark.parametrize("make", slow_unless((qwen3_5,), [gemma3, llava, qwen3_5]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [gemma3, llava, qwen3_5])
 def test_a_head_is_trained_for_its_language_model(
     make: Callable[[], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

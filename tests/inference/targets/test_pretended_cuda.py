@@ -413,6 +413,7 @@ def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
     assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_head_is_measured_on_two_cards_as_on_the_cpu(
     make_model: MakeModel, make_head: MakeHead, tmp_path: Path
 ) -> None:
