@@ -9,6 +9,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 
 from huggingface_hub import errors, snapshot_download
 
+from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.common.run_lock import only_run_in
 from headstart.heads.files import read_json_object
@@ -39,8 +41,8 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
 }
 SOURCE_CHARACTERS_MAX = 300
 END_BYTES = 1 << 20  # read at each end of a file of weights
-SAMPLES, SAMPLE_BYTES = 512, 64  # of a file of weights
-UNPACKED_AS = b"3"  # changes when a GGUF file is unpacked into something else
+DIGEST_LETTERS = 64
+UNPACKED_AS = b"4"  # changes when a GGUF file is unpacked into something else
 
 
 def locate_target(
@@ -51,16 +53,33 @@ def locate_target(
     Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
     if Path(path).expanduser().is_dir():
-        return Path(path).expanduser()
+        return whole_model(Path(path).expanduser(), field)
     if path.endswith(".gguf"):
         return unpacked_folder(Path(path).expanduser(), field)
     try:
-        return Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
+        folder = Path(snapshot_download(path, revision=revision, allow_patterns=list(files)))
     except Exception as error:  # the hub client raises a dozen types; all mean that the model is not available
         raise ValueError(
             f"{field}: {path!r} is neither a local folder nor a model available on the hub ({hub_says(error)}); give a "
             f"folder with config.json and *.safetensors, or a hub name (org/name)"
         ) from error
+    return whole_model(folder, field)
+
+
+def whole_model(folder: Path, field: str) -> Path:
+    """The folder, or that of its only GGUF file; raises ValueError, naming `field`, for a LoRA adapter."""
+    adapter = folder / "adapter_config.json"
+    if adapter.is_file():
+        base = read_json_object(adapter, "adapter").get("base_model_name_or_path")
+        raise ValueError(
+            f"{field}: {folder} given, which holds a LoRA adapter of {base!r}; a whole model is allowed: merge the "
+            "adapter with peft's merge_and_unload, and save the result with save_pretrained"
+        )
+    files = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise ValueError(f"{field}: {folder} given, which has {len(files)} GGUF files ({names}); name one of them")
+    return unpacked_folder(files[0], field) if files else folder
 
 
 def folder_of(target: TargetSection, files: Sequence[str] = SAFE_FILES) -> Path:
@@ -104,8 +123,8 @@ def unpacked_folder(file: Path, field: str) -> Path:
 
 
 def identity(file: Path) -> str:
-    """A digest of size and both ends of a file, cheap for one of hundreds of gigabytes."""
-    digest = hashlib.sha256(UNPACKED_AS + str(file.stat().st_size).encode() + both_ends(file))
+    """The name of what is made from a file: its own name and a digest of its content."""
+    digest = hashlib.sha256(UNPACKED_AS + content_digest(file).encode())
     return f"{file.stem}-{digest.hexdigest()[:16]}"
 
 
@@ -206,6 +225,9 @@ class TargetConfig:
             return value
 
         hidden = size(target_sizes.HIDDEN_SIZE)
+        width, experts = size(target_sizes.INTERMEDIATE_SIZE, 4 * hidden), first(text, *target_sizes.EXPERTS_IN_USE)
+        if experts and width < 2 * hidden:  # one expert's: a token goes through several
+            width = max(min(int(experts) * width, 4 * hidden), 2 * hidden)
         if "kv_lora_rank" in text or first(text, *target_sizes.HEADS) is None:
             head_dim = min(PLAIN_HEAD_DIM, hidden)
             heads = hidden // head_dim
@@ -216,7 +238,7 @@ class TargetConfig:
         return cls(
             model_type=text.get("model_type", "unknown"),
             hidden_size=hidden,
-            intermediate_size=size(target_sizes.INTERMEDIATE_SIZE, 4 * hidden),
+            intermediate_size=width,
             num_layers=size(target_sizes.LAYERS, len(first(text, *target_sizes.LAYER_TYPES) or ()) or None),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -246,12 +268,12 @@ class TargetOrigin:
 
     sha256: str
     source: str | None = None
-    sampled: str | None = None  # `sampled_identity`, if it was recorded
+    content: str | None = None  # `content_identity`, if it was recorded
 
     @classmethod
     def of(cls, folder: Path) -> "TargetOrigin":
         """The origin of the target in a folder."""
-        return cls(target_identity(folder), card_source(folder / "README.md"), sampled_identity(folder))
+        return cls(target_identity(folder), card_source(folder / "README.md"), content_identity(folder))
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "TargetOrigin | None":
@@ -262,17 +284,17 @@ class TargetOrigin:
     @classmethod
     def from_record(cls, recorded: dict[str, Any]) -> "TargetOrigin":
         """The inverse of `to_config`."""
-        return cls(recorded["sha256"], recorded.get("source"), recorded.get("sampled"))
+        return cls(recorded["sha256"], recorded.get("source"), recorded.get("content"))
 
     def to_config(self) -> dict[str, str]:
         return {name: value for name, value in vars(self).items() if value is not None}
 
     def is_another(self, now: "TargetOrigin") -> bool:
         """Whether the weights differ, as far as both are known."""
-        return self.sha256 != now.sha256 or len({self.sampled, now.sampled} - {None}) > 1
+        return self.sha256 != now.sha256 or len({self.content, now.content} - {None}) > 1
 
     def __str__(self) -> str:
-        digest = f"the model with digest {self.sha256[:12]}{(self.sampled or '')[:6]}"
+        digest = f"the model with digest {self.sha256[:12]}{(self.content or '')[:6]}"
         return digest if self.source is None else f"{digest} from {self.source}"
 
 
@@ -285,16 +307,24 @@ def target_identity(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def sampled_identity(folder: Path) -> str:
-    """A digest of bytes throughout each weight file: a tuned model may differ from its base in the MLPs alone."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for number in range(SAMPLES):
-                file.seek(size * number // SAMPLES)
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()
+def content_identity(folder: Path) -> str:
+    """A digest of every byte of the weights: a tuned model may differ from its base in one tensor alone."""
+    digests = [path.name + content_digest(path) for path in sorted(folder.glob("*.safetensors"))]
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
+def content_digest(path: Path) -> str:
+    """The SHA-256 of a file, kept by its inode and the time of its last change, which no program can set back."""
+    facts = path.stat()
+    same = (str(path.resolve()), facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    kept = user_cache("digests") / hashlib.sha256(repr(same).encode()).hexdigest()
+    if kept.is_file() and len(digest := kept.read_text()) == DIGEST_LETTERS:
+        return digest
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with suppress(OSError):  # a cache that cannot be written costs time only
+        write_text(kept, digest)
+    return digest
 
 
 def both_ends(path: Path) -> bytes:

@@ -41,15 +41,17 @@ def folder_of(name: str) -> Path | None:
     """The folder with a model's config.json, fetched if it is on the hub; None for a model type."""
     path = Path(name).expanduser()
     folder = path.parent if path.name == "config.json" and path.is_file() else path
+    if path.suffix == ".gguf" or folder.is_dir():
+        folder = locate_target(str(folder), field="NAME")
     if (folder / "config.json").is_file():
         return folder
     if name in MODEL_TYPES:
         return None
-    if "/" in name and not path.exists() and path.suffix != ".gguf":
+    if "/" in name and not path.exists():
         return locate_target(name, None, ["config.json"], field="NAME")
     near = difflib.get_close_matches(name, MODEL_TYPES, n=1)
     advice = f"did you mean {near[0]}?" if near else "`headstart targets` lists the model types"
-    allowed = "a folder with config.json, that file, a hub name (org/name) or a model type of transformers"
+    allowed = "a folder with config.json, that file, a GGUF file, a hub name (org/name) or a model type of transformers"
     raise wrong_value("NAME", repr(name), f"{allowed} {__version__} is", advice)
 
 

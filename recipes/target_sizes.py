@@ -39,6 +39,7 @@ INTERMEDIATE_SIZE = (
     "d_inner",
     "dff",
 )
+EXPERTS_IN_USE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
 POSITIONS = (
     "max_position_embeddings",
     "n_positions",

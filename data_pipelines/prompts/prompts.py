@@ -32,7 +32,7 @@ from headstart.data_pipelines.stages.stage import (
     prompt_identities,
     writes_date,
 )
-from headstart.heads.target_config import TargetConfig, folder_of, sampled_identity, target_identity
+from headstart.heads.target_config import TargetConfig, content_identity, folder_of, target_identity
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -54,7 +54,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.prompt_tokens": data.prompt_tokens,
         "data.responses": data.responses,
         WEIGHTS: target_identity(target),
-        SAMPLED: sampled_identity(target),
+        SAMPLED: content_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }

@@ -110,7 +110,7 @@ def load_head_for(folder: str | Path, frozen: FrozenTarget) -> DraftHead:
     folder = Path(folder).expanduser()
     files = HeadFiles.read(folder)
     head = head_from_files(folder, files.config, files.tensors, frozen)
-    refuse_broken_numbers(folder / MODEL, files.tensors)
+    refuse_broken_numbers(folder / MODEL, head)
     return head
 
 
@@ -203,12 +203,13 @@ def check_sizes(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
         raise ValueError(f"{folder}/config.json: {problem}; {allowed}")
 
 
-def refuse_broken_numbers(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Raise ValueError for weights that are NaN or infinite: such a head would draft, and no token be accepted."""
-    floating = {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
-    if broken := sorted(name for name, tensor in floating.items() if not bool(tensor.isfinite().all())):
-        allowed = "only finite numbers are allowed; copy the head again, or train it again"
-        raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity, {allowed}")
+def refuse_broken_numbers(path: Path, head: DraftHead) -> None:
+    """Raise ValueError for weights that are NaN or infinite in the head's number format: no token would be accepted."""
+    tensors = {name: tensor for name, tensor in head.engine_tensors().items() if tensor.is_floating_point()}
+    if broken := sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())):
+        dtype = str(tensors[broken[0]].dtype).removeprefix("torch.")
+        allowed = "only finite numbers are allowed; copy the head again, train it again, or choose a wider dtype"
+        raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity in {dtype}, {allowed}")
 
 
 def check_tensors(folder: Path, head: DraftHead, tensors: dict[str, Tensor]) -> None:

@@ -41,10 +41,12 @@ def check_length(
     if max_new_tokens < 1:
         raise ValueError(f"{field}: {max_new_tokens} given, 1 or more is allowed; raise it")
     if len(prompt) + max_new_tokens > limit:
+        left, shorter = limit - len(prompt), limit - max_new_tokens
+        remedies = [f"lower {field}"] * (left > 0) + [f"shorten the prompt to {shorter} tokens"] * (shorter > 0)
         raise ValueError(
             f"{field}: a prompt of {len(prompt)} tokens and max_new_tokens {max_new_tokens} exceed the target's "
-            f"{limit} positions; up to {max(limit - len(prompt), 0)} new tokens are allowed after this prompt: lower "
-            f"{field}, or shorten the prompt to {max(limit - max_new_tokens, 0)} tokens"
+            f"{limit} positions; up to {max(left, 0)} new tokens are allowed after this prompt: "
+            f"{', or '.join(remedies) or f'shorten the prompt, and lower {field}'}"
         )
 
 

@@ -35,7 +35,9 @@ from headstart.inference.generate.settings import (
     Config,
     Fields,
     Settings,
+    config_fields,
     forbid,
+    named_by_source,
     read_end_tokens,
     read_forbidden,
     read_max_new_tokens,
@@ -44,6 +46,7 @@ from headstart.inference.generate.settings import (
     read_sampling,
     read_seeds,
     read_settings,
+    target_fields,
 )
 from headstart.inference.generate.text_rules import TextRulesState
 from headstart.inference.targets.model import TargetModel
@@ -152,8 +155,7 @@ class SpeculativeModel:
         Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
         """
         started = time.perf_counter()
-        settings = self._read_settings(generation_config, overrides)
-        requests = self._build_requests(input_ids, attention_mask, settings)
+        settings, requests = self._read(input_ids, attention_mask, generation_config, overrides)
         assert input_ids is not None
         if streamer is not None and len(requests) > 1:
             allowed = "only 1 is allowed; give one prompt, or no streamer"
@@ -200,14 +202,22 @@ class SpeculativeModel:
         **overrides: Any,
     ) -> Iterator[list[int]]:
         """Yield the new tokens of one text as they are accepted, one block per decode step."""
-        requests = self._build_requests(input_ids, attention_mask, self._read_settings(generation_config, overrides))
+        _, requests = self._read(input_ids, attention_mask, generation_config, overrides)
         if len(requests) > 1:
             raise wrong_value("input_ids", f"{len(requests)} texts", "only 1 is", "use generate for more")
         loop = loop_of(self.target, requests, self.drafter, speculation=self.speculation)
         return (block.tokens for block in loop.run())
 
+    def _read(
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, config: Config | None, overrides: Fields
+    ) -> tuple[Settings, list[Request]]:
+        """The settings of a call, with eos_token_id and pad_token_id resolved, and its requests."""
+        own = target_fields(self.target.generation_config)
+        with named_by_source(own.keys() - config_fields(config).keys() - overrides.keys()):
+            settings = self._read_settings(config, overrides)
+            return settings, self._build_requests(input_ids, attention_mask, settings)
+
     def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
-        """The settings of a call, with eos_token_id and pad_token_id resolved."""
         settings = read_settings(config, overrides, self.target.generation_config)
         vocab_size = self.target.config.vocab_size
         ends = read_end_tokens(settings, self.target.end_tokens, vocab_size)

@@ -4,7 +4,8 @@ import difflib
 import math
 import reprlib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Annotated, Any, Protocol, runtime_checkable
 
@@ -170,6 +171,17 @@ def read_settings(config: Config | None, overrides: Fields, target: Config | Non
     return settings
 
 
+@contextmanager
+def named_by_source(names: Set[str]) -> Iterator[None]:
+    """Put the target's file in front of a ValueError about one of these fields, which only the file sets."""
+    try:
+        yield
+    except ValueError as error:
+        if str(error).partition(":")[0] in names:
+            raise ValueError(f"{OF_TARGET}: {error}; or override it in the call") from None
+        raise
+
+
 def target_fields(config: Config | None) -> dict[str, Any]:
     """The sampling and length fields of a target's configuration; like transformers, without unknown fields."""
     known = {} if config is None else type(config)().to_dict()
@@ -202,7 +214,8 @@ def unsupported_fields(fields: Fields) -> dict[str, str]:
 def has_no_effect(name: str, value: Any) -> bool:
     """Does this value of an unimplemented field switch it off? 0 does not count as False: it may be a token id."""
     is_plain = isinstance(value, str | int | float)  # comparing a tensor gives no single truth value
-    return value is None or value is False or (is_plain and value in NO_EFFECT.get(name, ()))
+    is_empty = isinstance(value, list | tuple | dict) and not value  # such as logits_processor=[]
+    return value is None or value is False or is_empty or (is_plain and value in NO_EFFECT.get(name, ()))
 
 
 def conflicts(settings: Settings, explicit: Set[str]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The server's routes. Routes for `headstart adapt` exist only if asked for, and answer only this machine."""
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -49,7 +48,6 @@ from headstart.inference.serve.transport import (
 from headstart.inference.targets.tokenizer import text_of
 
 LONG = 64  # log-probabilities; shaping more takes long enough to delay other requests
-SWITCH_SECONDS = 0.0005  # after which a thread that computes lets another one run, which Python does after 0.005
 PAGE = Path(__file__).parent / "page"
 FILES = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js"}
 # The page may only load from and connect to this server.
@@ -66,16 +64,12 @@ def build_app(served: Served, settings: ServerSettings, log: Callable[[str], Non
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # A step takes the interpreter's lock hundreds of times, and may wait this long for each while a body is read.
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(SWITCH_SECONDS)
         service.worker.start()
         cleaning = None if adaptation is None else asyncio.create_task(drop_old_traffic(adaptation.traffic))
         yield
         if cleaning is not None:
             cleaning.cancel()
         service.worker.stop()
-        sys.setswitchinterval(before)
 
     app = FastAPI(lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     for kind in (ApiError, RequestValidationError, HTTPException, ClientDisconnect, Exception):
@@ -172,6 +166,9 @@ def add_tokens(app: FastAPI, service: Service) -> None:
     def prompt_of(body: bytes) -> Response:
         fields = read_fields(DetokenizeRequest, body)
         service.check_model(fields.model)
+        if len(fields.tokens) > (most := service.served.target.max_positions):
+            allowed = f"at most {most} (the context length) are"
+            raise wrong("tokens", f"{len(fields.tokens)} tokens", allowed, "send them in parts")
         service.prompts.check_tokens("tokens", fields.tokens)
         return JSONResponse({"prompt": text_of(tokenizer, fields.tokens)})
 

@@ -1,6 +1,7 @@
 """The state that all routes share: the worker, admission and the metrics."""
 
 import asyncio
+import gc
 import math
 from collections.abc import Callable
 from concurrent.futures import Executor
@@ -108,9 +109,16 @@ class Service:
 
     async def in_thread(self, read: Callable[[bytes], Result], body: bytes) -> Result:
         """Read a body in another thread, as this takes a while for a long one; a large one after the other."""
-        async with self.encoding[len(body) > LARGE]:
-            with as_api_error():
-                return await asyncio.to_thread(read, body)
+        is_large = len(body) > LARGE
+        async with self.encoding[is_large]:
+            if is_large:  # a collection of its many new objects would hold the interpreter's lock, and find nothing
+                gc.disable()
+            try:
+                with as_api_error():
+                    return await asyncio.to_thread(read, body)
+            finally:
+                if is_large:
+                    gc.enable()
 
     def encode(self, kind: type[ChatRequest | CompletionRequest | ResponsesRequest], body: bytes) -> Encoded:
         """The request in a body with the fields of this kind. Raises ApiError."""

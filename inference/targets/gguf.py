@@ -7,8 +7,12 @@ whose layers read them in that form on a CPU.
 """
 
 import argparse
+import shutil
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +21,7 @@ import transformers
 from rich.filesize import decimal
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import removed_on_failure
@@ -25,6 +29,13 @@ from headstart.heads.files import give_umask_mode
 from headstart.heads.frozen import open_safetensors
 from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.kernels import SCALE_INPUTS, EightBits, remember_eight_bits
+from headstart.inference.targets.gguf_settings import (
+    LostSetting,
+    refuse_lost_tensors,
+    restore,
+    restore_tokenizer,
+    sampling_of,
+)
 from headstart.inference.targets.loading import no_bars_of_transformers
 from headstart.recipes.command_line import command_name
 
@@ -32,6 +43,9 @@ if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
 
 MAGIC = b"GGUF"
+HEADER_BYTES = 24  # the magic, the version, and the numbers of tensors and keys
+TEXT, LIST = 8, 9  # types of a key's value; of numbers, as struct names them:
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 TRANSFORMERS_MIN = (5, 18)  # earlier versions take the start token for the end token
 EIGHT_BITS = Path("eight_bits") / "model.safetensors"  # in an unpacked folder
 EIGHT_BITS_SHARE = 0.45  # of the bytes in bfloat16; 0.53 to 0.63 if all weights have 8 bits
@@ -70,31 +84,45 @@ def main() -> None:
 def unpack(file: Path, folder: Path) -> None:
     """Write the model of a GGUF file as config.json, tokenizer and bfloat16 safetensors; the folder appears complete.
 
-    Raises ValueError for a file that is not GGUF, is damaged, or has an architecture that transformers does not read.
+    Raises ValueError for a file that is not GGUF, is damaged, has an architecture that transformers does not read, or
+    says something that the model would lack. Prints what it does.
     """
     from gguf import GGUFReader
 
     refuse_other_file(file)
     refuse_old_transformers(file)
     partial = folder.with_name(folder.name + ".partial")
-    with removed_on_failure(partial), no_bars_of_transformers():
+    with removed_on_failure(partial), no_bars_of_transformers(), one_table_of_names():
         partial.mkdir(parents=True, exist_ok=True)
+        short = partial / "short.gguf"
         try:
-            config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
-            reader = GGUFReader(file)
+            metadata = write_short(file, short)
+            architecture = metadata["general.architecture"]
+            config = AutoConfig.from_pretrained(partial, gguf_file=short.name)
+            reader = GGUFReader(short, "r+")
+            config = restore(config, metadata, reader.tensors, architecture)
             few = keeps_few_bits(file, reader.tensors)
-            scales = scales_of(reader, config, partial / "scales.gguf") if few else {}
-            model = load(file, config, torch.float32 if few else torch.bfloat16)
-            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        except (ValueError, KeyError, NotImplementedError, struct.error, IndexError) as error:
+            print("unpacking its weights", flush=True)
+            model, info = load(short, config, torch.float32 if few else torch.bfloat16)
+            refuse_lost_tensors(model, config, reader.tensors, sorted(info["missing_keys"]), architecture)
+            scales = scales_of(reader, config, short) if few else {}
+            print("unpacking its tokenizer", flush=True)
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
+            restore_tokenizer(tokenizer, metadata)
+        except LostSetting as error:
+            advice = "convert the model again with a newer llama.cpp, or give it as a folder of safetensors"
+            raise ValueError(f"{file}: {error}; {advice}") from error
+        except (ValueError, KeyError, NotImplementedError, struct.error, IndexError, RuntimeError) as error:
             raise ValueError(
                 f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a complete "
                 "file is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, "
                 "or give the model as a folder of safetensors"
             ) from error
+        short.unlink()
         if exact := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
             save_file(exact, partial / EIGHT_BITS)
+        model.generation_config.update(**sampling_of(metadata))
         model.to(torch.bfloat16).save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         for weights in partial.rglob("*.safetensors"):
@@ -102,10 +130,86 @@ def unpack(file: Path, folder: Path) -> None:
         partial.replace(folder)
 
 
-def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+@contextmanager
+def one_table_of_names() -> Iterator[None]:
+    """Within this context gguf makes its table of names once; transformers asks for it for every module."""
+    import gguf
+
+    make = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = cache(make)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = make
+
+
+def write_short(file: Path, copy: Path) -> dict[str, Any]:
+    """Write a copy whose lists of the tokenizer have one entry, and return all metadata but those lists.
+
+    Readers in Python take minutes for the lists of a large vocabulary.
+    """
+    with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content, copy.open("wb") as written:
+        _, tensors, keys = struct.unpack_from("<IQQ", content, len(MAGIC))
+        metadata, end = dict[str, Any](), HEADER_BYTES
+        written.write(content[:end])
+        for _ in range(keys):
+            start = end
+            key, end = text_at(content, start)
+            (kind,) = struct.unpack_from("<I", content, end)
+            end += 4
+            if kind != LIST:
+                metadata[key], end = value_at(content, end, kind)
+                written.write(content[start:end])
+                continue
+            kind, count = struct.unpack_from("<IQ", content, end)
+            is_cut = key.startswith("tokenizer.") and count > 0
+            written.write(content[start : end + 4] + struct.pack("<Q", 1 if is_cut else count))
+            first = end = end + 12
+            values, only = [], None
+            for _ in range(count):
+                value, end = value_at(content, end, kind)
+                only = only or end
+                if not is_cut:
+                    values.append(value)
+            written.write(content[first : only if is_cut else end])
+            if not is_cut:
+                metadata[key] = values
+        start = end
+        for _ in range(tensors):
+            (dimensions,) = struct.unpack_from("<I", content, end := text_at(content, end)[1])
+            end += 4 + 8 * dimensions + 12  # sizes, number format, place
+        written.write(content[start:end])
+        alignment = metadata.get("general.alignment", 32)
+        written.write(bytes(-written.tell() % alignment))
+        opened.seek(end + -end % alignment)
+        shutil.copyfileobj(opened, written)
+    return metadata
+
+
+def text_at(content: mmap, start: int) -> tuple[str, int]:
+    """The text at a place of a GGUF file, and the place after it."""
+    (length,) = struct.unpack_from("<Q", content, start)
+    return content[start + 8 : start + 8 + length].decode(errors="replace"), start + 8 + length
+
+
+def value_at(content: mmap, start: int, kind: int) -> tuple[Any, int]:
+    """The text or number at a place of a GGUF file, and the place after it."""
+    if kind == TEXT:
+        return text_at(content, start)
+    (value,) = struct.unpack_from("<" + NUMBERS[kind], content, start)
+    return value, start + struct.calcsize("<" + NUMBERS[kind])
+
+
+def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The model of a GGUF file, and which tensors it misses."""
     dense = transformers.GgufConfig(dequantize=True)
     return AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, config=config, dtype=dtype, quantization_config=dense
+        file.parent,
+        gguf_file=file.name,
+        config=config,
+        dtype=dtype,
+        quantization_config=dense,
+        output_loading_info=True,
     )
 
 
@@ -125,45 +229,34 @@ def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:
     return needed <= free
 
 
-def scales_of(reader: "GGUFReader", config: PreTrainedConfig, copy: Path) -> dict[str, tuple[Tensor, Tensor]]:
+def scales_of(reader: "GGUFReader", config: PreTrainedConfig, file: Path) -> dict[str, tuple[Tensor, Tensor]]:
     """The factors and offsets of each weight by its name in the model, one for `SCALE_INPUTS` inputs. [out, in / 16]
 
     With 0 for all numbers a file yields its offsets; with 1, and no offsets, its factors. transformers reads such
-    copies of the file, so that each scale gets into the row of its weight.
+    versions of the file, which this overwrites, so that each scale gets into the row of its weight.
     """
     scales = []
-    for ones in (True, False):
-        write_scales(reader, copy, ones)
-        weights = load(copy, config, torch.float32).named_parameters()
+    for ones in (False, True):
+        print(f"unpacking the scales of its weights: {'factors' if ones else 'offsets'}", flush=True)
+        overwrite_numbers(reader, ones)
+        weights = load(file, config, torch.float32)[0].named_parameters()
         scales.append({name: each.detach()[:, ::SCALE_INPUTS].clone() for name, each in weights if has_blocks(each)})
-        copy.unlink()
-    factors, offsets = scales
+    offsets, factors = scales
     return {name: (factors[name], offsets[name]) for name in factors}
 
 
-def write_scales(reader: "GGUFReader", copy: Path, ones: bool) -> None:
-    """A copy with 1 or 0 for all numbers, and without the tokenizer, which takes as long to read as all tensors."""
-    from gguf import GGML_QUANT_SIZES, GGUFWriter
+def overwrite_numbers(reader: "GGUFReader", ones: bool) -> None:
+    """Write 1, without offsets, or 0 for all numbers of a file that is open for writing."""
+    from gguf import GGML_QUANT_SIZES
 
-    writer = GGUFWriter(copy, reader.fields["general.architecture"].contents())
-    for name, field in reader.fields.items():
-        is_left_out = name.startswith(("GGUF.", "tokenizer.", "general."))
-        if not is_left_out and (value := field.contents()) != []:  # the writer refuses empty lists
-            writer.add_key_value(name, value, field.types[0], field.types[-1] if field.types[1:] else None)
     for tensor in reader.tensors:
-        data = tensor.data
         if (form := FORMATS.get(tensor.tensor_type.name)) is not None:
-            data = data.copy()
-            blocks = data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
+            blocks = tensor.data.reshape(-1, GGML_QUANT_SIZES[tensor.tensor_type][1])
             for first, end, zero, one in form.numbers:
                 blocks[:, first:end] = one if ones else zero
             if ones:
                 blocks[:, slice(*form.offset)] = 0
-        writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    reader.data.flush()
 
 
 def has_blocks(weight: Tensor) -> bool:

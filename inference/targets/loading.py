@@ -20,6 +20,7 @@ from headstart.heads.target_ends import auto_class
 from headstart.inference.kernels import float32_is_as_fast
 from headstart.inference.targets.architecture import attention_code
 from headstart.recipes.schema import TargetSection
+from headstart.recipes.target_sizes import text_section
 
 COPY_AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
@@ -117,11 +118,23 @@ def model_without_weights(section: TargetSection) -> PreTrainedModel:
     folder = folder_of(section, ["config.json"])
     config = load_config(folder, section.trust_remote_code)
     with torch.device("meta"):
-        return auto_class(config).from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config,
             dtype=getattr(torch, section.dtype),
             attn_implementation=attention_code(config),
             trust_remote_code=section.trust_remote_code,
+        )
+    refuse_encoder(model)
+    return model
+
+
+def refuse_encoder(model: PreTrainedModel) -> None:
+    """Raise ValueError for a model whose decoder reads the states of an encoder."""
+    config = model.config.to_dict()
+    if config.get("is_encoder_decoder") or text_section(config).get("is_encoder_decoder"):
+        raise ValueError(
+            f"target.path: a {model.config.model_type!r} model given, an encoder with a decoder; a decoder alone, "
+            "which continues a text, is allowed: choose another target"
         )
 
 
@@ -147,6 +160,7 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: transformers cannot convert its weights (its report above names them and the reason); if "
             f"that is not memory, it may not know their quantisation: give a target that it loads on this device"
         ) from error
+    refuse_encoder(model)
     wrong = [f"{name} is missing" for name in sorted(info["missing_keys"])]
     wrong += [
         f"{name} is {list(shape)} but should be {list(wanted)}" for name, shape, wanted in info["mismatched_keys"]
@@ -157,7 +171,19 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
             f"{folder}: {'; '.join(wrong[:NAMED_TENSORS_MAX])}{more}; all tensors of a model are required: give a "
             f"model's folder, or {COPY_AGAIN}"
         )
+    if model.dtype == torch.float16:
+        refuse_infinite(folder, model)
     return model
+
+
+def refuse_infinite(folder: Path, model: PreTrainedModel) -> None:
+    """Raise ValueError for weights beyond float16's range, which a cast makes infinite."""
+    weights = model.named_parameters()
+    if beyond := [name for name, weight in weights if not weight.is_meta and not bool(weight.isfinite().all())]:
+        raise ValueError(
+            f"target.dtype: float16 given, but {', '.join(beyond[:NAMED_TENSORS_MAX])} in {folder} exceeds its range; "
+            "bfloat16 or float32 is allowed: choose one of them"
+        )
 
 
 def in_one_line(error: Exception) -> str:

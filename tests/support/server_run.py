@@ -1,10 +1,12 @@
 """A server on a tiny random target, in a thread of this process and on a port of its own."""
 
 import asyncio
+import gc
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +92,29 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
         server.should_exit = True
         thread.join(20)
         assert not thread.is_alive()
+
+
+def longest_hold(work: Callable[[], object]) -> float:
+    """The most CPU seconds for which a thread with this work keeps the interpreter's lock, however busy the machine."""
+    clocks, begins = list[int](), threading.Barrier(2)
+
+    def run() -> None:
+        clocks.append(time.pthread_getcpuclockid(threading.get_ident()))
+        begins.wait()
+        work()
+
+    thread, longest, before = threading.Thread(target=run), 0.0, 0.0
+    thread.start()
+    gc.disable()  # as the server does for a large body
+    begins.wait()
+    while thread.is_alive():
+        time.sleep(0)
+        with suppress(OSError):  # it has just ended
+            now = time.clock_gettime(clocks[0])
+            longest, before = max(longest, now - before), now
+    gc.enable()
+    thread.join()
+    return longest
 
 
 def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:

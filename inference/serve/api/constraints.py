@@ -48,14 +48,16 @@ class Grammars:
         if not isinstance(schema, dict):
             raise ValueError(f"{name}: a {type(schema).__name__} given, a JSON object is allowed; correct it")
         try:
-            source = LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=LAYOUT)
+            source = LLMatcher.grammar_from_json_schema(short(json.dumps(schema), name), defaults=LAYOUT)
         except (RecursionError, TypeError, ValueError) as error:
             raise ValueError(f"{name}: {one_line(error)}; a JSON schema is allowed: correct it") from error
         return self._checked(source, name, "a JSON schema whose keywords are supported")
 
     def regex(self, pattern: str, name: str = "regex") -> "Grammar":
         """Text that fully matches a regular expression. Raises ValueError, beginning with `name`."""
-        return self._checked(LLMatcher.grammar_from_regex(pattern), name, "a regular expression without look-around")
+        return self._checked(
+            LLMatcher.grammar_from_regex(short(pattern, name)), name, "a regular expression without look-around"
+        )
 
     def tool_calls(self, tools: dict[str, Any], only_one: bool, content: Any = None) -> "Grammar":
         """Calls that `ToolCallParser` reads; `tools` has the schema of each tool's arguments by its name.
@@ -63,6 +65,7 @@ class Grammars:
         `content`: instead of calls the text may be JSON that this schema allows. Raises ValueError for an unusable
         schema.
         """
+        short(json.dumps(tools), "tools")
         newline, rules, names = r'"\n"?', [], []  # optional, because models differ
         for number, (name, schema) in enumerate(tools.items()):
             self.json_schema(schema, f"tools: parameters of {name}")
@@ -77,9 +80,7 @@ class Grammars:
         return self._checked(LLMatcher.grammar_from_lark("\n".join(rules)), "tools", "a list of tools")
 
     def _checked(self, source: str, name: str, allowed: str) -> "Grammar":
-        if len(source) > GRAMMAR_MAX:
-            raise ValueError(f"{name}: {len(source)} characters given, at most {GRAMMAR_MAX} are allowed; shorten it")
-        if error := LLMatcher.validate_grammar(source, self.tokens):
+        if error := LLMatcher.validate_grammar(short(source, name), self.tokens):
             raise ValueError(f"{name}: {one_line(error)}; {allowed} is allowed: correct it")
         grammar = Grammar(self, source)
         state = grammar.start()
@@ -168,6 +169,13 @@ class GrammarState:
                 return count
             self.masks.clear()
         return len(tokens)
+
+
+def short(source: str, name: str) -> str:
+    """The text of a grammar, or of a part of one; raises ValueError, beginning with `name`, if it is too long."""
+    if len(source) > GRAMMAR_MAX:
+        raise ValueError(f"{name}: {len(source)} characters given, at most {GRAMMAR_MAX} are allowed; shorten it")
+    return source
 
 
 def inlined(schema: Any) -> str:

@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, FailFast, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from headstart.inference.serve.api.errors import ApiError, wrong
@@ -167,14 +167,18 @@ class TextRequest(CommonFields):
     headstart: Extension = Extension()
 
 
+def in_turn(value: Any) -> Any:
+    """The value as it is. When this is called, other threads may take the interpreter's lock, which pydantic holds."""
+    return value
+
+
 class Listed(BaseModel, strict=True):
     """An item of a list that may be long."""
 
     @model_validator(mode="before")
     @classmethod
     def in_turn(cls, values: Any) -> Any:
-        """The values as they are. While this is called, other threads may take the lock that pydantic holds."""
-        return values
+        return in_turn(values)
 
 
 class TextPart(Listed):
@@ -239,7 +243,7 @@ class CompletionRequest(TextRequest):
     """A body of /v1/completions."""
 
     prompt: Annotated[
-        Text | Tokens | Annotated[list[Text | Tokens], Allowed("")],
+        Text | Tokens | Annotated[list[Annotated[Text | Tokens, BeforeValidator(in_turn)]], Allowed("")],
         Allowed("a text, a list of texts, a list of token ids or a list of such lists is"),
     ]
     max_tokens: Annotated[int, Range(0)] | None = None

@@ -7,6 +7,7 @@ const IDEAS = [
   "Explain to a child how bees make honey.",
   "List five tips for learning a language.",
 ];
+const BEGINNINGS = ["Once upon a time there was a lighthouse keeper who", "def is_palindrome(text):", "The sky is blue because"];
 const SHADES = 7; // deeper drafts share the last one
 const COMPARED = 96; // tokens of each text side by side, at most
 const ALTERNATIVES = 5;
@@ -273,27 +274,32 @@ function drawTree(tree, tokens) {
   place(0);
   const widths = [];
   texts.forEach((text, node) => {
-    widths[depths[node]] = Math.max(widths[depths[node]] ?? 0, [...text].length * 7.8 + 16);
+    widths[depths[node]] = Math.max(widths[depths[node]] ?? 0, boxWidth(text));
   });
   const left = widths.map((_, depth) => widths.slice(0, depth).reduce((sum, each) => sum + each + 24, 1));
   const middle = (node) => rows[node] * 30 + 15;
   const width = left.at(-1) + widths.at(-1) + 2, height = leaves * 30;
-  const drawing = svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img" });
+  const style = `width: max(100%, ${width * 0.6}px); max-width: ${width}px`; // narrower, then scrolled
+  const drawing = svg("svg", { style, viewBox: `0 0 ${width} ${height}`, role: "img" });
   drawing.append(svg("title", {}, described(tree, tokens)));
   const edges = parents.map((parent, node) => ({ parent, node })).filter(({ parent }) => parent >= 0);
   edges.sort((a, b) => first(b.node) - first(a.node));
   for (const { parent, node } of edges) {
-    const x = left[depths[parent]] + [...texts[parent]].length * 7.8 + 16, y = middle(parent);
+    const x = left[depths[parent]] + boxWidth(texts[parent]), y = middle(parent);
     const end = left[depths[node]], to = middle(node), turn = (x + end) / 2;
     const path = `M${x} ${y}C${turn} ${y} ${turn} ${to} ${end} ${to}`;
     drawing.append(svg("path", { d: path, class: first(node) ? "" : "taken" }));
   }
   texts.forEach((text, node) => {
     const kind = node === bonus ? "bonus" : node === 0 ? "root" : taken.has(node) ? "taken" : "";
-    const box = { x: left[depths[node]], y: middle(node) - 12, width: [...text].length * 7.8 + 16, height: 24, rx: 7 };
+    const box = { x: left[depths[node]], y: middle(node) - 12, width: boxWidth(text), height: 24, rx: 7 };
     drawing.append(svg("g", { class: kind }, svg("rect", box), svg("text", { x: box.x + 8, y: middle(node) + 4.5 }, text)));
   });
   return drawing;
+}
+
+function boxWidth(text) {
+  return [...text].reduce((sum, letter) => sum + (letter < "\u1100" ? 7.8 : 13), 16); // wide from Hangul on
 }
 
 function visible(text) {
@@ -321,6 +327,7 @@ function pick(event) {
 
 async function compare(question) {
   showCompare();
+  $("asked").textContent = question;
   const turns = [{ role: "user", content: question }];
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
   const most = Math.min(Number($("most").value) || COMPARED, COMPARED);
@@ -369,22 +376,19 @@ function verdict(title, text, parts = false) {
 }
 
 function judge(drafted, plain) {
-  const pace = drafted.rate && plain.rate ? drafted.rate / plain.rate : null;
-  const passes = `${drafted.steps.length - 1} passes of the model in place of ${plain.steps.length - 1}`;
-  const faster = pace === null ? "" : pace >= 1 ? `${pace.toFixed(2)} times as fast` : `${(1 / pace).toFixed(2)} times as slow`;
+  const passes = `${drafted.steps.length - 1} passes of the model in place of ${plain.steps.length - 1}.`;
   const one = drafted.logprobs, other = plain.logprobs;
   let at = 0;
   while (at < one.length && at < other.length && one[at].token === other[at].token) at += 1;
   if (drafted.text === plain.text && drafted.count === plain.count) {
-    const figures = pace === null ? [`${passes}.`] : [make("b", "", faster), ` with drafts: ${passes}.`];
-    verdict(`The two texts are equal, all ${drafted.count} tokens of them`, figures);
-    return say(`The texts are equal. ${faster}`);
+    verdict(`The two texts are equal, all ${drafted.count} tokens of them`, passes);
+    return say(`The texts are equal. ${passes}`);
   }
   const spans = [drafted, plain].map((writing) => writing.steps.flatMap((step) => step.spans));
   const same = spans[0].findIndex((span, place) => span.textContent !== spans[1][place]?.textContent);
   for (const own of spans) mark(own.slice(same < 0 ? spans[0].length : same));
   const note = margin(one[at], other[at]);
-  verdict(`The same text up to token ${at + 1}`, [...note, make("b", "", faster), faster ? ` with drafts: ${passes}.` : ""], true);
+  verdict(`The same text up to token ${at + 1}`, [...note, passes], true);
   say(`The texts part at token ${at + 1}.`);
 }
 
@@ -461,7 +465,7 @@ function fit() {
 function drawLegend() {
   const parts = [make("span", "", "Guessed at depth")];
   const depths = make("span", "");
-  for (let depth = 1; depth <= 5; depth += 1) depths.append(make("span", `t d${depth}`, depth < 5 ? String(depth) : "5+"), " ");
+  for (let depth = 1; depth <= SHADES; depth += 1) depths.append(make("span", `t d${depth}`, `${depth}${depth < SHADES ? "" : "+"}`), " ");
   const bonus = make("span", "");
   bonus.append(make("span", "t bonus", "underlined"), " by the model itself");
   $("legend").replaceChildren(...parts, depths, bonus);
@@ -484,12 +488,17 @@ async function meet() {
     const drafts = head ? `drafts by its ${drafter}` : `drafts by ${drafter.replaceAll("_", " ")}`;
     $("about").textContent = `${state.model.id} · ${drafts} · ${dtype} on ${device}`;
     if (!chat) $("question").placeholder = placeholder();
+    showIdeas(chat ? IDEAS : BEGINNINGS);
   } catch (error) {
     $("about").textContent = error.message;
   }
 }
 
-for (const idea of IDEAS) {
+function showIdeas(ideas) {
+  $("ideas").replaceChildren(...ideas.map(card));
+}
+
+function card(idea) {
   const entry = document.createElement("li");
   const button = make("button", "", idea);
   button.type = "button";
@@ -498,8 +507,9 @@ for (const idea of IDEAS) {
     submit();
   });
   entry.append(button);
-  $("ideas").append(entry);
+  return entry;
 }
+
 drawLegend();
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("composer").addEventListener("submit", submit);

@@ -1,17 +1,22 @@
 """Laws of generated request bodies: no content is a fault of the server, and none touches another text."""
 
+import asyncio
 import json
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from server_run import NAME, Running, running, with_loop
+from matrix import slow_unless
+from server_run import NAME, Running, longest_hold, running, with_loop
 from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
-from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, TokenizeRequest
+from headstart.inference.serve.api.errors import ApiError
+from headstart.inference.serve.api.fields import LARGE, ChatRequest, CompletionRequest, TokenizeRequest, read_fields
 from headstart.inference.serve.api.responses import ResponsesRequest
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
@@ -122,3 +127,95 @@ def test_no_content_is_a_fault_of_the_server(server: Running, capfd: pytest.Capt
     assert count < MANY or sum(answered) > 0.2 * len(answered), "nearly all were refused, so little was checked"
     assert server.service.worker.failures == 0
     assert "Traceback" not in capfd.readouterr().err
+
+
+SIZE = 2**20  # bytes of the body, an eighth of what is allowed
+TOOL = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+PARTS = [{"type": "text", "text": "a"}]
+# A body of many equal items, as a function of the items; and the item.
+REPEATED: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Any]] = {
+    "messages": (CHAT, lambda items: {"messages": items}, {"role": "user", "content": ""}),
+    "wrong messages": (CHAT, lambda items: {"messages": items}, {"role": "wizard", "content": ""}),
+    "parts": (CHAT, lambda items: {"messages": [{"role": "user", "content": items}]}, PARTS[0]),
+    "calls": (CHAT, lambda items: {"messages": [{"role": "assistant", "tool_calls": items}]}, TOOL),
+    "ignored lists": (CHAT, lambda items: {"messages": HELLO, "metadata": items}, []),
+    "tools": (CHAT, lambda items: {"messages": HELLO, "tools": items}, {"type": "function", "function": {"name": "f"}}),
+    "items": (RESPONSES, lambda items: {"input": items}, {"role": "user", "content": "a"}),
+    "tokens": (COMPLETION, lambda items: {"prompt": items}, 1),
+    "prompts": (COMPLETION, lambda items: {"prompt": items}, [1]),
+    "texts": (TOKENIZE, lambda items: {"prompt": "".join(items)}, "a b"),
+    "biases": (
+        COMPLETION,
+        lambda items: {"prompt": "a", "logit_bias": {str(number): 1 for number in range(len(items))}},
+        "1234567890",
+    ),
+    "choices": (COMPLETION, lambda items: {"prompt": "a", "structured_outputs": {"choice": items}}, "ab"),
+}
+
+
+@pytest.mark.parametrize("case", slow_unless(("messages", "prompts"), REPEATED))
+def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, case: str) -> None:
+    """Streams and /health paused for seconds: one body was validated in one piece. Half a second is allowed for the
+    largest body, so a sixteenth for this one.
+    """
+    path, with_items, item = REPEATED[case]
+    body = json.dumps(with_items([item] * (SIZE // (len(json.dumps(item)) + 2)))).encode()
+
+    def read() -> None:
+        with suppress(ApiError, ValueError):
+            server.service.encode(KINDS[path], body) if path != TOKENIZE else read_fields(TokenizeRequest, body)
+
+    assert min(longest_hold(read) for _ in range(2)) < 0.5 / 8
+
+
+def test_the_event_loop_reads_no_body_and_shapes_no_long_answer(server: Running) -> None:
+    """/health waited for both; the requests themselves are refused or answered as before."""
+
+    async def clock() -> int:
+        return time.pthread_getcpuclockid(threading.get_ident())
+
+    loop = asyncio.run_coroutine_threadsafe(clock(), server.service.worker.asyncio).result(20)
+    many = {"messages": [{"role": "user", "content": ""}] * 30_000}
+    echo = {"prompt": [5] * 100, "max_tokens": 1, "echo": True, "logprobs": 5, "n": 8, "temperature": 1}
+    for path, body, status in ((CHAT, many, 400), (COMPLETION, echo, 200), (TOKENIZE, {"prompt": "ab" * 20}, 200)):
+        before = time.clock_gettime(loop)
+        assert server.http.post(path, json=body).status_code == status
+        assert time.clock_gettime(loop) - before < 0.1
+
+
+def test_the_waiting_of_a_request_begins_with_its_arrival(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the body, and waiting for others to be read, was in no figure."""
+    encode = server.service.requests.encode
+
+    def slowly(fields: Any) -> Any:
+        time.sleep(0.3)
+        return encode(fields)
+
+    monkeypatch.setattr(server.service.requests, "encode", slowly)
+    found = server.http.post(COMPLETION, json={"prompt": "a", "max_tokens": 2}).json()["metrics"]
+    assert found["time_to_first_token_seconds"] > found["queue_seconds"] > 0.3
+
+
+def test_a_small_body_does_not_wait_for_a_large_one(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    encode, reads, may_end = server.service.encode, threading.Event(), threading.Event()
+
+    def slowly(kind: Any, body: bytes) -> Any:
+        if len(body) > LARGE:
+            reads.set()
+            assert may_end.wait(20)
+        return encode(kind, body)
+
+    monkeypatch.setattr(server.service, "encode", slowly)
+    fields = {"prompt": "a", "max_tokens": 2}
+    large = threading.Thread(target=lambda: server.http.post(COMPLETION, json={**fields, "user": "a" * (2 * LARGE)}))
+    large.start()
+    assert reads.wait(20)
+    assert server.http.post(COMPLETION, json=fields).status_code == 200
+    may_end.set()
+    large.join(20)
+
+
+def test_the_first_request_with_a_schema_finds_its_tables_made(served: Served) -> None:
+    """Making them held everything for 8 seconds at 262,144 tokens."""
+    with running(served, ServerSettings((NAME,))) as server:
+        assert "grammars" in vars(server.service.requests)
