@@ -231,7 +231,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "a target that was cut short": ({"target": "cut short"}, "cut short | cannot be read | download the target again"),
     "a target whose config.json is no JSON": ({"target": "not JSON"}, "config.json | not JSON | again"),
     "a target of an unknown type": ({"target": "unknown"}, "config.json | abacus | none of | not supported"),
-    "no head": ({"head": None}, "head | None | with decode.drafter head | give a head"),
+    "no head": ({"head": None, "decode": DecodeSection()}, "head | None | with decode.drafter head | give a head"),
     "a head that does not exist": ({"head": "nowhere"}, "nowhere | no config.json | holds no head | headstart train"),
     "a file as the head": ({"head": "target/config.json"}, "config.json | holds no head | a saved head"),
     "a head with another drafter": (
