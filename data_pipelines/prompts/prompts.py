@@ -32,7 +32,7 @@ from headstart.data_pipelines.stages.stage import (
     prompt_identities,
     writes_date,
 )
-from headstart.heads.target_config import TargetConfig, folder_of, content_identity, target_identity
+from headstart.heads.target_config import TargetConfig, content_identity, folder_of, target_identity
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
