@@ -32,26 +32,18 @@ from headstart.recipes import Recipe
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-NO_MEDUSA = {
-    "sglang": "only vllm can serve",
-    "tensorrt_llm": "only vllm can serve",
-    "gguf": "of kind medusa",
-    "speculators": "EAGLE-3 of the target's width",
-}
+NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
+NO_MEDUSA = {**dict.fromkeys(("sglang", "tensorrt_llm"), "only vllm can serve"), "gguf": "of kind medusa", **NOT_EAGLE3}
 NO_PEAGLE = NO_MEDUSA | {"gguf": "of kind peagle"}
 NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
-NO_EAGLE1 = {
-    "tensorrt_llm": "only vllm, sglang can serve",
-    "speculators": "EAGLE-3 of the target's width",
-    "gguf": "of kind eagle1",
-}
+NO_EAGLE1 = {**NO_BLOCK, "gguf": "of kind eagle1", **NOT_EAGLE3}
 SKIPS_FC = "skips fc if its input is as wide as the head"
 HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
 REFUSED = {  # head -> format -> what the refusal names
     "eagle1": NO_EAGLE1,
     "eagle1 bias": NO_EAGLE1 | {"vllm": "vLLM silently drops this tensor"},
     "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
-    "narrow": {"speculators": "EAGLE-3 of the target's width"},
+    "narrow": NOT_EAGLE3,
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
     "peagle": NO_PEAGLE,
@@ -259,10 +251,7 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     ("section", "said"),
     [
         ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
-        (
-            {"responses": "given", "prompts": "chats.jsonl"},
-            "taken from the conversations as they are, each of the assistant's turns",
-        ),
+        ({"responses": "given", "prompts": "chats.jsonl"}, "taken from the conversations as they are"),
         ({"store": "merged"}, "features: those stored in `merged`"),
     ],
 )

@@ -137,13 +137,6 @@ def test_a_head_for_other_weights_can_be_examined_and_used(
     assert "was trained for the model with digest 000000000000, and target.path is" in capsys.readouterr().out
 
 
-def test_a_head_without_a_record_gives_no_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    target, head = ASSETS / "demo_target", ASSETS / "demo_head"
-    assert not list(other_target(HeadFiles.read(head), target))
-    warn_of_other_targets({"": load_head_for(head, FrozenTarget.from_folder(target, torch.float32))}, target)
-    assert not capsys.readouterr().out
-
-
 def test_the_source_is_the_line_of_the_card(tmp_path: Path) -> None:
     card = tmp_path / "README.md"
     assert card_source(card) is None
