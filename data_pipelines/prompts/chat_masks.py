@@ -73,7 +73,9 @@ class ChatMasks:
             before = conversation.first(place)
             asked = self.render(before, ask=True)
             self._refuse_hidden(asked, before)
-            prompt, written = self._tokens(asked, self._answer(conversation, place, asked))
+            answer, encode = self._answer(conversation, place, asked), self.template.encode
+            prompt = encode(asked)
+            written = written_after(self.template, prompt, encode(asked + answer), answer)
             known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
             if samples and prompt[: len(known)] == known:
                 samples.pop()
@@ -81,20 +83,6 @@ class ChatMasks:
                 spans = []
             samples.append(MaskedTokens(prompt + written, [*spans, (len(prompt), len(prompt) + len(written))]))
         return samples
-
-    def _tokens(self, asked: str, answer: str) -> tuple[list[int], list[int]]:
-        """The tokens of a prompt, and those of the answer after it.
-
-        The answer is tokenized apart if a token of the joined text would hold parts of both.
-        """
-        encode, decode = self.template.encode, self.template.tokenizer.decode
-        prompt, joined = encode(asked), encode(asked + answer)
-        if joined[: len(prompt)] == prompt:
-            return prompt, joined[len(prompt) :]
-        written = encode(answer)
-        if decode(prompt + written) != decode(joined):
-            raise BadRow("chat template", "a token spans the boundary of the assistant's words")
-        return prompt, written
 
     def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
         """The text that the target writes in turn `place` after the prompt `asked`, up to and with its end mark."""
@@ -235,19 +223,13 @@ def given_samples(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection)
 def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     """A prompt and its answer as one text that ends with an end token; the answer is trained on.
 
-    The prompt's tokens are those that the target would be given alone, so the answer is tokenized apart if a token of
-    the joined text would hold the end of one and the start of the other. Spaces and line ends after the answer's end
-    mark, which templates write there, do not belong to it.
+    Spaces and line ends after the answer's end mark, which templates write there, do not belong to it.
     """
     answer = pair.answer
     if (marks := [*template.special.finditer(answer)]) and not answer[marks[-1].end() :].strip():
         answer = answer[: marks[-1].end()]
     prompt, whole = template.encode_text(pair.prompt), template.encode_text(pair.prompt + answer)
-    tokenizer, joined = template.tokenizer, whole
-    if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
-        whole = prompt + encode_after(template, answer)
-        if tokenizer.decode(whole) != tokenizer.decode(joined):
-            raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give messages, or tokens")
+    whole, tokenizer = prompt + written_after(template, prompt, whole, answer), template.tokenizer
     if early := {*template.end_tokens()} & {*whole[len(prompt) : -1]}:
         mark = tokenizer.decode([min(early)])
         raise BadRow(
@@ -259,10 +241,19 @@ def join(template: ChatTemplate, pair: PromptAndAnswer) -> MaskedTokens:
     return MaskedTokens(whole, [(start, len(whole))])
 
 
-def encode_after(template: ChatTemplate, text: str) -> list[int]:
-    """The tokens of text that follows another; many tokenizers put a space before the first word of a text."""
-    before, both = template.encode("\n"), template.encode("\n" + text)
-    return both[len(before) :] if both[: len(before)] == before else template.encode(text)
+def written_after(template: ChatTemplate, prompt: list[int], joined: list[int], answer: str) -> list[int]:
+    """The tokens of an answer after a prompt's, which are those that the target is given alone; `joined` is of both.
+
+    If a token of the joined text would hold the end of one and the start of the other, the answer is tokenized apart,
+    after a line end: many tokenizers put a space before the first word of a text. Raises BadRow if that changes it.
+    """
+    if joined[: len(prompt)] == prompt and len(joined) > len(prompt):
+        return joined[len(prompt) :]
+    before, both = template.encode("\n"), template.encode("\n" + answer)
+    written = both[len(before) :] if both[: len(before)] == before else template.encode(answer)
+    if template.tokenizer.decode(prompt + written) != template.tokenizer.decode(joined):
+        raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give tokens with loss_mask")
+    return written
 
 
 def parse_known(template: ChatTemplate, row: Json) -> Parsed:

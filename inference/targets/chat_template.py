@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from datetime import date
 from functools import cached_property
 from itertools import takewhile
-from json.scanner import py_make_scanner
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]
 from string import ascii_letters
 from typing import Any, cast
 
@@ -234,7 +234,7 @@ def read_json(text: str) -> Any:
         text = ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text)
     decoder = json.JSONDecoder()
     if len(text) > LARGE:  # the scanner in C holds the interpreter's lock until it has read everything
-        decoder.scan_once = py_make_scanner(decoder)
+        decoder.scan_once = py_make_scanner(decoder)  # type: ignore[attr-defined]
     return decoder.decode(text)
 
 
@@ -260,7 +260,7 @@ def read_reasoning(given: Json) -> str:
         value = given.get(name)
         if name == "reasoning_details" and isinstance(value, list):
             texts = [part.get("text") if isinstance(part, dict) else None for part in value]
-            value = "".join(texts) if all(isinstance(text, str) for text in texts) else value
+            value = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else value
         if isinstance(value, str):
             found |= {name: value} if value else {}
         elif value is not None:

@@ -192,7 +192,10 @@ def test_a_template_that_cannot_be_masked_exactly_is_refused(template: str, why:
 def test_a_tokenizer_whose_own_chat_template_gives_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, masks = template_of("chatml")
     own = tokenizer.apply_chat_template
-    other = lambda *turns, tokenize=True, **more: [7] if tokenize else own(*turns, tokenize=False, **more)  # noqa: E731
+
+    def other(*turns: Any, **options: Any) -> Any:
+        return [7] if options["tokenize"] else own(*turns, **options)
+
     monkeypatch.setattr(tokenizer, "apply_chat_template", other)
     with pytest.raises(BadRow, match="gives other tokens than its chat template as text"):
         masks.prompt(Conversation(CHAT))

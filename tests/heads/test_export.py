@@ -301,3 +301,36 @@ def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
         export(Recipe.model_validate(before))
     text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
     assert "the target's layers were tuned together with the head (lora)" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_became_infinite_in_the_number_format_of_an_export(
+    name: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head()
+    head.fc.weight.data[0, 0] = 1e5
+    save_head(head, tmp_path / "head")
+    with pytest.raises(ValueError, match=r"fc\.weight holds NaN or infinity in float16"):
+        export(recipe_of(tmp_path, target_folder, dtype="float16", format=name))
+    assert not (tmp_path / "export").exists()
+
+
+def test_the_limits_of_a_card_were_those_of_the_recipe_given_at_export(make_recipe: Callable[..., Recipe]) -> None:
+    run(make_recipe("run", "train.steps=3", "train.warmup_steps=1"))
+    recipe = make_recipe("run", "export.format=native", "data.response_tokens=77", "data.temperatures=[0.3]")
+    trained, text = make_recipe("run").data, (export(recipe) / "README.md").read_text()
+    assert f"at most {trained.prompt_tokens + trained.response_tokens} tokens" in text
+    assert "0.3 in turn" not in text
+
+
+def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)
+    save_head(make_head(), tmp_path / "head")
+    text = (export(recipe_of(tmp_path, file)) / "README.md").read_text()
+    assert "base_model" not in text
+    assert f"vllm serve {target_folder}" in text
+    assert f"SpeculativeModel.from_folders({json.dumps(str(file))}" in text

@@ -1,6 +1,7 @@
 """Heads record which target they were trained for, and the doctor tells when they meet another."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
-from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin, card_source, target_identity
+from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin, card_source, identity, target_identity
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
 from headstart.inference.report.command import warn_of_other_targets
@@ -79,6 +80,20 @@ def test_a_target_of_which_only_an_mlp_was_tuned_passed_for_the_same(tmp_path: P
     assert not TargetOrigin(TargetOrigin.of(target).sha256).is_another(TargetOrigin.of(target))  # not recorded
     shutil.copy(saved, target / "model.safetensors")
     assert not before.is_another(TargetOrigin.of(target))
+
+
+def test_another_file_of_the_same_name_size_time_and_ends_was_taken_for_the_same(tmp_path: Path) -> None:
+    file, other = tmp_path / "model.gguf", tmp_path / "other"
+    file.write_bytes(bytes(3 << 20))
+    times, before = file.stat(), identity(file)
+    assert identity(file) == before
+    other.write_bytes(bytes((3 << 19) + 77) + b"1" + bytes((3 << 19) - 78))
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(file)
+    assert identity(file) != before
+    file.write_bytes(bytes(3 << 20))  # the same inode
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert identity(file) == before
 
 
 def test_prompts_and_responses_of_a_target_tuned_at_the_same_path_were_used_on(tmp_path: Path) -> None:
