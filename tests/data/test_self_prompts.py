@@ -90,6 +90,7 @@ def test_as_many_prompts_as_asked_for_are_usable_and_other_candidates_are_counte
     assert "candidates written by the target, 8 kept; dropped" in describe_prompts(recipe)
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_after_its_last_candidate_in_batches_of_any_size(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -57,6 +57,7 @@ def test_a_wheel_from_a_zip_file_holds_exactly_the_files_of_the_packages(wheel: 
     assert found == packaged_files()
 
 
+@pytest.mark.slow
 def test_a_clone_and_a_zip_file_give_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     clone = unpack(tmp_path / "clone")
     for folder in FOLDERS:

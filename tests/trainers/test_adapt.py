@@ -212,6 +212,7 @@ def damaged(head: DraftHead, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return found
 
 
+@pytest.mark.slow
 def test_the_judge_counts_the_steps_of_decoding_with_chains(demo: tuple[DraftHead, list[Sample], list[int]]) -> None:
     head, samples, steps = demo
     counted = [decoded(head, sample, 3, 1) for sample in samples]

@@ -60,7 +60,7 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run
 }
 
 
-@pytest.mark.parametrize("name", slow_unless(list(RESUMED)[:3], RESUMED))
+@pytest.mark.parametrize("name", slow_unless(list(RESUMED)[:2], RESUMED))
 def test_a_resumed_run_ends_like_an_uninterrupted_one(make_recipe: Callable[..., Recipe], name: str) -> None:
     """steps        1 2 3 4 5 6 7 8, checkpoints after 4 and 8
     killed in 7     1 2 3 4 5 6 x

@@ -94,6 +94,7 @@ def check_compiled(target: TargetModel, compiler: Compiler, wanted: list[list[in
     assert_close(tree_logits(target), logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
 def test_packed_layers_write_the_same_text_compiled(
     make_model: ModelFactory, traced_only: None, monkeypatch: pytest.MonkeyPatch
