@@ -6,6 +6,7 @@ and the source in its model card.
 
 import hashlib
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,9 +14,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from huggingface_hub import errors, snapshot_download
+from jaxtyping import Int
+from torch import Tensor
 
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
@@ -42,6 +46,7 @@ SMOLLM2_SOURCES = {  # --source of `headstart smollm2`, and how it begins that l
 SOURCE_CHARACTERS_MAX = 300
 END_BYTES = 1 << 20  # read at each end of a file of weights
 DIGEST_LETTERS = 64
+RESERVED = re.compile("reserved|unused|placeholder|extra_id", re.IGNORECASE)  # in tokens that no text holds
 UNPACKED_AS = b"4"  # changes when a GGUF file is unpacked into something else
 
 
@@ -114,11 +119,15 @@ def unpacked_folder(file: Path, field: str) -> Path:
         if not (folder / "config.json").is_file():
             print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
             command = [sys.executable, "-m", "headstart.inference.targets.gguf", str(file.absolute()), str(folder)]
-            ended = subprocess.run(command, capture_output=True, text=True)
-            if ended.returncode:
-                said = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+            with TemporaryFile("w+") as errors:
+                with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as unpacking:
+                    assert unpacking.stdout is not None
+                    for line in unpacking.stdout:
+                        print(line, end="", file=sys.stderr, flush=True)
+                errors.seek(0)
+                said = errors.read().strip().splitlines() or [f"exit code {unpacking.returncode}"]
+            if unpacking.returncode:
                 raise ValueError(f"{field}: {said[-1].removeprefix('error: ')}")
-            sys.stderr.write(ended.stdout)
     return folder
 
 
@@ -260,6 +269,24 @@ class TargetConfig:
         # They collide for 1, 2, 4, 5 and 6 layers: take the middle layer and its neighbours instead.
         middle = layers // 2
         return tuple(sorted({max(middle - 1, 0), middle, middle + 1}))
+
+
+def mask_token(given: int | None, target: TargetConfig, drafted: Int[Tensor, " drafted"]) -> int:
+    """The token that stands for those to guess: the recipe's, or one that texts do not hold and the head, unless it
+    drafts all tokens, does not draft: a row of the embedding without a token, a reserved token, or the last one."""
+    if given is not None:
+        return given
+    path = None if target.folder is None else target.folder / "tokenizer.json"
+    spare = []
+    if path is not None and path.is_file():
+        tokenizer = read_json_object(path, "target")
+        vocabulary, added = tokenizer["model"]["vocab"], tokenizer.get("added_tokens", [])
+        ends = [len(vocabulary), *(token["id"] + 1 for token in added)]
+        spare = [target.vocab_size - 1] if max(ends) < target.vocab_size else []
+        spare += [token["id"] for token in reversed(added) if RESERVED.search(token["content"])]
+    taken = set() if len(drafted) == target.vocab_size else set(drafted.tolist())
+    rows = range(target.vocab_size - 1, -1, -1)
+    return next(token for token in (*spare, *rows) if token < target.vocab_size and token not in taken)
 
 
 @dataclass(frozen=True)

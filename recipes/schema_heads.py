@@ -132,7 +132,7 @@ class PEagleSection(TappedSection):
     num_layers: int = Field(default=4, gt=0, le=16, description="Decoder layers of the P-EAGLE head.")
     depths: int = Field(default=8, gt=1, le=64, description="Levels that a pass drafts; it drafts no deeper.")
     mask_token_id: int | None = Field(
-        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null chooses such a one."
     )
 
     @property
@@ -204,7 +204,7 @@ class BlockSection(LayerSection):
     )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
-        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null is the last."
+        default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null chooses such a one."
     )
     taps: Taps | None = Field(
         default=None,

@@ -17,9 +17,10 @@ from headstart.data_pipelines.features.shards import stored_taps
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.formats.card import exported
+from headstart.heads.formats.layouts import refusing_engine
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
-from headstart.heads.kinds.checkpoint import head_taps, save_head
-from headstart.heads.target_config import TargetOrigin, folder_of
+from headstart.heads.kinds.checkpoint import KINDS, head_taps, save_head
+from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
 from headstart.inference.targets.loading import processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -71,13 +72,25 @@ class TrainingRun:
         return cls(recipe, accelerator, Machine.running(accelerator.num_processes, accelerator.device, slices))
 
     def check(self) -> None:
-        refuse_more_than_memory(self.recipe, preflight(self.recipe, self.machine), self.machine)
+        target = preflight(self.recipe, self.machine)
+        refuse_more_than_memory(self.recipe, target, self.machine)
+        self.say_who_refuses(target)
+
+    def say_who_refuses(self, target: TargetConfig) -> None:
+        """Print a line, before anything is trained, if the engine of export.format refuses heads for this family."""
+        name, kind = self.recipe.export.format, KINDS[self.recipe.head.kind]
+        if self.accelerator.is_main_process and (engine := refusing_engine(name, kind, target.model_type)):
+            print(
+                f"export.format: {name!r} given, but {engine} starts no {kind.title} head for targets of type "
+                f"{target.model_type!r}; headstart serves it, and `headstart targets` names the engines that may"
+            )
 
     def print_plan(self) -> None:
         """Check the recipe and print what the run would take; raises ValueError after that if it does not fit."""
         target = preflight(self.recipe, self.machine)
         if self.accelerator.is_main_process:
             print_plan(self.recipe, target, self.machine)
+            self.say_who_refuses(target)
         refuse_more_than_memory(self.recipe, target, self.machine)
 
     @contextmanager

@@ -5,7 +5,7 @@ The text is in card.md.jinja; this module collects its figures.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from statistics import median
@@ -42,6 +42,8 @@ def card(
     is_full_target = is_whole_target(head, recipe.export.format)
     can_load = FORMATS[recipe.export.format].files in (native_files, engine_files) and not is_full_target
     heldout, report = heldout_row(recipe), report_of(recipe, source)
+    # Engines other than llama.cpp do not read a GGUF file with a head, and its converter needs a folder.
+    for_engines = replace(target, name=str(target_folder)) if target.name.endswith(".gguf") else target
     jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     jinja.filters["number"] = "{:g}".format
     return jinja.from_string(TEMPLATE.read_text()).render(
@@ -51,7 +53,7 @@ def card(
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         dtype=str(next(head.parameters()).dtype).removeprefix("torch."),
         target=target,
-        target_is_folder=Path(target.name).is_dir(),
+        target_is_local=Path(target.name).expanduser().exists(),
         template_digest=template_digest(target_folder),
         source=source,
         is_own=is_own,
@@ -68,7 +70,7 @@ def card(
         quoted_folder=quote(str(folder)),
         is_full_target=is_full_target,
         serving=[
-            *serving_sections(head, target, folder, violations),
+            *serving_sections(head, for_engines, folder, violations),
             "### headstart",
             headstart_section(target, folder, can_load),
         ],
@@ -76,13 +78,16 @@ def card(
 
 
 def as_trained(recipe: Recipe) -> Recipe:
-    """The recipe with the head and train sections that the exported weights were trained with, if that is recorded."""
-    path = recipe.checkpoints_dir / f"step-{exported(recipe).get('step', 0)}" / "state.json"
-    if not path.is_file():
-        return recipe
-    inputs = read_json(path)["inputs"]
+    """The recipe with the head, train and data sections of the exported weights' training, as far as recorded."""
+    state = recipe.checkpoints_dir / f"step-{exported(recipe).get('step', 0)}" / "state.json"
+    stages = [state, *(folder / "stage.json" for folder in (recipe.prompts_dir, recipe.responses_dir))]
+    inputs: dict[str, Any] = {}
+    for path in stages:
+        inputs |= read_json(path)["inputs"] if path.is_file() else {}
+    for digest in ("data.prompts", "data.heldout_prompts"):  # of the files' content
+        inputs.pop(digest, None)
     changes = {}
-    for name in ("head", "train"):
+    for name in ("head", "train", "data"):
         section = getattr(recipe, name)
         recorded = {key: inputs[f"{name}.{key}"] for key in type(section).model_fields if f"{name}.{key}" in inputs}
         changes[name] = type(section).model_validate({**section.model_dump(), **recorded})

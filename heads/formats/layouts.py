@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headstart.heads.base import DraftHead
+from headstart.heads.formats.config_rules import REFUSED, gives_hidden_states
 from headstart.heads.formats.kinds.registry import LAYOUTS
 from headstart.heads.formats.speculators import not_in_speculators
 from headstart.heads.formats.subject import Files, ServedTarget, Violation
@@ -48,6 +49,14 @@ def speculators_files(head: DraftHead, target: ServedTarget) -> Files:
         if layout.write is not None and type(head) is layout.kind:
             return layout.write(head, target)
     raise not_in_speculators(head)
+
+
+def refusing_engine(export_format: str, kind: type[DraftHead], family: str) -> str | None:
+    """The engine of a format, with its version, if it starts no such head for targets of this family."""
+    engine = FORMATS[export_format].engine
+    rules = [rule for layout in LAYOUTS if layout.kind is kind for rule in layout.rules.get(str(engine), ())]
+    label, families = REFUSED.get(str(engine), ("", frozenset()))
+    return label if gives_hidden_states in rules and family in families else None
 
 
 def is_whole_target(head: DraftHead, export_format: str) -> bool:

@@ -30,7 +30,7 @@ from headstart.heads.kinds.block_config import (
 )
 from headstart.heads.kinds.block_parts import CandidateSelector, LocalConvolution, MarkovHead, Slots
 from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
-from headstart.heads.target_config import TargetConfig
+from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
 
@@ -141,7 +141,7 @@ class BlockHead(DraftHead):
     def section_vocab(cls, section: BlockSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
         """Never the mask token, if it is reduced."""
         counts = counts.clone()
-        counts[mask_token(section, len(counts))] = -1
+        counts[-1 if section.mask_token_id is None else section.mask_token_id] = -1
         return super().section_vocab(section, counts)
 
     @classmethod
@@ -168,7 +168,7 @@ class BlockHead(DraftHead):
             taps=cls.section_taps(section, target),
             reaches=(Reach(section.window, section.causal),) * section.num_layers,
             block_size=section.block_size,
-            mask_token_id=mask_token(section, target.vocab_size),
+            mask_token_id=mask_token(section.mask_token_id, target, vocab.ids),
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
             conv_kernel_size=section.conv_kernel_size,
@@ -360,8 +360,3 @@ def spread_taps(num_layers: int, count: int) -> tuple[int, ...]:
     last = max(num_layers - 2, 0)
     first = min(2, last)
     return tuple(sorted({round(first + i * (last - first) / max(count - 1, 1)) for i in range(count)}))
-
-
-def mask_token(section: BlockSection, vocab_size: int) -> int:
-    """The token whose embedding marks a slot to fill; the recipe's checks refuse one that the target does not have."""
-    return vocab_size - 1 if section.mask_token_id is None else section.mask_token_id

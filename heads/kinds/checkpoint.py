@@ -208,7 +208,7 @@ def refuse_broken_numbers(path: Path, head: DraftHead) -> None:
     tensors = {name: tensor for name, tensor in head.engine_tensors().items() if tensor.is_floating_point()}
     if broken := sorted(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all())):
         dtype = str(tensors[broken[0]].dtype).removeprefix("torch.")
-        allowed = "only finite numbers are allowed; copy the head again, train it again, or choose a wider dtype"
+        allowed = "only finite numbers are allowed; copy the head again, or train it again, or choose a wider dtype"
         raise ValueError(f"{path}: {', '.join(broken[:4])} holds NaN or infinity in {dtype}, {allowed}")
 
 

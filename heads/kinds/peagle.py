@@ -4,7 +4,7 @@ A level below the first reads a mask entry: the embedding of a mask token and a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from headstart.heads.base import Features, Hidden, Mask, Positions, Tokens, Trai
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.layers import MLP, Attention, AttentionCache, RMSNorm
-from headstart.heads.target_config import TargetConfig
+from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import PEagleSection
 
@@ -81,14 +81,20 @@ class PEagleHead(Eagle3Head):
     def section_vocab(cls, section: PEagleSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
         """Never the mask token, if it is reduced."""
         counts = counts.clone()
-        counts[mask_token(section, len(counts))] = -1
+        counts[-1 if section.mask_token_id is None else section.mask_token_id] = -1
         return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
     @classmethod
     def section_shape(cls, section: Any, target: TargetConfig) -> PEagleShape:
         sizes = {**vars(super().section_shape(section, target)), "norm_output": False}  # no level reads an output
-        mask_token_id = mask_token(section, target.vocab_size)
+        mask_token_id = section.mask_token_id or 0  # `from_section` replaces the default
         return PEagleShape(**sizes, num_layers=section.num_layers, mask_token_id=mask_token_id, depths=section.depths)
+
+    @classmethod
+    def from_section(cls, section: Any, frozen: FrozenTarget, vocab: DraftVocab) -> "PEagleHead":
+        shape = cls.section_shape(section, frozen.config)
+        token = mask_token(section.mask_token_id, frozen.config, vocab.ids)
+        return cls(replace(shape, mask_token_id=token), frozen.config, vocab, frozen.embedding)
 
     @classmethod
     def config_shape(cls, config: dict[str, Any], tensors: dict[str, Tensor], target: TargetConfig) -> PEagleShape:
@@ -173,11 +179,6 @@ class PEagleHead(Eagle3Head):
         tokens = samples * longest
         entries = int(tokens * sum(max(KEEP_RATIO**depth, KEEP_SHARE_MIN) for depth in range(unroll)))
         return TrainingPasses(max(entries // tokens, 1), entries, entries // unroll)
-
-
-def mask_token(section: PEagleSection, vocab_size: int) -> int:
-    """The token of mask entries; the recipe's checks refuse one that the target does not have."""
-    return vocab_size - 1 if section.mask_token_id is None else section.mask_token_id
 
 
 def named_mask_token(config: dict[str, Any]) -> int | None:

@@ -124,7 +124,7 @@ FULL_AT = {
 }
 
 
-@pytest.mark.parametrize("name", FULL_AT)
+@pytest.mark.parametrize("name", slow_unless([*FULL_AT][:1], FULL_AT))
 def test_after_space_is_made_the_same_command_gives_the_undisturbed_run(
     typed: Type, tmp_path: Path, undisturbed: tuple[Path, list[str]], name: str
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_part_of_a_complete_harvest_does_not_even_load_the_target(
     assert contents(folder / "run") == before
 
 
+@pytest.mark.slow
 def test_parts_go_on_with_more_prompts(folder: Path, harvested: Path) -> None:
     """The last shard grows; the part that has it makes its features anew."""
     shutil.copytree(harvested / "run", folder / "run")

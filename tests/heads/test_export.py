@@ -32,26 +32,18 @@ from headstart.recipes import Recipe
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
-NO_MEDUSA = {
-    "sglang": "only vllm can serve",
-    "tensorrt_llm": "only vllm can serve",
-    "gguf": "of kind medusa",
-    "speculators": "EAGLE-3 of the target's width",
-}
+NOT_EAGLE3 = {"speculators": "EAGLE-3 of the target's width"}
+NO_MEDUSA = {**dict.fromkeys(("sglang", "tensorrt_llm"), "only vllm can serve"), "gguf": "of kind medusa", **NOT_EAGLE3}
 NO_PEAGLE = NO_MEDUSA | {"gguf": "of kind peagle"}
 NO_BLOCK = {"tensorrt_llm": "only vllm, sglang can serve", "gguf": "of kind block"}
-NO_EAGLE1 = {
-    "tensorrt_llm": "only vllm, sglang can serve",
-    "speculators": "EAGLE-3 of the target's width",
-    "gguf": "of kind eagle1",
-}
+NO_EAGLE1 = {**NO_BLOCK, "gguf": "of kind eagle1", **NOT_EAGLE3}
 SKIPS_FC = "skips fc if its input is as wide as the head"
 HEADS = EVERY_HEAD | {"one tap": {"taps": (3,)}, "eagle1 bias": {"kind": "eagle1", "fc_bias": True}}
 REFUSED = {  # head -> format -> what the refusal names
     "eagle1": NO_EAGLE1,
     "eagle1 bias": NO_EAGLE1 | {"vllm": "vLLM silently drops this tensor"},
     "one tap": dict.fromkeys(("sglang", "tensorrt_llm", "speculators"), SKIPS_FC) | {"gguf": "builds fc for 3"},
-    "narrow": {"speculators": "EAGLE-3 of the target's width"},
+    "narrow": NOT_EAGLE3,
     "3.1": {"gguf": "fc_norm: .*llama.cpp has no such norm.*norm_output"},
     "five taps": {"gguf": "builds fc for 3 hidden states"},
     "peagle": NO_PEAGLE,
@@ -259,10 +251,7 @@ def test_the_card_shows_what_training_logged_for_the_exported_weights(
     ("section", "said"),
     [
         ({}, "written by the target itself, at most 1024 tokens after prompts of at most 1024"),
-        (
-            {"responses": "given", "prompts": "chats.jsonl"},
-            "taken from the conversations as they are, each of the assistant's turns",
-        ),
+        ({"responses": "given", "prompts": "chats.jsonl"}, "taken from the conversations as they are"),
         ({"store": "merged"}, "features: those stored in `merged`"),
     ],
 )
@@ -312,3 +301,36 @@ def test_medusa_2_heads_are_not_exported_for_the_untuned_target(
         export(Recipe.model_validate(before))
     text = (export(Recipe.model_validate(tuned)) / "README.md").read_text()
     assert "the target's layers were tuned together with the head (lora)" in text
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_weight_became_infinite_in_the_number_format_of_an_export(
+    name: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
+) -> None:
+    head = make_head()
+    head.fc.weight.data[0, 0] = 1e5
+    save_head(head, tmp_path / "head")
+    with pytest.raises(ValueError, match=r"fc\.weight holds NaN or infinity in float16"):
+        export(recipe_of(tmp_path, target_folder, dtype="float16", format=name))
+    assert not (tmp_path / "export").exists()
+
+
+def test_the_limits_of_a_card_were_those_of_the_recipe_given_at_export(make_recipe: Callable[..., Recipe]) -> None:
+    run(make_recipe("run", "train.steps=3", "train.warmup_steps=1"))
+    recipe = make_recipe("run", "export.format=native", "data.response_tokens=77", "data.temperatures=[0.3]")
+    trained, text = make_recipe("run").data, (export(recipe) / "README.md").read_text()
+    assert f"at most {trained.prompt_tokens + trained.response_tokens} tokens" in text
+    assert "0.3 in turn" not in text
+
+
+def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)
+    save_head(make_head(), tmp_path / "head")
+    text = (export(recipe_of(tmp_path, file)) / "README.md").read_text()
+    assert "base_model" not in text
+    assert f"vllm serve {target_folder}" in text
+    assert f"SpeculativeModel.from_folders({json.dumps(str(file))}" in text

@@ -234,24 +234,19 @@ def test_a_new_head_depends_on_its_seed_alone(frozen: FrozenTarget) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(first.parameters(), other.parameters(), strict=True))
 
 
+OF = "original_max_position_embeddings"
+
+
 @pytest.mark.parametrize(
     ("kind", "scaling"),
     [
         ("default", {}),
         ("linear", {"factor": 4.0}),
-        (
-            "llama3",
-            {
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 64,
-            },
-        ),
-        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64}),
-        ("yarn", {"factor": 32.0, "original_max_position_embeddings": 8, "beta_fast": 16.0, "truncate": False}),
-        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "mscale": 1.0, "mscale_all_dim": 0.5}),
-        ("yarn", {"factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7}),
+        ("llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, OF: 64}),
+        ("yarn", {"factor": 4.0, OF: 64}),
+        ("yarn", {"factor": 32.0, OF: 8, "beta_fast": 16.0, "truncate": False}),
+        ("yarn", {"factor": 4.0, OF: 64, "mscale": 1.0, "mscale_all_dim": 0.5}),
+        ("yarn", {"factor": 4.0, OF: 64, "attention_factor": 0.7}),
     ],
 )
 def test_rotary_angles_are_the_targets_own(kind: str, scaling: dict[str, float]) -> None:

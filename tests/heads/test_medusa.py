@@ -172,11 +172,6 @@ def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: 
         assert sum(generation.stats.drafted for generation in found) > 0
 
 
-def test_a_tree_deeper_than_the_heads_is_refused(make_head: MakeHead) -> None:
-    with pytest.raises(ValueError, match=r"decode.depth: 4 given, 1 to the head's 3 is allowed"):
-        HeadDrafter(make_head("medusa"), Dynamic.chain(4))
-
-
 @pytest.mark.parametrize("kind", ["medusa", "block"])
 def test_a_depth_that_nobody_chose_is_no_deeper_than_the_head(
     kind: str, make_head: MakeHead, target_folder: Path, tmp_path: Path
@@ -296,16 +291,3 @@ def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, froze
 
 
 # The whole run
-
-
-@pytest.mark.parametrize(
-    ("override", "said"),
-    [
-        ("train.unroll=3", "train.unroll: 3 given, 2 is allowed, the levels that head.medusa_heads gives"),
-        ("decode.depth=3", "decode.depth: 3 given, 1 to 2 is allowed, the levels that head.medusa_heads gives"),
-    ],
-)
-def test_a_recipe_with_more_levels_than_heads_is_refused(tmp_path: Path, override: str, said: str) -> None:
-    build_run(tmp_path)
-    with pytest.raises(ValueError, match=said):
-        tiny_recipe(tmp_path, *TWO_HEADS, override)

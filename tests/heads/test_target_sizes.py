@@ -2,16 +2,18 @@
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from headstart.heads.target_config import UNLIMITED, Rope, TargetConfig
+from headstart.heads.target_config import UNLIMITED, Rope, TargetConfig, mask_token
 
 ALWAYS = {"bloom", "falcon", "gemma4", "gpt_neo", "mpt", "nemotron_h", "qwen3_5_moe", "qwen3_omni_moe", "xglm", "xlnet"}
 FAMILIES = {
@@ -95,3 +97,27 @@ def test_sizes_are_found_under_other_names(
 )
 def test_a_new_head_turns_as_engines_can(parameters: dict[str, Any], wanted: Rope) -> None:
     assert Rope.of_layers_for({"rope_parameters": parameters}) == wanted
+
+
+@pytest.mark.parametrize("family", ["olmoe", "gpt_oss", "phimoe", "granitemoe", "mixtral", "qwen3_moe"])
+def test_a_head_was_as_narrow_as_one_expert_of_its_target(family: str) -> None:
+    config = written(CONFIG_MAPPING[family]()) | ({"intermediate_size": 16} if family == "granitemoe" else {})
+    found = TargetConfig.from_dict(config)
+    assert 2 <= found.intermediate_size / found.hidden_size <= 4
+
+
+def test_the_default_mask_token_was_one_that_the_target_writes(tmp_path: Path) -> None:
+    """A row without a token, or a reserved token, if there is one; never a token that the head drafts."""
+    sizes = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 10}
+    (tmp_path / "config.json").write_text(json.dumps(sizes))
+
+    def chosen(words: int, added: dict[int, str], drafted: list[int]) -> int:
+        tokens = [{"id": id_, "content": content} for id_, content in added.items()]
+        tokenizer = {"model": {"vocab": {str(word): word for word in range(words)}}, "added_tokens": tokens}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return mask_token(None, TargetConfig.from_folder(tmp_path), torch.tensor(drafted))
+
+    assert chosen(8, {}, [0, 1]) == 9
+    assert chosen(10, {3: "<|reserved_special_token_5|>", 9: "<|im_end|>"}, [*range(10)]) == 3
+    assert chosen(10, {3: "<unused5>"}, [3, 9]) == 8
+    assert chosen(10, {}, [0, 1]) == 9

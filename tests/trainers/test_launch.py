@@ -99,11 +99,7 @@ def test_each_job_makes_the_part_of_its_number(launcher: str, tmp_path: Path) ->
 
 def test_muon_is_refused_where_ranks_hold_slices() -> None:
     refuse_muon(TrainSection(steps=1), "FSDP2")
-    with pytest.raises(
-        ValueError,
-        match=r"train\.optimizer: muon given, only adamw is allowed; FSDP2 slices .*"
-        r" or launch with recipes/launch/ddp\.yaml",
-    ):
+    with pytest.raises(ValueError, match=r"train\.optimizer: muon given, only adamw is allowed; FSDP2 slices"):
         refuse_muon(TrainSection(steps=1, optimizer="muon"), "FSDP2")
 
 

@@ -232,8 +232,6 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(tuned: Rec
         ("head={kind: eagle1}", "joint.mode: 'lora' given, only null is allowed with head.kind eagle1; remove it, or"),
         ("head={kind: medusa, medusa_heads: 2, draft_vocab_size: 80}", "head.draft_vocab_size: 80 given, only null"),
         ("train.pack_tokens=64", "train.pack_tokens: 64 given, only null is allowed with joint.mode"),
-        ("joint={mode: half}", "joint.mode: 'half' given, one of lora, full"),
-        ("joint={mode: lora, rank: 4}", "joint.rank: 4 given, but there is no such key"),
     ],
 )
 def test_recipes_that_medusa_2_cannot_train_are_refused(harvested: Path, override: str, said: str) -> None:

@@ -65,7 +65,6 @@ class Grammars:
         `content`: instead of calls the text may be JSON that this schema allows. Raises ValueError for an unusable
         schema.
         """
-        short(json.dumps(tools), "tools")
         newline, rules, names = r'"\n"?', [], []  # optional, because models differ
         for number, (name, schema) in enumerate(tools.items()):
             self.json_schema(schema, f"tools: parameters of {name}")
@@ -74,6 +73,7 @@ class Grammars:
             # With allOf, each part lists only some of the properties.
             arguments = {**(schema if '"allOf"' in json.dumps(schema) else closed(schema)), "type": "object"}
             rules += [f'tool{number}: {begin} arguments{number} "}}"', f"arguments{number}: {inlined(arguments)}"]
+            short("".join(rules), "tools")
         rules.append(f'call: "{OPEN}" {newline} ({" | ".join(names)}) {newline} "{CLOSE}"')
         rules.append("calls: call" if only_one else f"calls: call ({newline} call)*")
         rules += ["start: calls"] if content is None else ["start: calls | content", f"content: {inlined(content)}"]

@@ -147,9 +147,7 @@ def test_a_fixed_tree_has_its_paths_whatever_the_scores() -> None:
 
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (0, 1)), ((0, 0),), ((0,), (0, -1)), ((),)], ids=str)
 def test_paths_with_a_gap_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
-    with pytest.raises(
-        ValueError, match=r"tree: path \[.*\] given without .* fit the tree again with headstart calibrate"
-    ):
+    with pytest.raises(ValueError, match=r"tree: path \[.*\] given without .* fit the tree again"):
         Fixed(paths)
 
 

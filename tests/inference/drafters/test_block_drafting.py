@@ -76,15 +76,6 @@ def test_a_wide_tree_of_a_selector_begins_with_the_greedy_walk(target: TargetMod
     assert first == walk
 
 
-@pytest.mark.parametrize(("shape", "levels"), [({}, 4), ({"sample_from_anchor": False}, 3)], ids=str)
-def test_a_tree_deeper_than_the_block_is_refused(make_head: MakeHead, shape: dict[str, Any], levels: int) -> None:
-    """A block may be cut short, but no longer one than it was trained with can be drafted."""
-    head = make_head("block", **shape)
-    assert head_drafter(head, Dynamic.chain(levels)).depth == levels
-    with pytest.raises(ValueError, match=rf"decode\.depth: {levels + 1} given, 1 to the head's {levels} is allowed"):
-        head_drafter(head, Dynamic.chain(levels + 1))
-
-
 def varied_head(frozen: FrozenTarget, **fields: Any) -> BlockHead:
     """A head for any target, with no weight at zero."""
     section = BlockSection(kind="block", block_size=4, num_heads=4, num_kv_heads=2, **fields)

@@ -20,9 +20,10 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core import recurrent
+from headstart.inference.core.drafter import PLAIN
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
-from headstart.inference.drafters.build import growth_from_recipe, load_costs
+from headstart.inference.drafters.build import growth_for, growth_from_recipe, load_costs
 from headstart.inference.drafters.cost_measurement import NEEDED_WORKS, cost_table, surface_from, time_works
 from headstart.inference.drafters.costs import (
     CORRECTION_STEPS,
@@ -32,7 +33,10 @@ from headstart.inference.drafters.costs import (
     Drafted,
     Situation,
 )
+from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import generate
 from headstart.inference.kernels import FastForm
 from headstart.inference.targets.model import TargetModel
@@ -106,6 +110,24 @@ def test_costs_on_disk_are_read_and_not_measured_again(
             cost_table(fresh(), make_head(), **other)
     with pytest.raises(AssertionError, match="measured"):
         cost_table(fresh(), make_head(intermediate_size=48), width=2, nodes=6)
+
+
+def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, make_head: MakeHead) -> None:
+    """Only those of heads were, so that prompt lookup went on at .6 of plain decoding's speed."""
+    section = DecodeSection(drafter="prompt_lookup", growth="dynamic", depth=3, max_batch=1)
+    growth = Dynamic(3, 2, 6)
+    drafters = [
+        HeadDrafter(make_head(), growth),
+        ModelDrafter(target, growth, target),
+        Lookup(growth_for(section, target)),
+    ]
+    tables = [load_costs(section, target, drafter) for drafter in drafters]
+    assert len({id(table) for table in tables}) == len(list(folder.iterdir())) == 3
+    for table in tables:
+        assert table is not None
+        assert table.surface.first_level[0] > 0
+        assert table.surface.complete
+    assert load_costs(section, target, PLAIN) is None
 
 
 def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(

@@ -126,13 +126,9 @@ def test_a_draft_model_that_is_the_target_is_always_right(
 
 
 def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: MakeModel) -> None:
-    with pytest.raises(
-        ValueError, match=r"decode\.draft_model: a model with 128 positions given, the target's 256 or more"
-    ):
+    with pytest.raises(ValueError, match=r"decode\.draft_model: a model with 128 positions given"):
         ModelDrafter(TargetModel(make_model(max_position_embeddings=128), ()), Dynamic.chain(2), target)
-    with pytest.raises(
-        ValueError, match=r"decode\.draft_model: torch\.float64 on cpu given, the target's torch\.float32"
-    ):
+    with pytest.raises(ValueError, match=r"decode\.draft_model: torch\.float64 on cpu given"):
         ModelDrafter(TargetModel(make_model().double(), ()), Dynamic.chain(2), target)
 
 

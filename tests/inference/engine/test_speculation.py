@@ -200,6 +200,7 @@ def accepted(tokens: int) -> list[Accepted]:
     return [Accepted([*range(tokens)], [7] * tokens, drafted=6)]
 
 
+RESTS = [*(DRAFT_RETRY_STEPS_MIN * times for times in (1, 2, 4)), DRAFT_RETRY_STEPS_MAX]
 TREE = Tree(torch.zeros(1, 7, dtype=torch.long), torch.full((1, 7), -1))
 
 
@@ -238,12 +239,7 @@ def test_drafts_that_still_do_not_pay_are_tried_again_ever_less_often() -> None:
 
     text = "".join("x" if on else " " for on in states(2000, tokens=1))
     rests = [len(rest) for rest in text.split("x") if rest]
-    assert rests[:4] == [
-        DRAFT_RETRY_STEPS_MIN,
-        2 * DRAFT_RETRY_STEPS_MIN,
-        4 * DRAFT_RETRY_STEPS_MIN,
-        DRAFT_RETRY_STEPS_MAX,
-    ]
+    assert rests[:4] == RESTS
     assert max(rests) == DRAFT_RETRY_STEPS_MAX
     # The texts become easier: the next trial stays. Once it has lasted longer than the rest before it, rests are short
     # again.
@@ -273,12 +269,7 @@ def test_a_lucky_step_in_each_trial_kept_the_rests_short() -> None:
             lucky = 0 if text[-2:] == " x" else lucky + 1
             by_load.observe(accepted(5 if lucky == 2 else 1), TREE.shape[1], levels=3)
     rests = [len(rest) for rest in text.split("x") if rest]
-    assert rests[:4] == [
-        DRAFT_RETRY_STEPS_MIN,
-        2 * DRAFT_RETRY_STEPS_MIN,
-        4 * DRAFT_RETRY_STEPS_MIN,
-        DRAFT_RETRY_STEPS_MAX,
-    ]
+    assert rests[:4] == RESTS
     assert rests.count(DRAFT_RETRY_STEPS_MIN) == 1
 
 

@@ -192,7 +192,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
     "a tensor of another shape": ({"target": "other shape"}, "other shape | is [5, 32] but should be [48, 32]"),
     "a target that was cut short": ({"target": "cut short"}, "cut short | cannot be read | download the target again"),
     "a target of an unknown type": ({"target": "unknown"}, "config.json | abacus | none of | not supported"),
-    "no head": ({"head": None}, "head | None | with decode.drafter head | give a head"),
+    "no head": ({"head": None, "decode": DecodeSection()}, "head | None | with decode.drafter head | give a head"),
     "a head with another drafter": (
         {"decode": DecodeSection(drafter="prompt_lookup")},
         "head | prompt_lookup | with decode.drafter head | no head with another drafter",

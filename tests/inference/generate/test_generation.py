@@ -29,6 +29,7 @@ from headstart.inference.core.request import Generation
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate.model import SpeculativeModel, SpeculativeOutput
 from headstart.inference.generate.settings import IGNORED, SUPPORTED, Settings, read_sampling, read_settings
@@ -353,7 +354,9 @@ def test_fields_at_their_defaults_are_not_refused() -> None:
     assert read_settings(None, {**documented, **off}) == read_settings(GenerationConfig(), {}) == Settings()
     read_settings(GenerationConfig(**documented), {})
     read_settings(GenerationConfig.from_pretrained(DEMO), {})
-    read_settings(None, {"logits_processor": None, "synced_gpus": False})
+    read_settings(
+        None, {"logits_processor": [], "stopping_criteria": [], "prefix_allowed_tokens_fn": None, "synced_gpus": False}
+    )
 
 
 def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
@@ -362,6 +365,15 @@ def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
     config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
     found = written_by(model, **BATCH, generation_config=config, do_sample=False)
     assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
+
+
+def test_without_a_head_from_folders_drafts_by_prompt_lookup(target_folder: Path, deep_target: TargetModel) -> None:
+    """It always failed: the default drafter is a head."""
+    model = SpeculativeModel.from_folders(target_folder, device="cpu")
+    theirs: Any = deep_target.model
+    assert torch.equal(written_by(model, **BATCH, max_new_tokens=NEW), theirs.generate(**BATCH, max_new_tokens=NEW))
+    assert isinstance(model.drafter, Lookup)
+    assert model.speculation is not None
 
 
 def test_from_folders_is_ready_to_use(

@@ -171,6 +171,19 @@ def test_what_is_not_supported_is_refused_by_name(demo: Demo, tmp_path: Path) ->
             TargetDefaults.of(model.target)
 
 
+def test_a_wrong_value_in_the_file_was_blamed_on_the_call(demo: Demo, tmp_path: Path) -> None:
+    wrong = {"max_length": 2, "forced_eos_token_id": 10**6, "bad_words_ids": [[10**6]]}
+    for name, value in wrong.items():
+        (tmp_path / name).mkdir()
+        _, model = demo.reading(say(tmp_path / name, {name: value}))
+        with pytest.raises(
+            ValueError, match=f"^the target's generation_config.json: {name}: .*override it in the call"
+        ):
+            model.generate(**prompts(**{**SHORT, "max_new_tokens": None if name == "max_length" else 2}))
+        with pytest.raises(ValueError, match=f"^{name}"):
+            model.generate(**prompts(**{**SHORT, "max_new_tokens": None, name: value}))
+
+
 def test_truncation_that_is_not_supported_is_refused_where_text_may_be_sampled(demo: Demo, tmp_path: Path) -> None:
     one = {**SHORT, "max_new_tokens": 1}
     _, model = demo.reading(say(tmp_path, dict.fromkeys(ONLY_WHEN_SAMPLING, 0.5)))

@@ -107,6 +107,7 @@ def serving(folder: Path, *options: str, requests: int) -> Iterator[tuple[subpro
         thread.join(60)
 
 
+@pytest.mark.slow
 def test_sigterm_lets_a_request_end_and_then_ends_the_server(tmp_path: Path) -> None:
     with serving(tmp_path, requests=8) as (process, found):
         assert process.wait(60) == 0

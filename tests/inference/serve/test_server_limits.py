@@ -93,6 +93,20 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(server: Running) -> None:
         assert b" 408 " in slow.recv(100)
 
 
+def test_a_body_with_two_lengths_hides_no_second_request(server: Running) -> None:
+    """The request after the chunks was answered, too, which a proxy that reads Content-Length never saw."""
+    inner = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    for version, length in (("1.1", f"Content-Length: {5 + len(inner)}\r\n"), ("1.0", "")):
+        head = f"POST {COMPLETION} HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n{length}"
+        with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
+            client.sendall(head.encode() + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + inner)
+            client.settimeout(20)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        assert answer.count(b"HTTP/1.1 ") == 1
+        assert b" 400 " in answer
+        assert b"Transfer-Encoding" in answer
+
+
 def test_without_a_key_there_is_no_answer(served: Served) -> None:
     with running(served, ServerSettings((NAME,), api_keys=("one", "two"))) as found:
         for key in ("", "on", "one two", "three"):

@@ -28,6 +28,13 @@ def outputs(**fields: Any) -> dict[str, Any]:
     return {"structured_outputs": fields}
 
 
+TOOL = {"type": "function", "function": {"name": "look"}}
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "look", **fields}}]}
+
+
 DEEP = json.loads('{"items":' * 400 + "{}" + "}" * 400)
 WIDE = {"properties": {f"p{number}": {} for number in range(600)}, "type": "object"}
 PICTURE = [{"type": "image_url", "image_url": {"url": "x"}}]
@@ -44,6 +51,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         (schema({"$ref": "#"}), "response_format.json_schema.schema: no text fits", "a JSON schema"),
         ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' given", "json_schema"),
         ({"tools": [{"type": "function"}]}, "tools[0]: {'type': 'function'} given", "a name"),
+        ({"tools": [TOOL, TOOL]}, "tools[1]: 'look' given", "one tool of each name"),
+        (
+            tool(parameters={"type": "string"}),
+            "tools[0].function.parameters: {'type': 'string'}",
+            "schema of an object",
+        ),
+        (tool(parameters="text"), "tools[0].function.parameters: 'text' given", "the schema of an object"),
+        ({"chat_template_kwargs": {"date": "today"}}, "chat_template_kwargs.date: 'today' given", "2026-11-26"),
         ({"tool_choice": "required"}, "tool_choice: 'required' given", "auto or none"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs: 'tokenize' given", "the template"),
         ({"chat_template": "{{ x }}"}, "chat_template: there is no such field", "messages"),
@@ -51,6 +66,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
     COMPLETION: [
         ({"prompt": [5] * 200}, "max_tokens: ", "128 positions"),
         ({"prompt": [5] * 100, "max_tokens": 29}, "max_tokens: ", "up to 28"),
+        ({"prompt": [5] * 200, "max_tokens": 200}, "max_tokens: ", "shorten the prompt, and lower max_tokens"),
         ({"prompt": "ab" * 250_000}, "prompt: 500000 characters given", "at most"),
         ({"prompt": None}, "prompt: missing", "required"),
         ({"prompt": ""}, "prompt: '' given", "at least one token"),
@@ -176,3 +192,14 @@ def test_halves_of_surrogate_pairs_are_answered_wherever_they_stand(client: http
 def test_halves_of_surrogate_pairs_are_replacement_characters(client: httpx.Client) -> None:
     halves = client.post("/tokenize", content=b'{"prompt": "\\ud83d\\\\ud83d\\ud83d\\ude00\\udE00"}', headers=JSON)
     assert halves.json() == client.post("/tokenize", json={"prompt": "\ufffd\\ud83d😀\ufffd"}).json()
+
+
+def test_tools_that_are_too_long_are_not_blamed_on_the_messages(
+    server: Running, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The templates of most chat models write the tools into the prompt."""
+    monkeypatch.setattr(
+        server.service.prompts.template, "render", lambda turns, tools, *_: "a" * 10**6 if tools else ""
+    )
+    found = client.post(CHAT, json={"messages": HELLO, "tools": [TOOL]})
+    assert assert_refused(found, 400, "context length").startswith("tools: ")

@@ -133,11 +133,6 @@ def test_a_gguf_file_is_a_target_and_is_unpacked_once(file: Path, tmp_path: Path
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_a_missing_file_names_its_field() -> None:
-    with pytest.raises(ValueError, match=r"target\.path: nowhere\.gguf given, an existing GGUF file is allowed"):
-        unpacked_folder(Path("nowhere.gguf"), "target.path")
-
-
 @needs_reader
 @pytest.mark.parametrize(
     ("content", "said"),

@@ -97,18 +97,6 @@ def test_the_baseline_ignores_the_sampling_fields_of_the_checkpoint(make_model: 
     assert TargetModel(model, ()).generate([[5, 6, 7]], 20, Sampling(temperature)) == wanted
 
 
-def test_the_baseline_ends_with_the_end_token(make_model: MakeModel) -> None:
-    text = TargetModel(make_model(), ()).generate([[5, 6, 7]], 12)[0]
-    end = text[4]
-    model = make_model()
-    model.generation_config.eos_token_id = [end]
-    target = TargetModel(model, ())
-    assert target.end_tokens == [end]
-    shorter, other = target.generate([[5, 6, 7], [1, 2]], 12)
-    assert shorter == text[: text.index(end) + 1]
-    assert end not in other[:-1]
-
-
 def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_model: MakeModel) -> None:
     assert TargetModel(make_model(), ()).end_tokens == []
     assert TargetModel(make_model(eos_token_id=7), ()).end_tokens == [7]
@@ -149,23 +137,12 @@ def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
     assert tokenizer.convert_ids_to_tokens(found) == ends
 
 
-def test_a_loaded_target_equals_the_saved_one(deep_target: TargetModel, target_folder: Path) -> None:
-    loaded = TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), (2, 3, 4))
-    assert torch.equal(loaded.passes.forward(TOKENS).logits, deep_target.passes.forward(TOKENS).logits)
-
-
 def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -> None:
     model = make_model()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match="safetensors"):
         TargetModel.load(TargetSection(path=str(tmp_path), dtype="float32", device="cpu"), ())
-
-
-@pytest.mark.parametrize("taps", [(2, 8), (-1, 2)])
-def test_taps_outside_the_target_are_refused(make_model: MakeModel, taps: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=rf"head\.taps: \[{taps[0]}, {taps[1]}\] given, .* 0 to {NUM_LAYERS} are"):
-        TargetModel(make_model(), taps)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
@@ -194,11 +171,9 @@ class OwnConfig(LlamaConfig):
 @pytest.mark.parametrize(
     ("capabilities", "dtype"),
     [
-        ({"avx512_f": True, "avx512_bf16": True}, "bfloat16"),
         ({"amx_bf16": True}, "bfloat16"),
         ({"neon": True, "bf16": True}, "bfloat16"),
         ({"avx512_f": True, "avx512_bf16": False}, "float32"),
-        ({"avx2": True}, "float32"),
     ],
 )
 def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(

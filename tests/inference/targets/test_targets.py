@@ -2,12 +2,18 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from families import STATEFUL, make_family
+from tiny_run import build_target
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
+from headstart.heads.target_config import locate_target
+from headstart.inference.targets.loading import load_weights, refuse_encoder
 from headstart.inference.targets.model import TargetModel
 from headstart.target_description import MODEL_TYPES, described_layout, model_on_meta
 from headstart.targets import METHODS, Family, FamilyTable, main
@@ -89,7 +95,7 @@ def test_a_model_type_that_transformers_lacks_is_tried_when_it_is_loaded(
 def test_an_unknown_name_is_refused_with_what_is_allowed_and_the_nearest(tmp_path: Path) -> None:
     said = refusal("qwen3_nxt")
     assert (
-        "NAME: 'qwen3_nxt' given, a folder with config.json, that file, a hub name (org/name) or a model type" in said
+        "NAME: 'qwen3_nxt' given, a folder with config.json, that file, a GGUF file, a hub name (org/name) or a model type" in said
     )
     assert said.endswith("did you mean qwen3_next?")
     assert "a folder with config.json" in refusal(str(tmp_path))
@@ -141,3 +147,37 @@ def test_an_outcome_of_the_check_is_told_to_users(
     family = importlib.import_module("target_page").family_of({"family": "x", "outcome": outcome, "method": "chains"})
     assert family.method == method
     assert family.why == why or family.why.startswith(why)
+
+
+def test_a_gguf_file_and_a_folder_with_one_are_described(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda file, field: folder)
+    (tmp_path / "model.gguf").touch()
+    for given in (tmp_path / "model.gguf", tmp_path):
+        assert printed(capsys, str(given)).split()[:3] == ["model", "type", "qwen3_next"]
+    (tmp_path / "other.gguf").touch()
+    assert "has 2 GGUF files (model.gguf, other.gguf); name one of them" in refusal(str(tmp_path))
+
+
+@pytest.mark.parametrize("field", ["target.path", "NAME"])
+def test_a_folder_with_a_lora_adapter_is_named_as_such(field: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
+    with pytest.raises(ValueError, match=rf"{field}: .* holds a LoRA adapter of 'org/base'.*merge_and_unload"):
+        locate_target(str(tmp_path), field=field)
+
+
+@pytest.mark.parametrize("family", ["florence2", "t5gemma2", "udop"])
+def test_an_encoder_with_a_decoder_ended_in_an_index_error(family: str) -> None:
+    model: Any = SimpleNamespace(config=CONFIG_MAPPING[family]())
+    with pytest.raises(ValueError, match=rf"a '{family}' model given, an encoder with a decoder"):
+        refuse_encoder(model)
+
+
+def test_a_target_s_weights_became_infinite_in_float16(tmp_path: Path) -> None:
+    folder = build_target(tmp_path / "target")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    model.lm_head.weight.data[0, 0] = 1e5
+    model.save_pretrained(folder)
+    with pytest.raises(ValueError, match=r"target\.dtype: float16 given, but lm_head\.weight .* exceeds its range"):
+        load_weights(folder, dtype=torch.float16, trust_remote_code=False)
