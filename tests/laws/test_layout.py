@@ -51,7 +51,7 @@ BUDGETS = {
     "common": 1_020,
     "data_pipelines": 1_270,
     "data_pipelines/features": 1_520,
-    "data_pipelines/prompts": 2_300,
+    "data_pipelines/prompts": 2_260,
     "data_pipelines/stages": 430,
     "heads": 2_380,
     "heads/formats": 1_400,
