@@ -5,7 +5,7 @@ import json
 import re
 import reprlib
 from collections.abc import Collection
-from json.scanner import py_make_scanner
+from json import scanner
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, FailFast, Field, ValidationError, model_validator
@@ -43,9 +43,9 @@ def read_json(text: str) -> Any:
     """
     if SURROGATE.search(text):
         text = ESCAPE.sub(lambda match: match["complete"] or r"\ufffd", text)
-    decoder = json.JSONDecoder()
+    decoder: Any = json.JSONDecoder()
     if len(text) > LARGE:  # the scanner in C holds the interpreter's lock until it has read everything
-        decoder.scan_once = py_make_scanner(decoder)
+        decoder.scan_once = scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
     return decoder.decode(text)
 
 
