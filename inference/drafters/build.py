@@ -87,11 +87,11 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     """
     if isinstance(drafter, TreeDrafter) and isinstance(drafter.growth, Costly):
         return drafter.growth.costs
-    source = drafter.head if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead) else drafter
-    if not isinstance(source, DraftHead | ModelDrafter | Lookup):
-        return None
-    growth = drafter.growth
-    return cost_table(target, source, growth.width, growth.nodes, decode.max_batch)
+    if isinstance(drafter, ModelDrafter | Lookup):
+        return cost_table(target, drafter, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
+    if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead):
+        return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
+    return None
 
 
 def draft_model_folder(section: DecodeSection) -> Path:

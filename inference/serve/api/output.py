@@ -81,7 +81,7 @@ class Choice:
         self.latest = time.perf_counter()  # when it was submitted, then its last update
         self.has_begun = False  # whether it has its first token
         include_stop, calls = encoded.fields.include_stop_str_in_output, encoded.calls
-        echo = encoded.echoes and encoded.echoes[index // encoded.fields.n]
+        echo = None if encoded.echoes is None else encoded.echoes[index // encoded.fields.n]
         self.written = WrittenText(encoded.text, request.prompt, request.stop, include_stop, echo)
         self.parser = ToolCallParser(calls.schemas, calls.only_one) if calls.schemas else None
         self.output, self.tokens = Output(), list[int]()

@@ -20,7 +20,7 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core import recurrent
-from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters import cost_measurement
 from headstart.inference.drafters.build import growth_for, growth_from_recipe, load_costs
@@ -116,7 +116,7 @@ def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, ma
     """Only those of heads were, so that prompt lookup went on at .6 of plain decoding's speed."""
     section = DecodeSection(drafter="prompt_lookup", growth="dynamic", depth=3, max_batch=1)
     growth = Dynamic(3, 2, 6)
-    drafters = [
+    drafters: list[Drafter] = [
         HeadDrafter(make_head(), growth),
         ModelDrafter(target, growth, target),
         Lookup(growth_for(section, target)),
