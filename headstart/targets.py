@@ -2,7 +2,7 @@
 
     headstart targets                       # every model type that was tried, by how it decodes
     headstart targets qwen3_next            # one model type, with the sizes of its default configuration
-    headstart targets path/to/model         # a model's folder, or its config.json
+    headstart targets path/to/model         # a model's folder, its config.json, or a GGUF file
     headstart targets Qwen/Qwen3-8B         # a model on the hub; only its config.json is fetched
 
 No weights are read. How a model type decodes was found with a tiny random model (docs/targets.md has the whole table);

@@ -130,7 +130,7 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
 def merge_values(about: Json) -> Json:
     """The values that must be equal in manifests to merge."""
     target = target_of(about)
-    sha256, sampled = (None, None) if target is None else (target.sha256, target.sampled)
+    sha256, sampled = (None, None) if target is None else (target.sha256, target.content)
     return {**{key: about.get(key) for key in MERGE_KEYS}, "target": sha256, SAMPLED: sampled}
 
 

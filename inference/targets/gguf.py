@@ -203,7 +203,7 @@ def value_at(content: mmap, start: int, kind: int) -> tuple[Any, int]:
 def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """The model of a GGUF file, and which tensors it misses."""
     dense = transformers.GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         file.parent,
         gguf_file=file.name,
         config=config,
@@ -211,6 +211,8 @@ def load(file: Path, config: PreTrainedConfig, dtype: torch.dtype) -> tuple[Any,
         quantization_config=dense,
         output_loading_info=True,
     )
+    model, info = loaded
+    return model, info
 
 
 def keeps_few_bits(file: Path, tensors: Sequence["ReaderTensor"]) -> bool:

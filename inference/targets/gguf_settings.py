@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tokenizers import decoders, normalizers, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerFast
+from transformers import PreTrainedConfig
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -92,7 +92,7 @@ def restore(
     if int(metadata.get("split.count", 1)) > 1:
         raise LostSetting(
             f"split.count is {metadata['split.count']}: this is one part of a model; merge all parts with "
-            "llama-gguf-split --merge"
+            "llama.cpp's llama-gguf-split"
         )
     if metadata.get("general.type", "model") != "model":
         raise LostSetting(f"general.type is {metadata['general.type']!r}, 'model' is allowed; merge it into its model")
@@ -267,7 +267,7 @@ def sampling_of(metadata: Metadata) -> dict[str, Any]:
     return {"do_sample": True, **found} if found else {}
 
 
-def restore_tokenizer(tokenizer: PreTrainedTokenizerFast, metadata: Metadata) -> None:
+def restore_tokenizer(tokenizer: Any, metadata: Metadata) -> None:
     """Give a tokenizer what the file says and transformers drops; LostSetting for an unknown way to split text."""
     settings = {key.removeprefix("tokenizer.ggml."): value for key, value in metadata.items()}
     backend = tokenizer.backend_tokenizer

@@ -103,8 +103,15 @@ FAMILIES: dict[str, tuple[PreTrainedConfig, str, dict[str, Any], dict[str, Any]]
         {},
     ),
     "qwen3moe with another expert width": (
-        Qwen3MoeConfig(
-            **SIZES, head_dim=16, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True
+        Qwen3MoeConfig.from_dict(
+            {
+                **SIZES,
+                "head_dim": 16,
+                "moe_intermediate_size": 24,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "norm_topk_prob": True,
+            }
         ),
         "qwen3moe",
         {
