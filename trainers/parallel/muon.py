@@ -16,7 +16,7 @@ class Muon(torch.optim.Muon):
     for it 60 times as long as float32; here such a device iterates in float32."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if (gradient := parameter.grad) is None:
