@@ -20,8 +20,7 @@ from headstart.heads.files import read_json_object
 from headstart.heads.formats.config_rules import REFUSED, refusing
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.heads.target_ends import auto_class
-from headstart.inference.targets.architecture import attention_windows, position_limit
-from headstart.inference.targets.cache_layout import CacheLayout, cache_layout
+from headstart.inference.targets.architecture import CacheLayout, attention_windows, cache_layout, position_limit
 from headstart.inference.targets.loading import in_one_line, load_config
 from headstart.recipes.target_sizes import text_section
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from headstart.common.files import write_text
 from headstart.common.process import user_cache
 from headstart.inference.core.tree import Tree
+from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import keep_own_attention, own_attention_of
-from headstart.inference.targets.cache_layout import cache_layout
 from headstart.inference.targets.passes import DecodingMethod, Passes
 
 TRIAL_TOKENS, FIRST_PART, BOTH_PARTS = 12, 5, 8  # of the trial, of the prompt's first part, and of both parts

@@ -20,9 +20,8 @@ from headstart.inference.core.recurrent import WINDOW, LayerStates, OwnCaches, a
 from headstart.inference.core.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.core.tree import PendingTokens, Tree, block_mask, causal_block, padded_rows, take
 from headstart.inference.core.verify import count_drafted
-from headstart.inference.targets.architecture import attention_windows
+from headstart.inference.targets.architecture import CacheLayout, attention_windows
 from headstart.inference.targets.attention import GROUPED, with_row_groups
-from headstart.inference.targets.cache_layout import CacheLayout
 
 # Which drafts a target verifies. With a cache of its own, rows run one after the other. `plain` verifies none, as a
 # pass over several tokens does not continue from its recurrent states.

@@ -88,7 +88,7 @@ ONLY_IN = {
         "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
     ),
-    "tokenizers": ("data_pipelines/",),
+    "tokenizers": ("data_pipelines/", "inference/targets/gguf_settings.py"),
     "accelerate": (
         "trainers/",
         "data_pipelines/harvest",
