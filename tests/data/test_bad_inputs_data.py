@@ -370,7 +370,7 @@ def damage(store: Path, kind: str, content: str) -> None:
         manifest.write_text(json.dumps(about))
     else:
         other = shutil.copytree(store, store.parents[1] / "other")
-        changes = {"target": {**about["target"], "sampled": "0" * 64}} if kind == "tuned" else json.loads(content)
+        changes = {"target": {**about["target"], "content": "0" * 64}} if kind == "tuned" else json.loads(content)
         (other / "manifest.json").write_text(json.dumps({**about, **changes}))
 
 
@@ -390,7 +390,7 @@ merge of different formats | merge {new} {store} {other} | other {"dtype": "int8
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
 merge of a target that was tuned in its middle | merge {new} {store} {other} | tuned
-    the target's weights, sampled: the content | cannot be merged | equal taps, dtype and target
+    all bytes of the target's weights: the content | cannot be merged | equal taps, dtype and target
 merge of a damaged store | merge {new} {store} | flip
     train-00001.safetensors | its checksum differs | 1 shard | harvest
 verify of a flipped bit | verify {store} | flip

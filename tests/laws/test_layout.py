@@ -44,7 +44,7 @@ ROOMS = [
 ]
 FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
 JOINED_TO_PARENT = {ROOT / "heads/formats/kinds"}  # folders that may import files of their parent and the reverse
-FILES_MAX = {"source": 12, "tests": 20}  # in a folder, not counting its __init__.py
+FILES_MAX = {"source": 13, "tests": 21}  # in a folder, not counting its __init__.py
 FILE_LINES_MAX = 450
 # Lines of source that a folder may hold, those of folders in it not counted. Who adds takes away elsewhere.
 BUDGETS = {
@@ -88,7 +88,10 @@ ONLY_IN = {
         "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
     ),
-    "tokenizers": ("data_pipelines/",),
+    "tokenizers": (
+        "data_pipelines/",
+        "inference/targets/gguf_settings.py",
+    ),
     "accelerate": (
         "trainers/",
         "data_pipelines/harvest",
