@@ -284,7 +284,8 @@ def damage(store: Path, kind: str, content: str) -> None:
         manifest.write_text(content)
     else:
         other = shutil.copytree(store, store.parents[1] / "other")
-        (other / "manifest.json").write_text(json.dumps({**about, **json.loads(content)}))
+        changes = {"target": {**about["target"], "content": "0" * 64}} if kind == "tuned" else json.loads(content)
+        (other / "manifest.json").write_text(json.dumps({**about, **changes}))
 
 
 # What is typed after `headstart store`, or the value of data.store, and the damage before it.
@@ -294,6 +295,8 @@ merge without stores | merge {new} => store merge | only | one or more stores mu
 merge of different formats | merge {new} {store} {other} | other {"dtype": "int8"} => dtype: 'float32' in | 'int8' in
 merge of different targets | merge {new} {store} {other} | other {"target": {"sha256": "{zeros}"}}
     target: the content | cannot be merged | equal taps, dtype and target | harvest one of them again
+merge of a target that was tuned in its middle | merge {new} {store} {other} | tuned
+    all bytes of the target's weights: the content | cannot be merged | equal taps, dtype and target
 merge of a damaged store | merge {new} {store} | flip => train-00001.safetensors | its checksum differs | 1 shard
 verify of a lost shard | verify {store} | remove train-00002.safetensors => train-00002.safetensors
 verify of a foreign shard | verify {store} | foreign => train-00009.safetensors | is not in the manifest | 1 shard

@@ -44,7 +44,7 @@ ROOMS = [
 ]
 FOLDERS = ["common", "recipes", "heads", "inference", "data_pipelines", "trainers"]
 JOINED_TO_PARENT = {ROOT / "heads/formats/kinds"}  # folders that may import files of their parent and the reverse
-FILES_MAX = {"source": 12, "tests": 20}  # in a folder, not counting its __init__.py
+FILES_MAX = {"source": 12, "tests": 21}  # in a folder, not counting its __init__.py
 FILE_LINES_MAX = 450
 # Lines of source that a folder may hold, those of folders in it not counted. Who adds takes away elsewhere.
 BUDGETS = {

@@ -140,7 +140,7 @@ serve | --target | x | --adapt-memory | 1
     --adapt-memory: 1 given, but drafts by prompt lookup cannot be trained, a head is needed; give --head, or leave
     --adapt-memory out
 targets | qwen33
-    NAME: 'qwen33' given, a folder with config.json, that file, a hub name (org/name) or a model type of
+    NAME: 'qwen33' given, a folder with config.json, that file, a GGUF file, a hub name (org/name) or a model type of
     transformers
 export | {recipe}
     {folder}/run/head holds no head (no config.json); train one with headstart train RECIPE, or give the folder of a
