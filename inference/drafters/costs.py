@@ -154,9 +154,7 @@ class CostTable:
         drafting = seconds * share if drafted.seconds is None else drafted.seconds
         newest = self.ratios.setdefault(drafted.at.batch, deque(maxlen=CORRECTION_STEPS))
         newest.append((math.log(drafting / of_drafting), math.log((seconds - drafting) / of_target)))
-        self.num_observed += 1
-        if self.num_observed % RENEWAL_STEPS == 0:
-            self._now.clear()
+        self._renew()
 
     def observe_plain(self, at: Situation, seconds: float) -> None:
         """Learn from a step without drafts: a busy moment of the measurement made drafts seem to pay for good."""
@@ -164,8 +162,12 @@ class CostTable:
             measured = float(self.surface.seconds(numpy.array([1.0]), at)[0])
             newest = self.plain.setdefault(at.batch, deque(maxlen=CORRECTION_STEPS))
             newest.append(math.log(seconds / measured))
-            if len(newest) % RENEWAL_STEPS == 0:
-                self._now.clear()
+            self._renew()
+
+    def _renew(self) -> None:
+        self.num_observed += 1
+        if self.num_observed % RENEWAL_STEPS == 0:
+            self._now.clear()
 
     def _corrected(self, at: Situation) -> StepCosts:
         newest = self.ratios.get(at.batch, ())
