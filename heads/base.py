@@ -17,10 +17,7 @@ from headstart.heads.unroll_attention import UnrollCache
 from headstart.heads.vocab import DraftVocab
 
 EXTRA_ROTARY_POSITIONS = 64  # rotary table rows beyond the target's positions: an unroll runs past a sample's end
-ADDED = (  # zero at first
-    *("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias"),
-    *("kernel_projection.weight", "successor_codebook"),
-)
+ADDED = ("o_proj.weight", "down_proj.weight", "markov_w2.weight", "gate_proj.bias")  # zero at first
 SHARED = ("embedding", "norm_weight", "norm_bias", "lm_head", "lm_head_bias")
 Features = Float[Tensor, "batch seq feature"]
 Tokens = Int[Tensor, "batch seq"]

@@ -278,10 +278,6 @@ class BlockKeys(Keys):
     use_swa: bool | None = None
     swa_window_size: Size | None = None
     markov_rank: Annotated[int, Field(ge=0)] | None = None
-    conv_kernel_size: Annotated[int, Field(ge=0)] | None = None
-    conv_group_size: Size | None = None
-    selector_rank: Annotated[int, Field(ge=0)] | None = None
-    selector_top_k: Size | None = None
     markov_head_type: str | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None

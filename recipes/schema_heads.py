@@ -22,7 +22,6 @@ class Loss:
     regression_weight: float = 0.0  # of the distance between the head's and the target's features
     input_noise: float = 0.0  # width of the noise on the features at NOISE_LENGTH tokens; 0 for none
     text_weight: float = 0.0  # of the cross-entropy to the text
-    slot_text_weight: float = 0.0  # of the slots' own cross-entropy to the text, before a candidate selector
 
 
 class HeadSection(Section):
@@ -168,7 +167,7 @@ class MedusaSection(HeadSection):
 
 class BlockSection(LayerSection):
     """A block head, which drafts all levels in one pass: DSpark (arXiv 2607.05147) or, by its fields, DFlash
-    (2602.06036), DFlash2 or JetSpec (2606.18394)."""
+    (2602.06036) or JetSpec (2606.18394)."""
 
     kind: Literal["block"] = Field(description="Architecture of the draft head.")
     script: ClassVar[str] = "trainers/block.py"
@@ -190,18 +189,6 @@ class BlockSection(LayerSection):
         description="Rank of the Markov head, which adds to a slot's scores what the token before it says (DSpark); 0 "
         "is none (JetSpec, or DFlash without causal, whose slots predict the token at their own position).",
     )
-    conv_kernel_size: int = Field(
-        default=0,
-        ge=0,
-        description="Slots that the convolutions around attention and MLP take in, in steps back from each slot "
-        "(DFlash2: 2); 0 is no convolutions.",
-    )
-    selector_rank: int = Field(
-        default=0,
-        ge=0,
-        description="Rank of the candidate selector, which scores the 16 likeliest tokens of a slot again given the "
-        "token before it (DFlash2: 256, with markov_rank 0); 0 is none.",
-    )
     draft_vocab_size: DraftVocabSize = None
     mask_token_id: int | None = Field(
         default=None, ge=0, description="Token that marks a slot to fill, best an unused one; null chooses such a one."
@@ -211,13 +198,6 @@ class BlockSection(LayerSection):
         description="Target hidden states that the head reads, by index (0 is the embedding); null is five, spread "
         "from 2 to L-2 of L layers.",
     )
-
-    @field_validator("selector_rank")
-    @classmethod
-    def one_head_for_the_token_before(cls, selector_rank: int, section: ValidationInfo) -> int:
-        if selector_rank and (rank := section.data.get("markov_rank")):
-            raise ValueError(f"0 is allowed with markov_rank {rank}; set one of them to 0")
-        return selector_rank
 
     @property
     def sample_from_anchor(self) -> bool:
@@ -231,8 +211,6 @@ class BlockSection(LayerSection):
 
     @property
     def loss(self) -> Loss:
-        if self.selector_rank:  # not the published loss, which was reported to lose to DSpark (z-lab/dflash#171)
-            return Loss("total_variation", weight=0.9, text_weight=0.1, slot_text_weight=0.1)
         if self.markov_rank:  # DSpark: .9 of the L1 distance, which is 2 TV
             return Loss("total_variation", weight=1.8, text_weight=0.1)
         return Loss() if self.causal else Loss(weight=0.0, text_weight=1.0)  # JetSpec's or DFlash's

@@ -50,14 +50,14 @@ class TrainSection(Section):
     objective: Objective | None = Field(
         default=None,
         description="Loss between the head's and the target's distributions; log_ and blended_acceptance are the LK "
-        "losses; null is total_variation for block heads with a Markov head or selector, none for other block "
+        "losses; null is total_variation for block heads with a Markov head, none for other block "
         "heads, whose loss is that to the text alone, and soft_cross_entropy for others.",
     )
     objective_weight: float | None = Field(
         default=None,
         gt=0,
         description="Weight of the objective; null is 0.1 for eagle1, 1.8 for block heads with a Markov head (DSpark), "
-        "0.9 with a candidate selector, 1 for others.",
+        "1 for others.",
     )
     anchors: int = Field(
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."

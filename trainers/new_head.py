@@ -36,8 +36,6 @@ OF_PUBLISHED_HEADS = {
     "norm_before_fc",
     "norm_before_residual",
     "mask_token_id",
-    "conv_group_size",
-    "selector_top_k",
 }
 
 

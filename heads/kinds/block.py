@@ -3,12 +3,9 @@
 DFlash (arXiv 2602.06036): every layer attends to keys and values that it computes from the target's hidden states.
 DSpark (2607.05147): a Markov head adds scores for a slot's token given the token before it.
 JetSpec (2606.18394): a slot sees only the slots before it in its block.
-DFlash2 (vllm-project/speculators#1006): local convolutions around attention and MLP, and a candidate selector, which
-scores the likeliest tokens of a slot again given the token before it.
 """
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
@@ -20,20 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from headstart.heads.base import DraftHead, Features, Positions, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.kinds.block_config import (
-    BlockShape,
-    block_config,
-    block_shape,
-    block_taps,
-    is_block_config,
-    refuse_uneven_groups,
-)
-from headstart.heads.kinds.block_parts import CandidateSelector, LocalConvolution, MarkovHead, Slots
+from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps, is_block_config
 from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
 
+Slots = Float[Tensor, "blocks slots hidden"]
 NUM_TAPS = 5  # by default
 CONFIDENCE = ("confidence_head.proj.weight", "confidence_head.proj.bias")  # engines read them, headstart does not
 FIRST_NORM = 0.25  # share of the target's norm; a full one makes an untrained head confidently wrong
@@ -85,15 +75,32 @@ class BlockLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
         self.self_attn = ContextAttention(shape, eps)
         self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-        self.attention_conv = LocalConvolution(shape) if shape.conv_kernel_size else None
-        self.mlp_conv = LocalConvolution(shape) if shape.conv_kernel_size else None
 
     def forward(self, hidden: Slots, rotary: Tensor, mask: Tensor | None, cache: AttentionCache, layer: int) -> Slots:
-        attend = partial(self.self_attn, rotary=rotary, mask=mask, cache=cache, layer=layer)
-        inputs = self.input_layernorm(hidden)
-        hidden = hidden + (attend(inputs) if self.attention_conv is None else self.attention_conv(inputs, attend))
-        inputs = self.post_attention_layernorm(hidden)
-        return hidden + (self.mlp(inputs) if self.mlp_conv is None else self.mlp_conv(inputs, self.mlp))
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class MarkovHead(nn.Module):
+    """Scores for a slot's token given the token before: a low-rank table, or one gated by the slot's state."""
+
+    def __init__(self, shape: BlockShape, vocab: DraftVocab) -> None:
+        super().__init__()
+        rank = shape.markov_rank
+        self.markov_w1 = nn.Embedding(vocab.target_size, rank)
+        self.markov_w2 = nn.Linear(rank, len(vocab.ids), bias=False)
+        if shape.markov_gate:
+            self.gate_proj = nn.Linear(shape.hidden_size + rank, rank)
+        self.gated = shape.markov_gate
+
+    def forward(
+        self, hidden: Float[Tensor, "*#axes hidden"], before: Int[Tensor, "*axes"]
+    ) -> Float[Tensor, "*axes draft_vocab"]:
+        known = self.markov_w1(before)  # [*axes, rank]
+        if self.gated:
+            hidden = hidden.expand(*known.shape[:-1], -1)
+            known = torch.sigmoid(self.gate_proj(torch.cat([hidden, known], dim=-1))) * known
+        return self.markov_w2(known)
 
 
 class BlockHead(DraftHead):
@@ -124,7 +131,6 @@ class BlockHead(DraftHead):
         self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
-        self.candidate_selector = CandidateSelector(shape, vocab) if shape.selector_rank else None
         self.lm_head: nn.Module | None
         self.lm_head = nn.Linear(shape.hidden_size, len(vocab.ids), bias=False) if shape.own_lm_head else None
         self.shared_lm_head: Tensor | None
@@ -159,8 +165,6 @@ class BlockHead(DraftHead):
     @classmethod
     def from_section(cls, section: BlockSection, frozen: FrozenTarget, vocab: DraftVocab) -> "BlockHead":
         target = frozen.config
-        if section.conv_kernel_size:
-            refuse_uneven_groups(target.hidden_size, BlockShape.conv_group_size)
         shape = BlockShape.from_section(
             section,
             target,
@@ -171,8 +175,6 @@ class BlockHead(DraftHead):
             mask_token_id=mask_token(section.mask_token_id, target, vocab.ids),
             sample_from_anchor=section.sample_from_anchor,
             markov_rank=section.markov_rank,
-            conv_kernel_size=section.conv_kernel_size,
-            selector_rank=section.selector_rank,
         )
         return cls(shape, frozen, vocab)
 
@@ -199,17 +201,14 @@ class BlockHead(DraftHead):
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
-        """Start with layers that pass their input through, and with a Markov head or selector that adds zeros.
+        """Start with layers that pass their input through, and with a Markov head whose scores are zero.
 
-        The table of the tokens before starts as a projection of the target's embedding, so that similar tokens start
-        similar.
+        Its table of tokens starts as a projection of the target's embedding, so that similar tokens start similar.
         """
         self.start_at_random(generator)
         self.norm.weight.copy_(FIRST_NORM * frozen.norm_weight)
-        table = None if self.markov_head is None else self.markov_head.markov_w1.weight
-        if self.candidate_selector is not None:
-            table = self.candidate_selector.predecessor_codebook
-        if table is not None:
+        if self.markov_head is not None:
+            table = self.markov_head.markov_w1.weight
             projection = torch.empty(frozen.embedding.shape[1], table.shape[1]).normal_(0, 1, generator=generator)
             tokens = frozen.embedding.float() @ projection.to(frozen.embedding.device)
             table.copy_(tokens / tokens.square().mean().sqrt())
@@ -255,7 +254,7 @@ class BlockHead(DraftHead):
 
     @property
     def logits_parameters(self) -> list[Tensor]:
-        parts = self.lm_head, self.markov_head, self.candidate_selector
+        parts = self.lm_head, self.markov_head
         return [parameter for part in parts if part is not None for parameter in part.parameters()]
 
     def project(self, taps: Float[Tensor, "*axes tapped"]) -> Float[Tensor, "*axes feature"]:
@@ -294,7 +293,7 @@ class BlockHead(DraftHead):
         return self.norm(hidden[:, size - self.shape.levels :])
 
     def slot_logits(self, hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes draft_vocab"]:
-        """Scores from the slots alone, without Markov head or selector."""
+        """Scores from the slots alone, without the Markov head."""
         own = self.lm_head  # decoding may have no `weight` of the own one, so it is called
         logits = own(hidden) if own is not None else functional.linear(hidden, self.output_layer)
         cap = self.target.final_logit_softcap
@@ -304,23 +303,10 @@ class BlockHead(DraftHead):
         self, hidden: Float[Tensor, "*#axes hidden"], before: Int[Tensor, "*axes"]
     ) -> Float[Tensor, "*axes draft_vocab"]:
         """Scores of the tokens after the tokens `before`, given the slots' hidden states."""
-        return self.conditional_logits(self.slot_logits(hidden), hidden, before)
-
-    @property
-    def is_conditional(self) -> bool:
-        """Whether the scores of a slot depend on the token before it."""
-        return self.markov_head is not None or self.candidate_selector is not None
-
-    def conditional_logits(
-        self,
-        slots: Float[Tensor, "*#axes draft_vocab"],
-        hidden: Float[Tensor, "*#axes hidden"],
-        before: Int[Tensor, "*axes"],
-    ) -> Float[Tensor, "*axes draft_vocab"]:
-        """`logits`, given the `slot_logits` too."""
-        if self.candidate_selector is not None:
-            return self.candidate_selector(slots, hidden, before)
-        return slots.expand(*before.shape, -1) if self.markov_head is None else slots + self.markov_head(hidden, before)
+        slots = self.slot_logits(hidden)
+        if self.markov_head is None:
+            return slots.expand(*before.shape, -1)
+        return slots + self.markov_head(hidden, before)
 
     def text_states(self, features: Features, tokens: Tokens, blocks: Blocks) -> Float[Tensor, "blocks levels hidden"]:
         """`forward` for blocks within whole texts, whose features are those of the positions of `tokens`."""

@@ -13,9 +13,6 @@ from headstart.heads.target_config import TargetConfig
 
 NESTED = "dflash_config"
 OWN_TAPS, LAYER_OUTPUTS, HIDDEN_STATES = "taps", "target_layer_ids", "aux_hidden_state_layer_ids"
-CONV_KEYS = "conv_kernel_size", "conv_group_size"
-SELECTOR_KEYS = "selector_rank", "selector_top_k"
-DFLASH2_PARTS = CONV_KEYS, SELECTOR_KEYS  # engines read the keys of a part all or none
 NEEDED = {  # key -> what engines take without it
     "block_size": "SGLang takes 16, speculators 8, vLLM as many slots as it is asked for",
     "mask_token_id": "SGLang takes the token <|MASK|>",
@@ -35,10 +32,6 @@ class BlockShape(LayerShape):
     sample_from_anchor: bool = True  # slot k predicts the token after slot k; false: slot k > 0 predicts its own token
     markov_rank: int = 0  # 0: no Markov head
     markov_gate: bool = False  # only published heads have it
-    conv_kernel_size: int = 0  # slots that a convolution around attention and MLP takes in; 0: no convolutions
-    conv_group_size: int = 16  # channels that share a weight that depends on the slot
-    selector_rank: int = 0  # 0: no candidate selector
-    selector_top_k: int = 16  # tokens of a slot that it scores
     own_lm_head: bool = False  # a trained one; only published heads have it
 
     @property
@@ -66,12 +59,10 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
     assert len(windows) <= 1, "config.json has one window for all sliding layers"
     window = next(iter(windows), None)
     layer_ids = [tap - 1 for tap in shape.taps]
-    causal, added = causality(shape.reaches), dflash2_keys(shape)
-    softcap = target.final_logit_softcap  # the selector's scores are added after it
-    dflash = "DFlash2DraftModel" if added else "DFlashDraftModel"
+    causal = causality(shape.reaches)
     return {
         **shape.to_config(target),
-        "architectures": ["Qwen3DSparkModel" if shape.method == "dspark" else dflash],
+        "architectures": ["Qwen3DSparkModel" if shape.method == "dspark" else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": shape.num_layers,
         "num_target_layers": target.num_layers,
@@ -88,10 +79,7 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
         "markov_rank": shape.markov_rank,
         "markov_head_type": "gated" if shape.markov_gate else "vanilla",
         "enable_confidence_head": False,
-        **added,
         NESTED: {
-            **added,
-            **({"final_logit_softcapping": softcap} if shape.selector_rank and softcap else {}),
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": layer_ids,
             "sample_from_anchor": shape.sample_from_anchor,
@@ -100,23 +88,6 @@ def block_config(shape: BlockShape, target: TargetConfig, draft_vocab_size: int)
             "swa_window_size": window,
         },
     }
-
-
-def dflash2_keys(shape: BlockShape) -> dict[str, int]:
-    """The keys of the parts that a head has of DFlash2."""
-    return {key: getattr(shape, key) for keys in DFLASH2_PARTS if getattr(shape, keys[0]) for key in keys}
-
-
-def dflash2_values(config: dict[str, Any]) -> dict[str, int]:
-    """The fields of a shape that those keys of a config.json give, or their defaults: none of the parts."""
-    return {key: block_key(config, key, getattr(BlockShape, key)) for keys in DFLASH2_PARTS for key in keys}
-
-
-def refuse_uneven_groups(hidden_size: int, group_size: int) -> None:
-    """Raise ValueError for a width that convolutions cannot divide into groups of channels."""
-    if hidden_size % group_size:
-        allowed = f"a divisor of the head's width {hidden_size} is allowed; use conv_kernel_size 0, no convolutions"
-        raise ValueError(f"conv_group_size: {group_size} given, {allowed}")
 
 
 def causality(reaches: Sequence[Reach]) -> bool | None:
@@ -179,14 +150,8 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
     if not 0 <= mask_token_id < target.vocab_size:
         allowed = f"0 to the target's {target.vocab_size - 1} is allowed; correct config.json"
         raise ValueError(f"mask_token_id: {mask_token_id} given, {allowed}")
-    if (kind := block_key(config, "markov_head_type", "vanilla")) not in ("vanilla", "gated"):
-        raise ValueError(f"markov_head_type: {kind!r} given, only vanilla and gated are allowed; choose another head")
-    parts = dflash2_values(config)
-    if parts["conv_kernel_size"]:
-        refuse_uneven_groups(config["hidden_size"], parts["conv_group_size"])
-    if rank and parts["selector_rank"]:
-        allowed = f"0 is allowed with markov_rank {rank}; choose a head with one of them"
-        raise ValueError(f"selector_rank: {parts['selector_rank']} given, {allowed}")
+    if others := [*other_computations(config, target)]:
+        raise ValueError(f"config.json asks for {'; '.join(others)}; choose another head")
     return BlockShape.from_config(
         config,
         target,
@@ -196,10 +161,27 @@ def block_shape(config: dict[str, Any], target: TargetConfig, own_lm_head: bool)
         mask_token_id=mask_token_id,
         sample_from_anchor=block_key(config, "sample_from_anchor"),
         markov_rank=rank,
-        markov_gate=kind == "gated" and rank > 0,
-        **parts,
+        markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",
         own_lm_head=own_lm_head,
     )
+
+
+def other_computations(config: dict[str, Any], target: TargetConfig) -> Iterator[str]:
+    """The keys by which a config.json asks for a computation that our block heads lack, each with what is allowed."""
+    allowed = {
+        "hidden_act": ("silu",),
+        "attention_bias": (False,),
+        "markov_head_type": ("vanilla", "gated"),
+        "projector_type": ("dflash", "dspark"),
+        "conv_kernel_size": (0,),
+        "selector_rank": (0,),
+        "input_embedding_scale": (1,),
+        "output_multiplier": (1,),
+        "final_logit_softcapping": (target.final_logit_softcap,),
+    }
+    for key, values in allowed.items():
+        if (found := block_key(config, key)) is not None and found not in values:
+            yield f"{key} {found!r}: only {' and '.join(map(repr, values))} is allowed"
 
 
 def layer_reaches(config: dict[str, Any]) -> Iterator[Reach]:

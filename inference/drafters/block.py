@@ -1,7 +1,7 @@
 """Drafting with a block head: one pass gives the scores of all levels, and a tree is drawn from them.
 
-With a Markov head or a candidate selector the children of a node follow from the node's own token (a conditional tree).
-Without one all nodes of a level have the same children (a tree of marginals).
+With a Markov head the children of a node follow from the node's own token (a conditional tree). Without one all nodes
+of a level have the same children (a tree of marginals).
 """
 
 import torch
@@ -44,7 +44,7 @@ class BlockDrafter(OnePassDrafter):
 
     def __init__(self, head: BlockHead, growth: GrowthPolicy, repeats: Repeats | None = None) -> None:
         super().__init__(head, growth, repeats)
-        self.is_conditional = head.is_conditional
+        self.markov_head = head.markov_head
         device, size = self.ids.device, head.shape.block_size
         # No distance between the slots: a window begins at the same position for all of them.
         depths = torch.zeros(1, size, dtype=torch.long, device=device)
@@ -87,6 +87,6 @@ class BlockDrafter(OnePassDrafter):
         return block_mask(slots, self.blocks[reach], self.head.embedding.dtype, window)
 
     def level_logits(self, hidden: Tensor, frontier: Frontier, level: int) -> Float[Tensor, "batch nodes draft_vocab"]:
-        if not self.is_conditional:
+        if self.markov_head is None:
             return super().level_logits(hidden, frontier, level)
-        return self.head.conditional_logits(hidden, self.states[:, level : level + 1], frontier.tokens)
+        return hidden + self.markov_head(self.states[:, level : level + 1], frontier.tokens)

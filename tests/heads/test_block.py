@@ -1,7 +1,6 @@
 """Laws of a block head: one pass in training, for every block of a text, is what drafting computes block by block."""
 
 import copy
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,6 @@ from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds import block_attention
 from headstart.heads.kinds.block import BlockHead, spread_taps
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
-from headstart.heads.kinds.block_parts import convolved
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
@@ -40,9 +38,6 @@ SHAPES: list[dict[str, Any]] = [
     {"reaches": (Reach(),), "block_size": 7, "markov_rank": 5},
     {"markov_rank": 5, "markov_gate": True, "num_kv_heads": 4},
     {"reaches": (Reach(),) * 3, "taps": (0, 3, 7)},
-    {"sample_from_anchor": False, "conv_kernel_size": 2},
-    {"markov_rank": 5, "conv_kernel_size": 3, "conv_group_size": 8},
-    {"sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6, "selector_top_k": 9},
 ]
 all_shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 
@@ -296,59 +291,6 @@ def test_without_a_word_from_its_markov_head_it_is_dflash(make_head: MakeHead, g
     head.markov_head.markov_w2.weight.copy_(weight)
 
 
-@pytest.mark.parametrize(
-    ("fields", "added"),
-    [
-        ({"markov_rank": 0}, {"conv_kernel_size": 2}),
-        ({"markov_rank": 0}, {"conv_kernel_size": 2, "selector_rank": 8}),
-        ({}, {"conv_kernel_size": 2}),
-    ],
-    ids=["DFlash with convolutions", "DFlash2", "DSpark with convolutions"],
-)
-def test_fresh_convolutions_and_a_fresh_selector_change_no_logit(
-    frozen: FrozenTarget, fields: dict[str, Any], added: dict[str, Any]
-) -> None:
-    """Bit for bit, though all other weights are random: kernels start as the identity, one codebook at zero."""
-    heads = []
-    for more in ({}, added):
-        section = BlockSection(kind="block", block_size=4, **fields, **more)
-        head = new_head(section, frozen, DraftVocab.full(97), seed=3)
-        generator = torch.Generator().manual_seed(4)
-        with torch.no_grad():
-            for name, parameter in head.named_parameters():
-                if "conv" not in name and "selector" not in name:
-                    parameter.normal_(1, 0.3, generator=generator)
-        assert isinstance(head, BlockHead)
-        heads.append(head)
-    assert len([*heads[1].parameters()]) > len([*heads[0].parameters()])
-    taps, tokens = a_text(heads[0])
-    blocks, before = Blocks.at_every_position(SEQ), torch.randint(97, (SEQ - 1, heads[0].shape.levels))
-    states = [head.text_states(head.project(taps), tokens, blocks) for head in heads]
-    assert torch.equal(*states)
-    assert torch.equal(*(head.logits(hidden, before) for head, hidden in zip(heads, states, strict=True)))
-
-
-def test_a_convolution_takes_in_the_slots_before_it_in_its_block() -> None:
-    """By the definition, slot by slot: kernel 3 of distances 0, 1 and 2, and groups of two channels.
-
-    out_i = sum over t <= min(2, i) of (base_t + added_it) * in_(i - t)
-    """
-    slots, base, added = torch.randn(5, 4, 6), torch.randn(3, 6), torch.randn(5, 4, 3, 3)
-    found = convolved(slots, base, added)
-    for block, slot in itertools.product(range(5), range(4)):
-        wanted = torch.zeros(6)
-        for distance in range(min(2, slot) + 1):
-            weight = base[distance] + added[block, slot, distance].repeat_interleave(2)
-            wanted += weight * slots[block, slot - distance]
-        assert_close(found[block, slot], wanted)
-    alone = torch.cat([convolved(slots[n : n + 1], base, added[n : n + 1]) for n in range(5)])
-    assert torch.equal(found, alone)
-    other = slots.clone()
-    other[:, 2] += 1
-    changed = (convolved(other, base, added) != found).any(-1)
-    assert changed.tolist() == [[False, False, True, True]] * 5
-
-
 def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead) -> None:
     """One block, computed head by head and slot by slot from the names of the saved tensors alone."""
     head = make_head("block", reaches=(Reach(),), markov_rank=5, markov_gate=True).double()
@@ -393,29 +335,7 @@ def test_the_logits_are_those_of_the_files_by_the_definition(make_head: MakeHead
     assert_close(head.logits(states[0], before), wanted, atol=1e-4, rtol=1e-4)  # the rotary table is float32
 
 
-def test_a_selector_adds_to_the_scores_of_a_slots_candidates_alone(make_head: MakeHead) -> None:
-    """By the definition, slot by slot: u(c) + <A[p] * (H h), B[c]> for the 9 tokens c with the largest u(c)."""
-    head = make_head("block", sample_from_anchor=False, selector_rank=6, selector_top_k=9)
-    weights = {name.partition(".")[2]: each for name, each in head.state_dict().items() if "selector" in name}
-    hidden, before = torch.randn(3, 1, head.feature_size), torch.randint(97, (3, 5))
-    slots, found = head.slot_logits(hidden), head.logits(hidden, before)
-    for row, node in itertools.product(range(3), range(5)):
-        wanted = slots[row, 0].clone()
-        known = weights["predecessor_codebook"][before[row, node]] * (
-            weights["hidden_projection.weight"] @ hidden[row, 0]
-        )
-        for token in slots[row, 0].topk(9).indices:
-            wanted[token] += known @ weights["successor_codebook"][token]
-        assert_close(found[row, node], wanted, atol=1e-5, rtol=1e-5)
-    changed = (found != slots.expand_as(found)).sum(-1)
-    assert (changed == 9).all()
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{}, {"markov_rank": 0}, {"causal": True}, {"markov_rank": 0, "selector_rank": 8, "conv_kernel_size": 2}],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", [{}, {"markov_rank": 0}, {"causal": True}], ids=str)
 def test_a_new_head_passes_the_block_through_and_depends_on_its_seed_alone(
     frozen: FrozenTarget, fields: dict[str, Any]
 ) -> None:

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, exported, read_config, read_tensors
+from exported import EVERY_HEAD, LIMITED, edit_config, edit_tensors, exported, read_config
 
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks, Reach
-from headstart.heads.kinds.checkpoint import load_head_for
+from headstart.heads.kinds.checkpoint import load_head_for, save_head
 
 MakeHead = Callable[..., Any]
 Config = dict[str, Any]
@@ -40,8 +40,7 @@ def as_the_dflash_authors_write_it(config: Config) -> None:
     kept |= {"rms_norm_eps", "rope_theta", "max_position_embeddings", "sliding_window", "dflash_config", "hidden_act"}
     for key in config.keys() - kept:
         del config[key]
-    parts = {"conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"}
-    for key in config["dflash_config"].keys() - {"mask_token_id", "target_layer_ids"} - parts:
+    for key in config["dflash_config"].keys() - {"mask_token_id", "target_layer_ids"}:
         del config["dflash_config"][key]
 
 
@@ -55,7 +54,6 @@ def as_deepspec_writes_it(config: Config) -> None:
     ("kind", "edit", "said"),
     [
         ("dflash", as_the_dflash_authors_write_it, "sample_from_anchor: missing, so false"),
-        ("dflash2", as_the_dflash_authors_write_it, "sample_from_anchor: missing, so false"),
         ("dspark", as_deepspec_writes_it, "sample_from_anchor: missing, so true"),
     ],
 )
@@ -95,8 +93,10 @@ def test_published_heads_keep_the_convention_of_their_authors(
         (lambda config: config.update(num_target_layers=36), "num_target_layers: 36 found; the target's 7"),
         (lambda config: config.update(markov_head_type="rnn"), "markov_head_type 'rnn'"),
         (nested(projector_type="domino"), "projector_type 'domino'"),
-        (lambda config: config.update(selector_rank=256), "selector_top_k: missing"),
-        (lambda config: config.update(conv_kernel_size=2, conv_group_size=5), "conv_group_size: 5 found"),
+        (lambda config: config.update(selector_rank=256), "selector_rank 256: only 0 is allowed"),
+        (nested(conv_kernel_size=2), "conv_kernel_size 2: only 0 is allowed"),
+        (nested(final_logit_softcapping=30.0), "final_logit_softcapping 30.0: only None is allowed"),
+        (lambda config: config.update(output_multiplier=0.5), "output_multiplier 0.5: only 1 is allowed"),
     ],
 )
 def test_what_a_block_head_of_ours_cannot_do_is_refused_by_name(
@@ -108,6 +108,15 @@ def test_what_a_block_head_of_ours_cannot_do_is_refused_by_name(
     with pytest.raises(ValueError, match=part):
         convert(folder, tmp_path / "back", str(target_folder))
     assert not (tmp_path / "back").exists()
+
+
+def test_a_head_that_asks_for_another_computation_is_not_loaded(
+    make_head: MakeHead, frozen: FrozenTarget, tmp_path: Path
+) -> None:
+    save_head(make_head(**EVERY_HEAD["dflash"]), tmp_path / "head")
+    edit_config(tmp_path / "head", lambda config: config.update(selector_rank=256, output_multiplier=0.5))
+    with pytest.raises(ValueError, match=r"selector_rank 256: only 0 is allowed; output_multiplier 0\.5: only 1"):
+        load_head_for(tmp_path / "head", frozen)
 
 
 def test_a_speculators_head_without_its_slot_convention_is_refused(
@@ -138,9 +147,6 @@ def method(**keys: Any) -> Edit:
         ("dspark", "vllm", drop("target_layer_ids"), "without the key vLLM takes"),
         ("dspark limited", "vllm", put(mask_token_id=50), "a token outside the draft vocabulary"),
         ("dflash", "speculators", method(speculative_tokens=4), "3 is allowed: another number collapses acceptance"),
-        ("dflash2", "speculators", drop("conv_kernel_size", "conv_group_size"), "required with selector_rank"),
-        ("dflash2", "vllm", put(markov_rank=4), "only 0 is allowed: the engine has no conv_kernel_size in other heads"),
-        ("dflash2", "vllm", put(draft_vocab_size=20), "engines' selectors score all tokens"),
         ("dspark", "speculators", put(aux_hidden_state_layer_ids=[1, 2, 3]), "captures hidden_states [1, 2, 3] but"),
     ],
 )
@@ -245,47 +251,3 @@ def test_an_export_names_taps_slots_and_mask_in_each_engines_own_counting(
     assert '"method": "dspark"' in readme
     assert '"num_speculative_tokens": 4' in readme
     assert "--speculative-algorithm DSPARK" in readme
-
-
-def test_an_export_of_dflash2_has_the_names_of_its_engines(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path
-) -> None:
-    head = make_head(**EVERY_HEAD["dflash2"])
-    parts = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 6, "selector_top_k": 16}
-    folder = exported(head, tmp_path / "one", target_folder, "vllm")
-    flat, tensors = read_config(folder), read_tensors(folder)
-    assert flat["architectures"] == ["DFlash2DraftModel"]
-    assert parts.items() <= flat["dflash_config"].items()
-    convs = [f"layers.{layer}.{name}_conv" for layer in range(2) for name in ("attention", "mlp")]
-    shapes = {
-        **{f"{conv}.base_kernel": (2, 2, 32) for conv in convs},
-        **{f"{conv}.kernel_projection.weight": (8, 32) for conv in convs},
-        **{f"candidate_selector.{name}_codebook": (97, 6) for name in ("predecessor", "successor")},
-        "candidate_selector.hidden_projection.weight": (6, 32),
-    }
-    assert shapes.items() <= {name: tuple(each.shape) for name, each in tensors.items()}.items()
-    readme = (folder / "README.md").read_text()
-    assert '"method": "dflash"' in readme
-    assert '"num_speculative_tokens": 3' in readme
-    assert "--speculative-algorithm DFLASH" in readme
-    saved = read_config(exported(head, tmp_path / "two", target_folder, "speculators"))
-    assert saved["architectures"] == ["DFlash2DraftModel"]
-    assert saved["speculators_model_type"] == saved["speculators_config"]["algorithm"] == "dflash2"
-    assert parts.items() <= saved.items()
-
-
-@pytest.mark.parametrize(
-    ("shape", "name", "part"),
-    [
-        ({"markov_rank": 6, "conv_kernel_size": 2}, "vllm", "only 0 is allowed"),
-        ({"conv_kernel_size": 2}, "sglang", "only False is allowed"),
-        ({"sample_from_anchor": False, "selector_rank": 6}, "vllm", "required with selector_rank"),
-        ({"sample_from_anchor": False, "conv_kernel_size": 2}, "speculators", "required with conv_kernel_size"),
-    ],
-)
-def test_parts_of_dflash2_that_no_engine_runs_are_not_exported_for_it(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, shape: dict[str, Any], name: str, part: str
-) -> None:
-    with pytest.raises(ValueError, match=part):
-        exported(make_head("block", **shape), tmp_path, target_folder, name)
-    exported(make_head("block", **shape), tmp_path, target_folder, "native")

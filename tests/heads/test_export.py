@@ -54,7 +54,6 @@ REFUSED = {  # head -> format -> what the refusal names
     "dspark": NO_BLOCK,
     "dspark limited": NO_BLOCK,
     "dflash": NO_BLOCK,
-    "dflash2": NO_BLOCK,
     "jetspec": NO_BLOCK | {"sglang": "markov_rank", "speculators": "causal within the block"},
 }
 

@@ -1,4 +1,4 @@
-"""Write the logits that speculators' own dflash, dflash2 or dspark model computes; needs a Python that has speculators.
+"""Write the logits that speculators' own dflash or dspark model computes; needs a Python that has speculators.
 
 python tests/interop/block_logits_of_speculators.py EXPORT INPUTS OUT
 
@@ -32,10 +32,8 @@ if __name__ == "__main__":
         )
         size = model.block_size
         logits, hidden = (each.view(len(anchors), size, -1) for each in (logits, hidden))
-        block = tokens[0, anchors.unsqueeze(1) + torch.arange(size)]
-        before = block if config.sample_from_anchor else torch.cat([block[:, :1], block[:, :-1]], dim=1)
-        if (selector := getattr(model, "candidate_selector", None)) is not None:
-            logits = logits.scatter(-1, *selector.select(logits, hidden, before))
         if getattr(model, "markov_head", None) is not None:
+            block = tokens[0, anchors.unsqueeze(1) + torch.arange(size)]
+            before = block if config.sample_from_anchor else torch.cat([block[:, :1], block[:, :-1]], dim=1)
             logits = logits + model.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
     save_file({"logits": logits[:, 0 if config.sample_from_anchor else 1 :].contiguous()}, out)

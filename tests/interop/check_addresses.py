@@ -22,7 +22,6 @@ REPOSITORIES = {
         "hemingkx/Spec-Bench",
         "sgl-project/SpecForge",
         "vllm-project/speculators",
-        "z-lab/dflash",
     },
     "huggingface.co": {"HuggingFaceTB/SmolLM2-135M-Instruct", "datasets/nvidia/SPEED-Bench"},
 }

@@ -30,7 +30,6 @@ LENGTHS = (70, 50)  # tokens of the two documents
 HEADS: dict[str, dict[str, Any]] = {
     "DFlash": {"markov_rank": 0, "block_size": 8},
     "DFlash, window of 16": {"markov_rank": 0, "window": 16},
-    "DFlash2": {"markov_rank": 0, "conv_kernel_size": 2, "selector_rank": 32},
     "DSpark": {"markov_rank": 32},
     "DSpark, causal window": {"markov_rank": 32, "window": 12, "causal": True},
     "DSpark, 600 draft tokens": {"markov_rank": 32, "draft_vocab_size": 600, "num_layers": 3},

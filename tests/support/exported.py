@@ -39,7 +39,6 @@ EVERY_HEAD: dict[str, dict[str, Any]] = {  # name -> arguments of make_head
     "dspark": {"kind": "block", "markov_rank": 6, "markov_gate": True},
     "dspark limited": {"kind": "block", "markov_rank": 6, "vocab": LIMITED, "mask_token_id": 95},
     "dflash": {"kind": "block", "sample_from_anchor": False, "reaches": (Reach(3, causal=True), Reach())},
-    "dflash2": {"kind": "block", "sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6},
     "jetspec": {"kind": "block", "reaches": (Reach(causal=True),), "vocab": LIMITED, "mask_token_id": 7},
 }
 

@@ -29,8 +29,6 @@ from headstart.trainers.objectives.unrolled import Teacher
 MakeHead = Callable[..., BlockHead]
 MakeRecipe = Callable[..., Recipe]
 DSPARK = Objective("total_variation", 1.8, text_weight=0.1, unroll_weights=(1.0, 0.7, 0.5, 0.3))
-DFLASH2 = Objective("total_variation", 0.9, text_weight=0.1, slot_text_weight=0.1, unroll_weights=(1.0, 0.7, 0.5))
-SELECTOR = {"sample_from_anchor": False, "conv_kernel_size": 2, "selector_rank": 6}
 BLOCK = (
     "head.kind=block",
     "head.block_size=4",
@@ -61,13 +59,10 @@ SAMPLES = [
 ]
 
 
-def in_training(
-    make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None, objective: Objective = DSPARK
-) -> TrainedBlocks:
+def in_training(make_head: MakeHead, frozen: FrozenTarget, vocab: DraftVocab | None = None) -> TrainedBlocks:
     vocab = vocab or DraftVocab.full(97)
-    shape = {"markov_rank": 6} if objective is DSPARK else SELECTOR
-    head = make_head("block", vocab=vocab, **shape).requires_grad_(True)
-    return TrainedBlocks(head, Teacher(frozen, vocab), objective, TrainSection(steps=1, anchors=4))
+    head = make_head("block", markov_rank=6, vocab=vocab).requires_grad_(True)
+    return TrainedBlocks(head, Teacher(frozen, vocab), DSPARK, TrainSection(steps=1, anchors=4))
 
 
 def test_anchors_are_tokens_that_the_target_wrote_and_wrote_another_after() -> None:
@@ -118,30 +113,25 @@ def by_hand(trained: TrainedBlocks, sample: Sample, anchor: int) -> list[dict[st
         text = -q[column[0]].log() if len(column) else torch.zeros(())
         kept = torch.minimum(p, q).sum()
         loss = 0.9 * (p - q).abs().sum() + 0.1 * text
-        if trained.objective is DFLASH2:  # 0.9 TV, and the text once more without the selector
-            slot = -head.slot_logits(states[level]).log_softmax(-1)
-            loss = 0.45 * (p - q).abs().sum() + 0.1 * text + 0.1 * (slot[column[0]] if len(column) else 0)
         found.append({"loss": loss, "hit": (p.argmax() == q.argmax()).float(), "accepted": kept})
     return found
 
 
 @pytest.mark.parametrize("packed", [None, 22])
 @pytest.mark.parametrize("vocab_size", [97, 60])
-@pytest.mark.parametrize("objective", [DSPARK, DFLASH2], ids=["DSpark", "DFlash2"])
-def test_the_loss_is_that_of_the_head_level_by_level(
-    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int, objective: Objective
+def test_the_loss_is_dsparks_level_by_level(
+    make_head: MakeHead, frozen: FrozenTarget, packed: int | None, vocab_size: int
 ) -> None:
-    """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote; see `by_hand` for DFlash2."""
+    """0.1 CE to the text + 0.9 L1 to the target, for the prefix that the target wrote."""
     vocab = DraftVocab.most_frequent(torch.arange(97) % 7, vocab_size)
-    trained = in_training(make_head, frozen, vocab, objective)
-    levels_count = objective.unroll
+    trained = in_training(make_head, frozen, vocab)
     packing = pack([len(sample.tokens) for sample in SAMPLES], packed)
     batch = Batch.collate(SAMPLES, torch.float32, packing=packing)
     supervision = trained.supervise(batch, "key")
-    counts = supervision.counts(levels_count)
+    counts = supervision.counts(4)
     scores = trained(batch, supervision, counts)
 
-    sums, wanted, weights = torch.zeros(4, levels_count), torch.zeros(()), torch.tensor(objective.unroll_weights)
+    sums, wanted, weights = torch.zeros(4, 4), torch.zeros(()), torch.tensor(DSPARK.unroll_weights)
     chosen = [[number] for number in range(4)] if packing is None else packing
     blocks = supervision.blocks
     for row, anchor, start in zip(blocks.rows, blocks.anchors, blocks.starts, strict=True):

@@ -98,14 +98,10 @@ class TrainedBlocks(HeadInTraining):
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of blocks, and its sums [3, levels] of losses, hits and acceptances."""
-        head, before, text = self.head, supervision.before[:, part], supervision.text[:, part]
+        head, before = self.head, supervision.before[:, part]
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
-        slots = head.slot_logits(hidden)
-        log_q = at_least_float32(head.conditional_logits(slots, hidden, before)).log_softmax(-1)
-        losses = self.losses(log_q, log_p, text)  # [levels, chunk]
-        if self.objective.slot_text_weight:
-            own = text_loss(at_least_float32(slots).log_softmax(-1), text)
-            losses = losses + self.objective.slot_text_weight * own
+        log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
+        losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
         return weighted(weights, losses, log_q, log_p, supervision.predicted[:, part])
 
     def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
@@ -114,15 +110,10 @@ class TrainedBlocks(HeadInTraining):
         found = log_q.new_zeros(log_q.shape[:-1])
         if objective.weight:
             found = found + objective.weight * OBJECTIVES[objective.name](log_q, log_p)
-        if objective.text_weight:
-            found = found + objective.text_weight * text_loss(log_q, text)
+        if objective.text_weight:  # a token outside the draft vocabulary costs nothing
+            chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+            found = found - objective.text_weight * chosen.where(text >= 0, 0.0)
         return found
-
-
-def text_loss(log_q: Tensor, text: Tensor) -> Tensor:
-    """The cross-entropy to the text; a token outside the draft vocabulary (-1) costs nothing. [levels, chunk]"""
-    chosen = log_q.gather(-1, text.clamp(min=0).unsqueeze(-1)).squeeze(-1)
-    return -chosen.where(text >= 0, 0.0)
 
 
 def draw_blocks(batch: Batch, count: int, key: str) -> Blocks:

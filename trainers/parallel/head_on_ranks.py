@@ -24,8 +24,7 @@ from headstart.trainers.objectives.unrolled import HeadInTraining, UnrollScores
 from headstart.trainers.parallel.muon import Muon
 
 BETAS = (0.9, 0.95)  # AdamW's decay per step of the gradient's mean and mean square
-# Prefixes of the matrices that have a row per token.
-BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w", "candidate_selector.pre", "candidate_selector.succ")
+BY_TOKEN = ("embed_tokens", "lm_head", "markov_head.markov_w")  # prefixes of the matrices that have a row per token
 
 
 class HeadOnRanks(ABC):

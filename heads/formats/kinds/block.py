@@ -28,27 +28,22 @@ from headstart.heads.frozen import is_copy
 from headstart.heads.kinds.block import CONFIDENCE, BlockHead
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.kinds.block_config import (
-    DFLASH2_PARTS,
     HIDDEN_STATES,
     LAYER_OUTPUTS,
     NEEDED,
     NESTED,
-    SELECTOR_KEYS,
     BlockShape,
     block_key,
-    dflash2_keys,
-    dflash2_values,
     is_block_config,
     layer_reaches,
+    other_computations,
     trained_block_size,
 )
 from headstart.heads.kinds.checkpoint import head_config
 
-MARKOV_TYPES = ("vanilla", "gated")
 BLOCK_KEYS = ("draft_vocab_size", "block_size", "mask_token_id", "sample_from_anchor", "sliding_window_non_causal")
 DSPARK_KEYS = ("markov_rank", "markov_head_type", "enable_confidence_head")
-SPECULATORS_TYPES = "dflash", "dspark", "dflash2"
-ARCHITECTURES = {"DFlashDraftModel", "DFlash2DraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
+ARCHITECTURES = {"DFlashDraftModel", "Qwen3DSparkModel", "DFlashSpeculator", "DSparkSpeculator"}
 
 
 def is_block(files: HeadFiles) -> bool:
@@ -116,33 +111,9 @@ def makes_causal(subject: Subject, engine: str, reach: Reach) -> bool:
     if engine == "vllm" and switch is None:
         if not subject.layout.is_speculators:
             switch = (config.get(NESTED) or {}).get("causal")
-        elif config["speculators_model_type"] in ("dflash", "dflash2"):
+        elif config["speculators_model_type"] == "dflash":
             switch = non_causal is False
     return own_causal if switch is None else bool(switch)
-
-
-def dflash2_parts(subject: Subject, engine: str) -> Iterator[Violation]:
-    """DFlash2's parts: engines have them only without a Markov head, where each slot predicts its own token."""
-    config, hidden = subject.config, subject.config.get("hidden_size")
-    parts = [keys for keys in DFLASH2_PARTS if any(block_key(config, key) for key in keys)]
-    for key in [key for keys in parts for key in keys if not block_key(config, key)]:
-        yield config_error(engine, key, None, "the number that the head was trained with is required")
-    group = block_key(config, "conv_group_size")
-    if group and isinstance(hidden, int) and hidden % group:
-        yield config_error(engine, "conv_group_size", group, f"a divisor of hidden_size, {hidden}, is allowed")
-    if not parts or engine == "headstart":
-        return
-    for key, only in (("markov_rank", 0), ("sample_from_anchor", False)):
-        if value := block_key(config, key):
-            allowed = f"only {only!r} is allowed: the engine has no {parts[0][0]} in other heads"
-            yield config_error(engine, key, value, allowed)
-    if SELECTOR_KEYS in parts and subject.draft_vocab_size != config.get("vocab_size"):
-        allowed = f"only vocab_size, {config.get('vocab_size')}, is allowed: engines' selectors score all tokens"
-        yield config_error(engine, "draft_vocab_size", subject.draft_vocab_size, allowed)
-    if engine != "sglang":
-        for key in (key for keys in DFLASH2_PARTS if keys not in parts for key in keys):
-            allowed = f"required with {parts[0][0]}: {engine} has convolutions and a selector only together"
-            yield config_error(engine, key, None, allowed)
 
 
 def mask_token(subject: Subject, engine: str) -> Iterator[Violation]:
@@ -210,20 +181,10 @@ def own_lm_head(subject: Subject, engine: str) -> Iterator[Violation]:
 def refuse_other_blocks(subject: Subject, translation: Translation) -> None:
     """Refuse what a config.json of a block head may ask for but ours cannot do."""
     config = subject.config
-    for key, allowed in (("hidden_act", ("silu",)), ("attention_bias", (False,)), ("markov_head_type", MARKOV_TYPES)):
-        if (found := block_key(config, key, allowed[0])) not in allowed:
-            translation.refused.append(f"{key} {found!r}: only {' and '.join(map(repr, allowed))} is allowed")
-    projector = block_key(config, "projector_type", "dflash")
-    if projector not in ("dflash", "dspark"):
-        translation.refused.append(f"projector_type {projector!r}: only dflash and dspark are allowed")
-    softcap = subject.frozen.config.final_logit_softcap
-    for key, only in (("input_embedding_scale", 1), ("output_multiplier", 1), ("final_logit_softcapping", softcap)):
-        if (value := block_key(config, key)) is not None and value != only:
-            translation.refused.append(f"{key} {value!r}: only {only!r} is allowed")
-    if subject.layout.is_speculators and (named := config["speculators_model_type"]) not in SPECULATORS_TYPES:
-        translation.refused.append(f"speculators_model_type {named!r}: only {SPECULATORS_TYPES} are allowed")
-    rules = mask_token, block_size, dflash2_parts
-    translation.refused += [each.text for rule in rules for each in rule(subject, "headstart")]
+    translation.refused += other_computations(config, subject.frozen.config)
+    if subject.layout.is_speculators and (named := config["speculators_model_type"]) not in ("dflash", "dspark"):
+        translation.refused.append(f"speculators_model_type {named!r}: only 'dflash' and 'dspark' are allowed")
+    translation.refused += [each.text for rule in (mask_token, block_size) for each in rule(subject, "headstart")]
     translation.refused += [f"{key}: missing; add the head's size to config.json" for key in subject.missing_sizes]
 
 
@@ -267,11 +228,9 @@ def speculators_block_files(head: BlockHead, target: ServedTarget) -> Files:
     if any(reach.causal for reach in head.shape.reaches if reach.window is None):
         given = "export.format: 'speculators' given for a head that is causal within the block (head.causal)"
         raise ValueError(f"{given}; vllm and native are allowed for it: choose one of them")
-    target, more = replace(target, draft_tokens=head.shape.levels), (*BLOCK_KEYS, *dflash2_keys(head.shape))
+    target = replace(target, draft_tokens=head.shape.levels)
     if head.shape.method == "dspark":
-        config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*more, *DSPARK_KEYS))
-    elif more != BLOCK_KEYS:
-        config = speculators_config(head, target, "dflash2", "DFlash2DraftModel", more)
+        config = speculators_config(head, target, "dspark", "DSparkSpeculator", (*BLOCK_KEYS, *DSPARK_KEYS))
     else:
         config = speculators_config(head, target, "dflash", "DFlashSpeculator", BLOCK_KEYS)
     config["aux_hidden_state_layer_ids"] = list(head.taps)
@@ -303,7 +262,6 @@ def shapes(subject: Subject, engine: str) -> dict[str, tuple[int, ...]]:
         mask_token_id=0,
         markov_rank=rank,
         markov_gate=rank > 0 and block_key(config, "markov_head_type") == "gated",
-        **dflash2_values(config),
     )
     needed = tensor_rules.shapes_of(BlockHead(shape, frozen, vocab))
     if block_key(config, "enable_confidence_head"):
@@ -326,8 +284,6 @@ def sglang(head: BlockHead, target: ServedTarget, folder: Path) -> str:
 
 
 def speculators_command(head: BlockHead, target: ServedTarget, folder: Path) -> str:
-    if dflash2_keys(head.shape):
-        return commands.speculators_command("dflash2", "DFlash2DraftModel", folder)
     name = "DSparkDraftModel" if head.shape.method == "dspark" else "DFlashDraftModel"
     return commands.speculators_command(head.shape.method, name, folder)
 
@@ -338,7 +294,6 @@ RULES: tuple[Rule, ...] = (
     block_size,
     slot_convention,
     causality,
-    dflash2_parts,
     mask_token,
     taps,
     own_lm_head,
@@ -363,14 +318,7 @@ BLOCK = Layout(
     recognises=is_block,
     rules=dict.fromkeys(("vllm", "sglang"), RULES),
     commands={"vllm": vllm, "sglang": sglang},
-    head_rules=(
-        slot_convention,
-        dflash2_parts,
-        mask_token,
-        taps,
-        own_lm_head,
-        tensor_rules.names_and_shapes,
-    ),
+    head_rules=(slot_convention, mask_token, taps, own_lm_head, tensor_rules.names_and_shapes),
     steps=STEPS,
     shapes=shapes,
     optional=frozenset({"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}),

@@ -34,11 +34,6 @@ HEADS: dict[str, tuple[str, dict[str, Any], int]] = {
         20,
     ),
     "DFlash": ("block", {"sample_from_anchor": False, "block_size": 5}, 97),
-    "DFlash2": (
-        "block",
-        {"sample_from_anchor": False, "block_size": 5, "conv_kernel_size": 2, "selector_rank": 6},
-        97,
-    ),
     "JetSpec": ("block", {"reaches": (Reach(causal=True),) * 3, "block_size": 6}, 97),
 }
 TWO_HEADS = ("eagle3", "DSpark")
