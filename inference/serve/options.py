@@ -143,7 +143,7 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     only = "host name, besides localhost, by which clients and web pages may reach the server; repeatable"
     name_or_any = "default: none with a loopback --host, else any"
     add("--allowed-host", action="append", metavar="NAME", help=f"{only} ({name_or_any})")
-    always = "draft at any load; by default a head drafts only while that pays, by this machine's step times"
+    always = "draft at any load; by default a drafter drafts only while that pays, by this machine's step times"
     add("--always-draft", action="store_true", help=always)
     status = "HTTP status of refusals while the queue is full; clients retry after both (default: %(default)s)"
     add("--busy-status", type=int, choices=(503, 429), default=DEFAULTS.busy_status, help=status)
