@@ -72,7 +72,7 @@ def locate_target(
 
 
 def whole_model(folder: Path, field: str) -> Path:
-    """The folder, or that of its only GGUF file; raises ValueError, naming `field`, for a LoRA adapter."""
+    """The folder, or the one its only GGUF file was unpacked into; ValueError, naming `field`, for a LoRA adapter."""
     adapter = folder / "adapter_config.json"
     if adapter.is_file():
         base = read_json_object(adapter, "adapter").get("base_model_name_or_path")

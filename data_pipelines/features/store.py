@@ -26,7 +26,7 @@ from headstart.data_pipelines.features.shards import (
     shard_damage,
     shard_name,
 )
-from headstart.data_pipelines.stages.stage import CHECKSUM, SAMPLED, Json, Stage, differences, file_digest
+from headstart.data_pipelines.stages.stage import CHECKSUM, CONTENT, Json, Stage, differences, file_digest
 from headstart.heads.target_config import TargetOrigin, folder_of
 from headstart.recipes import Recipe
 from headstart.recipes.other_commands import store_options
@@ -130,8 +130,8 @@ def copy_shards(into: Path, stores: list[tuple[Path, Json]]) -> list[Json]:
 def merge_values(about: Json) -> Json:
     """The values that must be equal in manifests to merge."""
     target = target_of(about)
-    sha256, sampled = (None, None) if target is None else (target.sha256, target.content)
-    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": sha256, SAMPLED: sampled}
+    sha256, content = (None, None) if target is None else (target.sha256, target.content)
+    return {**{key: about.get(key) for key in MERGE_KEYS}, "target": sha256, CONTENT: content}
 
 
 def target_of(about: Json) -> TargetOrigin | None:

@@ -60,7 +60,7 @@ class Answer:
     def tokens(self, vocab_size: int) -> list[int]:
         """The ids that the target wrote; raises ValueError if the server does not give them, or another model's.
 
-        Its text does not tell them: tokens in other places spell the same text, and it may hide the end token.
+        They cannot be read from the text: other tokens spell the same text, and it may hide the end token.
         """
         tokens = self.choice.get("token_ids")
         if not isinstance(tokens, list):

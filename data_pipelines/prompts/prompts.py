@@ -23,7 +23,7 @@ from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_dige
 from headstart.data_pipelines.prompts.selection import Selection, opening_texts
 from headstart.data_pipelines.stages.shard_work import refuse_parts_at_work, start_processes
 from headstart.data_pipelines.stages.stage import (
-    SAMPLED,
+    CONTENT,
     WEIGHTS,
     Json,
     Stage,
@@ -54,7 +54,7 @@ def prompts_stage(recipe: Recipe) -> Stage:
         "data.prompt_tokens": data.prompt_tokens,
         "data.responses": data.responses,
         WEIGHTS: target_identity(target),
-        SAMPLED: content_identity(target),
+        CONTENT: content_identity(target),
         **prompt_identities(target),
         "seed": recipe.seed,
     }

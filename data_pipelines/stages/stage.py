@@ -20,7 +20,7 @@ Json = dict[str, Any]
 STAGES = ["prompts", "responses", "features"]  # each is made from those before it
 CHECKSUM = "xxh3_128"  # the name of a shard's checksum in a store's manifest
 WEIGHTS = "the target's config and weights"  # the name of `target_identity` among a stage's inputs
-SAMPLED = "all bytes of the target's weights"  # the name of `content_identity`
+CONTENT = "all bytes of the target's weights"  # the name of `content_identity`
 TOKENIZER_FILES = (
     "tokeniz*",  # tokenizer.json, tokenizer.model, tokenization_NAME.py
     "*.model",

@@ -10,7 +10,7 @@ from headstart.heads.calibration import StaticTree
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.drafters.cost_measurement import cost_table
+from headstart.inference.drafters.cost_measurement import Source, cost_table
 from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Fixed, Growth, GrowthPolicy
@@ -87,11 +87,10 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
     """
     if isinstance(drafter, TreeDrafter) and isinstance(drafter.growth, Costly):
         return drafter.growth.costs
-    if isinstance(drafter, ModelDrafter | Lookup):
-        return cost_table(target, drafter, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
-    if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead):
-        return cost_table(target, drafter.head, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
-    return None
+    source = drafter.head if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead) else drafter
+    if not isinstance(source, Source) or not isinstance(drafter, TreeDrafter | Lookup):
+        return None
+    return cost_table(target, source, drafter.growth.width, drafter.growth.nodes, decode.max_batch)
 
 
 def draft_model_folder(section: DecodeSection) -> Path:

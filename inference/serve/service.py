@@ -13,7 +13,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.api.encode import Encoded, PromptEncoder, RequestEncoder
 from headstart.inference.serve.api.errors import ApiError, as_api_error, stopping
-from headstart.inference.serve.api.fields import LARGE, ChatRequest, CompletionRequest, read_fields
+from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, read_fields
 from headstart.inference.serve.api.output import Choice, End, Event, Update
 from headstart.inference.serve.api.responses import ResponsesRequest, with_field_names
 from headstart.inference.serve.exchange import Exchange
@@ -22,7 +22,7 @@ from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.traffic import Adaptation
 from headstart.inference.serve.transport import figures
 from headstart.inference.serve.worker import Worker
-from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.chat_template import LARGE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer
 

@@ -39,7 +39,7 @@ CALL_FIELDS = frozenset({"id", "type", "index", "function", "name", "arguments",
 # The escapes of a JSON text; one outside the group is half of a surrogate pair.
 ESCAPE = re.compile(r"(?P<complete>\\u[dD][89abAB]\w\w\\u[dD][c-fC-F]\w\w|\\[^u]|\\u(?![dD][89a-fA-F]))|\\u\w{4}")
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-LARGE = 2**16  # characters; reading more takes long enough to delay other requests
+LARGE = 2**16  # characters or bytes; reading more takes long enough to delay other requests
 
 
 class ChatTemplate:

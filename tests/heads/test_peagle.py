@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, verified
+from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, a_sample, draft, new_cache, verified
 from exported import EVERY_HEAD, exported, files_in_memory, read_config, read_tensors
 from families import FAMILIES
 from matrix import slow_unless
@@ -16,7 +16,7 @@ from scripted import paths
 from torch import Tensor
 from torch.testing import assert_close
 
-from headstart.data_pipelines.features.batches import Batch, Sample, pack
+from headstart.data_pipelines.features.batches import Batch, pack
 from headstart.heads.formats.lint import lint, violations
 from headstart.heads.formats.published import import_head
 from headstart.heads.frozen import FrozenTarget
@@ -43,20 +43,13 @@ SEQ, DEPTHS = 12, 4
 OBJECTIVE = Objective(unroll_weights=(1.0, 0.7, 0.5, 0.3))
 
 
-def a_sample(length: int, written: range) -> Sample:
-    generator = torch.Generator().manual_seed(length)
-    loss_mask = torch.zeros(length, dtype=torch.bool)
-    loss_mask[list(written)] = True
-    return Sample(
-        tokens=torch.randint(97, (length,), generator=generator),
-        loss_mask=loss_mask,
-        taps=torch.randn(length, 96, generator=generator),
-        last_hidden=torch.randn(length, 32, generator=generator),
-    )
-
-
 # The target wrote no token that can be predicted of the last one.
-SAMPLES = [a_sample(24, range(3, 24)), a_sample(9, range(2, 6)), a_sample(20, range(8, 20)), a_sample(4, range(1))]
+SAMPLES = [
+    a_sample(24, range(3, 24), 24),
+    a_sample(9, range(2, 6), 9),
+    a_sample(20, range(8, 20), 20),
+    a_sample(4, range(1), 4),
+]
 
 
 def in_training(

@@ -7,6 +7,7 @@ import torch
 from scripted import LOPSIDED
 from torch import Tensor
 
+from headstart.data_pipelines.features.batches import Sample
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Blocks
@@ -164,3 +165,16 @@ def draft(drafter: TreeDrafter, given: VerifiedOnHost, cache: KVCache) -> Tree:
     """Draft as in a step of the loop, where the target has read all tokens before the root."""
     cache.target.set_lengths([row.end for row in given.rows])
     return drafter.draft(given, cache)
+
+
+def a_sample(length: int, written: range, seed: int) -> Sample:
+    """Random features of the tiny target; the target wrote the tokens at `written`."""
+    generator = torch.Generator().manual_seed(seed)
+    loss_mask = torch.zeros(length, dtype=torch.bool)
+    loss_mask[list(written)] = True
+    return Sample(
+        tokens=torch.randint(97, (length,), generator=generator),
+        loss_mask=loss_mask,
+        taps=torch.randn(length, 96, generator=generator),
+        last_hidden=torch.randn(length, 32, generator=generator),
+    )

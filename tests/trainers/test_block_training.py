@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import a_sample
 from saved_tensors import SavedForBackward, storage_of
 from torch import Tensor
 from torch.testing import assert_close
@@ -37,18 +38,6 @@ BLOCK = (
     "train.unroll=4",
     "train.anchors=5",
 )
-
-
-def a_sample(length: int, written: range, seed: int) -> Sample:
-    generator = torch.Generator().manual_seed(seed)
-    loss_mask = torch.zeros(length, dtype=torch.bool)
-    loss_mask[list(written)] = True
-    return Sample(
-        tokens=torch.randint(97, (length,), generator=generator),
-        loss_mask=loss_mask,
-        taps=torch.randn(length, 96, generator=generator),
-        last_hidden=torch.randn(length, 32, generator=generator),
-    )
 
 
 SAMPLES = [

@@ -28,7 +28,6 @@ OFF: dict[str, Any] = {
 STOPS_MAX, STOP_LENGTH_MAX = 64, 1000
 STOPS = f"a text, or a list of at most {STOPS_MAX} texts of 1 to {STOP_LENGTH_MAX} characters without U+FFFD, is"
 TOP_LOGPROBS_MAX = 20
-LARGE = 2**16  # bytes; reading more takes long enough to delay other requests
 Model = TypeVar("Model", bound=BaseModel)
 
 

@@ -16,10 +16,11 @@ from server_run import NAME, Running, longest_hold, running, with_loop
 from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
 from headstart.inference.serve.api.errors import ApiError
-from headstart.inference.serve.api.fields import LARGE, ChatRequest, CompletionRequest, TokenizeRequest, read_fields
+from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, TokenizeRequest, read_fields
 from headstart.inference.serve.api.responses import ResponsesRequest
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
+from headstart.inference.targets.chat_template import LARGE
 
 # The server's thread draws random numbers while hypothesis draws a body.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")

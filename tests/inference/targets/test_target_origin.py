@@ -14,7 +14,7 @@ from tiny_run import build_run, tiny_recipe
 
 from headstart import smollm2
 from headstart.data_pipelines.prompts.prompts import prompts_stage
-from headstart.data_pipelines.stages.stage import SAMPLED
+from headstart.data_pipelines.stages.stage import CONTENT
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
@@ -101,7 +101,7 @@ def test_prompts_and_responses_of_a_target_tuned_at_the_same_path_were_used_on(t
     prompts_stage(tiny_recipe(tmp_path)).finish({})
     assert prompts_stage(tiny_recipe(tmp_path)).is_complete()
     tune_an_mlp(tmp_path / "target")
-    assert SAMPLED in prompts_stage(tiny_recipe(tmp_path)).changed_inputs()
+    assert CONTENT in prompts_stage(tiny_recipe(tmp_path)).changed_inputs()
 
 
 @pytest.mark.parametrize(("trained", "given"), [("hub", "wheel"), ("wheel", "hub")])
