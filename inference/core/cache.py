@@ -1,7 +1,6 @@
 """The KV cache of a target and its head, one allocation per device. Models see it as a transformers Cache."""
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -14,19 +13,10 @@ from headstart.inference.core.cache_memory import LayerParts, Shape, StorageShap
 from headstart.inference.core.recurrent import RecurrentStates
 
 PAGE_TOKENS = 256  # a cache grows by whole pages
-MAX_GROUP_ROWS = 16  # rows whose attention is computed together on a CPU
-MAX_PADDING_KEYS = 256  # in a group of rows; above this a separate call is cheaper
 SlotContents = tuple[Float[Tensor, "_layers _parts _heads _count _size"], ...]  # keys and values of a row, by storage
 
 
 LayerMaker = Callable[["KVCache"], list[Any]]
-
-
-class RowGroup(NamedTuple):
-    """Neighbouring rows of a batch, and the keys that the longest of them holds."""
-
-    rows: slice
-    keys: int
 
 
 class Move(NamedTuple):
@@ -88,11 +78,6 @@ class Slots:
     def even(self) -> bool:
         """Whether offsets are plain numbers, the same for all rows."""
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
-
-    @property
-    def reads_in_groups(self) -> bool:
-        """Whether attention may read each group of rows only up to the end of its longest: on a CPU."""
-        return not self.static and self.device.type == "cpu"
 
     def num_keys(self, block: int) -> int:
         """The number of keys that a block of this many tokens attends to."""
@@ -225,21 +210,6 @@ class Slots:
         """Copy the first slots of a row to another row; neither has to be in use."""
         self.write(goal, 0, self.kv(source, 0, held))
 
-    def row_groups(self, block: int) -> tuple[RowGroup, ...]:
-        """Neighbouring rows of like length, each group with the keys that a block of this many tokens attends to."""
-        groups: list[list[int]] = []
-        for length in self.lengths:
-            last = [*groups[-1], length] if groups else []
-            if last and len(last) <= MAX_GROUP_ROWS and len(last) * max(last) - sum(last) <= MAX_PADDING_KEYS:
-                groups[-1].append(length)
-            else:
-                groups.append([length])
-        ends = accumulate(map(len, groups))
-        return tuple(
-            RowGroup(slice(end - len(group), end), max(group) + self.pending + block)
-            for group, end in zip(groups, ends, strict=True)
-        )
-
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
         for row, length in enumerate(other.lengths):
@@ -249,20 +219,6 @@ class Slots:
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         keys, values = self.append(layer, key, value)
         return attention(query, keys, values, mask)
-
-
-def moves_to_end(lengths: list[int], number: int, group: int = MAX_GROUP_ROWS) -> list[Move]:
-    """The copies, in order, that replace a row that ends so that rows of similar length stay together.
-
-    Each later group of rows gives its longest to the hole before it, and the last row fills the remaining hole. As new
-    rows come at the end, the longest rows stay in the first groups.
-    """
-    moves, hole, count = [], number, len(lengths)
-    for start in range((number // group + 1) * group, count, group):
-        longest = max(range(start, min(start + group, count)), key=lengths.__getitem__)
-        moves.append(Move(longest, hole))
-        hole = longest
-    return moves if hole == count - 1 else [*moves, Move(count - 1, hole)]
 
 
 @runtime_checkable  # the shape checks in tests use isinstance
@@ -383,9 +339,9 @@ class KVCache(Cache):
 
     def end_row(self, number: int) -> list[Move]:
         """Take a row out of use; returns the moves of other rows."""
-        lengths = list(self.target.lengths)
+        lengths, last = list(self.target.lengths), len(self.target.lengths) - 1
         self.set_lengths(lengths)  # the head's slots move with the target's
-        moves = moves_to_end(lengths, number, MAX_GROUP_ROWS if self.target.reads_in_groups else len(lengths))
+        moves = [] if number == last else [Move(last, number)]
         for slots in self.slots:
             slots.end_row(moves)
         if self.recurrent is not None:

@@ -3,12 +3,12 @@
 Code elsewhere imports only the names below, from here.
 """
 
+from headstart.inference.kernels.attention import can_attend, ordered_attention
 from headstart.inference.kernels.fast_layers import join_linears, own_layers_of
 from headstart.inference.kernels.fast_model import (
     FastForm,
     fast_form,
     float32_is_as_fast,
-    gains_by_packing,
     is_packed_linear,
 )
 from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
@@ -21,12 +21,13 @@ __all__ = [
     "FastForm",
     "Threads",
     "attention_outside_graph",
+    "can_attend",
     "fast_form",
     "float32_is_as_fast",
-    "gains_by_packing",
     "is_packed_linear",
     "is_tracing",
     "join_linears",
+    "ordered_attention",
     "own_layers_of",
     "remember_eight_bits",
 ]

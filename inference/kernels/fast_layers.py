@@ -2,10 +2,8 @@
 
 On a CPU, reading the weights of linear layers is the bottleneck. float32 weights that are exactly float16 or bfloat16
 numbers, as published ones are, are kept in 16 bits, and weights that a GGUF file holds in 8 to 4 bits as 8-bit integers
-with scales; products and sums stay in float32. The kernel is our own (products.py), or FBGEMM's for float16 numbers
-(Khudia et al. 2021, arXiv 2101.05615) where there is no compiler. bfloat16 layers have our own kernel on a processor
-with tiles (AMX); elsewhere their weights are put into oneDNN's blocked layout once, which torch's own layer does in
-every call. None of this changes a weight, so the text stays.
+with scales; products and sums stay in float32. The kernel is our own (products.py), whose sums do not depend on the
+number of tokens. None of this changes a weight, so the text stays.
 
 On a GPU with few rows, launching kernels is the bottleneck: RMS norms take two kernels instead of transformers' eight,
 rounded where transformers rounds. Only the order of sums changes. In training the layers run their own code.
@@ -23,31 +21,29 @@ from torch.nn import functional
 
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
 from headstart.inference.kernels.products import (
-    TILE_SIZE,
     EightBits,
     Product,
     eight_bits_of,
     exact_weight,
-    has_tiles,
     library,
     remember_eight_bits,
 )
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
-# Bypasses the search for traced arguments of `torch.ops`, which takes longer than a small product.
-HALF_PRODUCT: Callable[..., Tensor] = torch.ops.quantized.linear_dynamic_fp16._op
 
 
 class PackedLinear(nn.Module):
-    """A linear layer in inference whose weights lie in memory as a kernel reads them fastest."""
+    """A linear layer in inference by our own kernel, whose weights lie in memory as it reads them fastest."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, weight: Tensor | EightBits) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
+        bias = None if linear.bias is None else linear.bias.detach().float()
+        self.kernel = Product(weight, bias, is_half=linear.weight.dtype != torch.float32)
 
     def product(self, inputs: Tensor) -> Tensor:
-        raise NotImplementedError
+        return self.kernel(inputs)
 
     def forward(self, inputs: Tensor) -> Tensor:
         if CURRENT.trace is not None:
@@ -56,42 +52,6 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
-
-
-class OwnLinear(PackedLinear):
-    """By our own kernel: its sums are float32, its weights have 16 or 8 bits."""
-
-    def __init__(self, linear: nn.Linear, weight: Tensor | EightBits) -> None:
-        super().__init__(linear)
-        bias = None if linear.bias is None else linear.bias.detach().float()
-        self.kernel = Product(weight, bias, tiled=linear.weight.dtype == torch.bfloat16)
-
-    def product(self, inputs: Tensor) -> Tensor:
-        return self.kernel(inputs)
-
-
-class HalfLinear(PackedLinear):
-    """By FBGEMM, with float16 weights and float32 sums."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        bias = None if linear.bias is None else linear.bias.detach()
-        self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight.detach(), bias)
-
-    def product(self, inputs: Tensor) -> Tensor:
-        return HALF_PRODUCT(inputs, self.packed)
-
-
-class BlockedLinear(PackedLinear):
-    """By oneDNN in bfloat16, with weights in its blocked layout."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear)
-        self.bias = None if linear.bias is None else linear.bias.detach()
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
-
-    def product(self, inputs: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(inputs, self.packed, self.bias, "none", [], "")
 
 
 class JointProduct:
@@ -147,48 +107,36 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 @torch.no_grad()
-def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear | None:
-    """The layer with packed weights; None if packing must be `exact` but would change a weight."""
-    if linear.weight.dtype == torch.bfloat16:
-        is_tiled = has_tiles() and linear.in_features % TILE_SIZE == 0
-        return OwnLinear(linear, linear.weight.detach()) if is_tiled else BlockedLinear(linear)
+def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear:
+    """The layer with packed weights, in 16 bits at most unless packing must be `exact`."""
+    if linear.weight.dtype != torch.float32:
+        return PackedLinear(linear, linear.weight.detach())
     weight = exact_weight(linear)
-    if weight is None and not exact:
-        weight = linear.weight.detach().half()
-    if weight is not None and library() is not None:
-        return OwnLinear(linear, weight)
-    is_half = isinstance(weight, Tensor) and weight.dtype == torch.float16
-    return HalfLinear(linear) if is_half or not exact else None
+    is_wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
+    return PackedLinear(linear, weight.half() if is_wide and not exact else weight)
 
 
-def can_pack(dtype: torch.dtype) -> bool:
-    """Whether there are kernels for layers of this dtype on this processor, of our own or of this build of torch."""
-    if dtype == torch.float32:
-        return library() is not None or "fbgemm" in torch.backends.quantized.supported_engines
-    if dtype == torch.bfloat16:
-        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return False
+def can_pack(weight: Tensor) -> bool:
+    """Whether our kernels multiply with weights on this device and of this dtype."""
+    return weight.is_cpu and weight.dtype in (torch.float32, torch.float16, torch.bfloat16) and library() is not None
 
 
 def pack_weights(model: nn.Module, exact: bool) -> bool:
     """Replace the model's linear layers on a CPU by packed ones; returns whether any was replaced.
 
-    With `exact`, a float32 layer stays as it is if a weight is not exactly representable in 16 bits (or 8 with scales).
+    Unless `exact`, float32 weights are rounded to float16 where that is not exact.
     """
-    was_packed = False
-    groups = siblings(
-        [each for each in linear_layers(model) if each[-1].weight.is_cpu and can_pack(each[-1].weight.dtype)]
-    )
+    groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight)])
+    was_packed = bool(groups)
     while groups:  # a group's own weights are freed as soon as it is packed
         layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
-        joint = packed_linear(joined(linears), exact) if len(layers) > 1 else None
-        product = None if joint is None else JointProduct(joint, [linear.out_features for linear in linears])
+        if len(layers) > 1:
+            product = JointProduct(packed_linear(joined(linears), exact), [linear.out_features for linear in linears])
         for number, (parent, name, linear) in enumerate(layers):
-            packed = JointLinear(product, number, linear) if product else packed_linear(linear, exact)
-            if packed is not None:
-                setattr(parent, name, packed)
-                was_packed = True
+            setattr(
+                parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed_linear(linear, exact)
+            )
     for weight in model.parameters():
         remember_eight_bits(weight, None)
     return was_packed

@@ -10,12 +10,8 @@ from torch import nn
 
 from headstart.inference.kernels.compiled import Compiler
 from headstart.inference.kernels.fast_layers import (
-    BlockedLinear,
-    HalfLinear,
     JointLinear,
-    OwnLinear,
     PackedLinear,
-    can_pack,
     fuse_norms,
     join_linears,
     linear_layers,
@@ -55,27 +51,25 @@ class FastForm:
         if not self.is_packed:
             return []
         packed = [each.product.product if isinstance(each, JointLinear) else each for each in model.modules()]
-        forms = {each.kernel.form for each in packed if isinstance(each, OwnLinear)}
-        forms |= {type(each).__name__ for each in packed if isinstance(each, HalfLinear | BlockedLinear)}
-        return [kernel_name(), *sorted(forms)]
+        return [kernel_name(), *sorted({each.kernel.form for each in packed if isinstance(each, PackedLinear)})]
 
 
 def fast_form(model: nn.Module, layers: Sequence[nn.Module], compiles: bool) -> FastForm:
     """Give a target the fastest form on its device that changes no weight; `layers` are its decoder layers.
 
-    On a CPU, its weights are packed if it gains by that, and then, if it `compiles` and there is a C++ compiler, its
-    layers are compiled in the background. On a GPU its layers are fused.
+    On a CPU its weights are packed, and then, if it `compiles` and is not small, its layers are compiled in the
+    background. On a GPU its layers are fused.
     """
     if next(model.parameters()).device.type == "cuda":
         fuse_norms(model)
         join_linears(model)
         torch.cuda.empty_cache()  # of the weights before they were joined
-    if not (gains_by_packing(model) and pack_weights(model, exact=True)):
+    compiles = compiles and gains_by_packing(model) and cpp_compiler() is not None
+    if not pack_weights(model, exact=True):
         return FastForm()
-    if not (compiles and cpp_compiler()):
-        return FastForm(is_packed=True)
-    compiler = Compiler()
-    compiler.use_for(layers)
+    compiler = Compiler() if compiles else None
+    if compiler is not None:
+        compiler.use_for(layers)
     return FastForm(True, compiler)
 
 
@@ -95,7 +89,7 @@ def float32_is_as_fast(eight_bits: bool) -> bool:
 
     With `eight_bits`, the float32 weights are kept in 8 bits.
     """
-    if not (can_pack(torch.float32) and can_pack(torch.bfloat16)) or (eight_bits and library() is None):
+    if library() is None:
         return False
     return seconds_of_products(torch.float32, eight_bits) <= AS_FAST * seconds_of_products(torch.bfloat16)
 
@@ -107,7 +101,7 @@ def seconds_of_products(dtype: torch.dtype, eight_bits: bool = False) -> float:
     for linear in linears if eight_bits else ():
         numbers, factors = torch.zeros(4096, 1024, dtype=torch.int8), torch.zeros(4096, 32, dtype=torch.half)
         remember_eight_bits(linear.weight.zero_(), EightBits(numbers, factors, None))
-    layers = [packed for linear in linears if (packed := packed_linear(linear, exact=False))]
+    layers = [packed_linear(linear, exact=False) for linear in linears]
     total = 0.0
     for tokens in (1, 8):
         inputs, times = torch.zeros(tokens, 1024, dtype=dtype), []

@@ -1,40 +1,18 @@
-// Products of float32 states with 16-bit and 8-bit weights, for any processor that torch has vectors for, and of
+// Products of hidden states with weights in 32, 16 and 8 bits, for any processor that torch has vectors for, and of
 // bfloat16 states with bfloat16 weights, for processors with tiles (AMX). See products.py.
 //
 // A step waits for its weights to come from memory, so they lie in the order in which they are read, and are asked for
 // ahead of time. A sum has one order whatever the number of tokens, so drafts change no bit of it.
 
-#include <ATen/cpu/vec/vec.h>
-#include <omp.h>
-
 #ifdef __AMX_BF16__
 #include <immintrin.h>
 #endif
 
-#include <algorithm>
-#include <cstdint>
-#include <tuple>
+#include "vectors.h"
 
 namespace {
 
-using at::BFloat16;
-using at::Half;
-using Floats = at::vec::Vectorized<float>;
-constexpr int64_t WIDTH = 2 * Floats::size();  // outputs of a panel
-constexpr int64_t AHEAD = 4096;                // weights
-#ifdef CPU_CAPABILITY_AVX2
-constexpr int TOKENS = 6;  // as many at once as there are registers for their sums
-#else
-constexpr int TOKENS = 12;
-#endif
-
-std::tuple<Floats, Floats> widened(const Half* from) {
-  return at::vec::convert_half_float(at::vec::Vectorized<Half>::loadu(from));
-}
-
-std::tuple<Floats, Floats> widened(const BFloat16* from) {
-  return at::vec::convert_bfloat16_float(at::vec::Vectorized<BFloat16>::loadu(from));
-}
+constexpr int64_t AHEAD = 4096;  // weights
 
 std::tuple<Floats, Floats> widened(const int8_t* from) {
 #if defined(CPU_CAPABILITY_AVX512)
@@ -67,12 +45,12 @@ struct Scales {
   }
 };
 
-template <typename Weight>
+template <typename Weight, typename Number = float>
 struct Product {
   const float* inputs;    // [tokens, size]
   const Weight* weights;  // [panels, size, WIDTH]
   const float* bias;      // [outputs], or none
-  float* found;           // [tokens, outputs]
+  Number* found;          // [tokens, outputs]
   int64_t tokens, size, outputs;
   int64_t shared = 1;           // of 8-bit weights, a power of two, as are:
   Scales factors{}, offsets{};  // the latter may be none
@@ -86,8 +64,8 @@ struct Product {
     const float* x = inputs + token * size;
     const Weight* w = weights + panel * size * WIDTH;
     int64_t scale = panel * (size / shared) * WIDTH;
-    Floats low[T], high[T], factor_low, factor_high, offset_low(0.f), offset_high(0.f);
-    for (int t = 0; t < T; t++) low[t] = high[t] = Floats(0.f);
+    Lanes low[T] = {}, high[T] = {};
+    Floats factor_low, factor_high, offset_low(0.f), offset_high(0.f);
     for (int64_t k = 0; k < size; k++, w += WIDTH, later += step) {
       __builtin_prefetch(later);
       auto [a, b] = widened(w);
@@ -100,19 +78,19 @@ struct Product {
         a = at::vec::fmadd(a, factor_low, offset_low);
         b = at::vec::fmadd(b, factor_high, offset_high);
       }
-      for (int t = 0; t < T; t++) {
-        Floats state(x[t * size + k]);
-        low[t] = at::vec::fmadd(a, state, low[t]);
-        high[t] = at::vec::fmadd(b, state, high[t]);
+      Lanes first = lanes(a), second = lanes(b);
+      UNROLLED for (int t = 0; t < T; t++) {
+        low[t] += first * x[t * size + k];
+        high[t] += second * x[t * size + k];
       }
     }
-    int64_t first = panel * WIDTH, count = std::min(WIDTH, outputs - first);
-    for (int t = 0; t < T; t++) {
+    int64_t column = panel * WIDTH, count = std::min(WIDTH, outputs - column);
+    UNROLLED for (int t = 0; t < T; t++) {
       float sums[WIDTH];
-      low[t].store(sums);
-      high[t].store(sums + Floats::size());
-      float* to = found + (token + t) * outputs + first;
-      for (int64_t n = 0; n < count; n++) to[n] = bias ? sums[n] + bias[first + n] : sums[n];
+      std::memcpy(sums, &low[t], sizeof(Lanes));
+      std::memcpy(sums + Floats::size(), &high[t], sizeof(Lanes));
+      Number* to = found + (token + t) * outputs + column;
+      for (int64_t n = 0; n < count; n++) to[n] = bias ? sums[n] + bias[column + n] : sums[n];
     }
   }
 
@@ -139,6 +117,19 @@ struct Product {
     part(omp_get_thread_num(), omp_get_num_threads());
   }
 };
+
+template <typename Weight, typename Number>
+void multiply(const Number* inputs, const Weight* weights, const float* bias, Number* found, int64_t tokens,
+              int64_t size, int64_t outputs) {
+  if constexpr (std::is_same_v<Number, float>) {
+    Product<Weight>{inputs, weights, bias, found, tokens, size, outputs}.run();
+  } else {
+    static thread_local std::vector<float> wide;
+    wide.resize(tokens * size);
+    widen(inputs, tokens * size, wide.data(), tokens * size);
+    Product<Weight, Number>{wide.data(), weights, bias, found, tokens, size, outputs}.run();
+  }
+}
 
 #ifdef __AMX_BF16__
 
@@ -233,15 +224,17 @@ void tiles(const BFloat16* inputs, const BFloat16* weights, const float* bias, B
 
 int64_t width() { return WIDTH; }
 
-void float16(const float* inputs, const Half* weights, const float* bias, float* found, int64_t tokens, int64_t size,
-             int64_t outputs) {
-  Product<Half>{inputs, weights, bias, found, tokens, size, outputs}.run();
-}
+#define PRODUCT(name, Weight, Number)                                                                            \
+  void name(const Number* inputs, const Weight* weights, const float* bias, Number* found, int64_t tokens,       \
+            int64_t size, int64_t outputs) {                                                                     \
+    multiply(inputs, weights, bias, found, tokens, size, outputs);                                               \
+  }
 
-void bfloat16(const float* inputs, const BFloat16* weights, const float* bias, float* found, int64_t tokens,
-              int64_t size, int64_t outputs) {
-  Product<BFloat16>{inputs, weights, bias, found, tokens, size, outputs}.run();
-}
+PRODUCT(float32, float, float)
+PRODUCT(float16, Half, float)
+PRODUCT(bfloat16, BFloat16, float)
+PRODUCT(all_float16, Half, Half)
+PRODUCT(all_bfloat16, BFloat16, BFloat16)
 
 void int8(const float* inputs, const int8_t* weights, const float* bias, float* found, int64_t tokens, int64_t size,
           int64_t outputs, const void* factors, const void* offsets, int64_t shared, bool wide) {

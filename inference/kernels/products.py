@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from headstart.common.process import user_cache
 
-SOURCE = Path(__file__).with_name("products.cpp")
+SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp", "vectors.h")]
 TILE_SIZE = 32  # inputs, and outputs, of a block of bfloat16 weights
 SCALE_INPUTS = 16  # inputs whose 8-bit weights share a factor; 32 in most number formats
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # the system call for the registers of tiles
@@ -38,16 +38,22 @@ def cpp_compiler() -> str | None:
 @cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels; None without a compiler, and where it fails, which is printed once."""
+    if sys.platform != "linux":
+        return None
     compiler = cpp_compiler()
-    if compiler is None or sys.platform != "linux":
+    if compiler is None:
+        print(
+            "using torch's products, which are slower and round by the number of tokens; for our own install g++",
+            file=sys.stderr,
+        )
         return None
     home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     openmp = [*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*")]  # torch's own, to share its threads
-    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), str(SOURCE)]
-    command += ["-Wl,--as-needed", *map(str, openmp[:1])]
+    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), *map(str, SOURCES[:2])]
+    command += ["-Wl,--as-needed", *map(str, openmp[:1]), str(home / "lib" / "libtorch_cpu.so")]  # for its exp and tanh
     try:
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
-        inputs = shlex.join(command), SOURCE.read_text(), torch.__version__, processor
+        inputs = shlex.join(command), [each.read_text() for each in SOURCES], torch.__version__, processor
         path = user_cache("products") / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]}.so"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,14 +63,19 @@ def library() -> ctypes.CDLL | None:
         loaded = ctypes.CDLL(str(path))
         arguments = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3
         scales = [ctypes.c_void_p] * 2 + [ctypes.c_int64, ctypes.c_bool]
-        for name, more in {"float16": [], "bfloat16": [], "tiles": [], "int8": scales}.items():
+        for name in ("float32", "float16", "bfloat16", "all_float16", "all_bfloat16", "tiles", "int8"):
             if (kernel := getattr(loaded, name, None)) is not None:
-                kernel.argtypes, kernel.restype = arguments + more, None
+                kernel.argtypes, kernel.restype = arguments + (scales if name == "int8" else []), None
+        for number in ("float32", "float16", "bfloat16"):
+            kernel = getattr(loaded, f"attend_{number}")
+            kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_bool] + [ctypes.c_void_p] * 2 + [ctypes.c_float] * 2
+            kernel.restype = None
         return loaded
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
         print(
-            f"decoding with torch's products, as {compiler} does not compile {SOURCE.name}: {reason}", file=sys.stderr
+            f"decoding with torch's products, as {compiler} does not compile headstart's: {reason}",
+            file=sys.stderr,
         )
     except (OSError, RuntimeError) as error:  # no home folder is a RuntimeError
         print(f"using torch's products, as headstart's cannot be used: {error}", file=sys.stderr)
@@ -140,10 +151,10 @@ class EightBits:
 class Product:
     """The product with one layer's weights."""
 
-    def __init__(self, weight: Tensor | EightBits, bias: Tensor | None, tiled: bool = False) -> None:
-        """`weight` [out, in] is in float16, bfloat16 or 8 bits, `bias` [out] in float32.
+    def __init__(self, weight: Tensor | EightBits, bias: Tensor | None, is_half: bool = False) -> None:
+        """`weight` [out, in] is in 32, 16 or 8 bits, `bias` [out] in float32.
 
-        Inputs are float32; with `tiled` inputs and weight are bfloat16, and `in` is a multiple of `TILE_SIZE`.
+        Inputs and products are float32 or, if `is_half`, in the weight's dtype.
         """
         loaded = library()
         assert loaded is not None
@@ -151,6 +162,7 @@ class Product:
         numbers = weight.numbers if isinstance(weight, EightBits) else weight
         self.outputs, self.size = numbers.shape
         self.form = str(numbers.dtype) if form is None else form.form
+        tiled = is_half and numbers.dtype == torch.bfloat16 and self.size % TILE_SIZE == 0 and has_tiles()
         width, together = (TILE_SIZE, 2) if tiled else (loaded.width(), 1)
         parts = [numbers] if form is None else [numbers, form.factors, form.offsets]
         self.panels = [None if part is None else in_panels(part, width, together) for part in parts]
@@ -158,7 +170,8 @@ class Product:
         first, *scales, last = (None if part is None else part.data_ptr() for part in [*self.panels, bias])
         self.addresses = first, last
         self.scales = [] if form is None else [*scales, form.shared, form.factors.dtype == torch.float32]
-        self.kernel = getattr(loaded, "tiles" if tiled else str(numbers.dtype).removeprefix("torch."))
+        name = str(numbers.dtype).removeprefix("torch.")
+        self.kernel = getattr(loaded, "tiles" if tiled else f"all_{name}" if is_half else name)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         """Inputs [..., in] times the weights: [..., out], in the inputs' dtype."""
@@ -175,13 +188,13 @@ def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
     return panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
 
 
-def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
-    """A float32 layer's weight in 8 bits or in a 16-bit dtype, if it is exact there."""
+def exact_weight(linear: nn.Linear) -> Tensor | EightBits:
+    """A float32 layer's weight in the fewest bits, 8, 16 or 32, in which it is exact."""
     weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
-    if library() is not None and known is not None and torch.equal(known.weight(), weight):
+    if known is not None and torch.equal(known.weight(), weight):
         return known
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
-    return next((half for half in halved if torch.equal(half.float(), weight)), None)
+    return next((half for half in halved if torch.equal(half.float(), weight)), weight)
 
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:

@@ -9,7 +9,6 @@ AttentionInterface, so no model is patched.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -19,20 +18,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from headstart.heads.layers import fold_heads, fold_mask
-from headstart.inference.core.cache import RowGroup, Slots
 from headstart.inference.core.side_by_side import PackedMask
-from headstart.inference.kernels import attention_outside_graph, is_tracing
-
-
-class RaggedMask(Tensor):
-    """An additive mask of many rows that tells how many keys each group of them has; the rest is hidden."""
-
-    groups: tuple[RowGroup, ...] = ()
-
+from headstart.inference.kernels import attention_outside_graph, can_attend, is_tracing, ordered_attention
 
 PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
 GPU_PARTS_MAX = 8  # a power of two
-CPU_QUERIES_MAX = 48  # per key head; with more, the kernel shares the queries among the threads too
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 
@@ -48,9 +38,8 @@ def grouped_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it; returns [batch, seq, num_heads, value_dim].
 
-    Passes without a mask, or with a mask per head, go to transformers' own sdpa. On a CPU, in a large batch of rows of
-    different lengths, each group of rows reads only the keys of its longest row. Parts that lie side by side attend to
-    their own keys.
+    On a CPU `ordered_attention` computes it. Elsewhere passes without a mask, or with a mask per head, go to
+    transformers' own sdpa. Parts that lie side by side attend to their own keys.
     """
     if is_tracing():
         attend = partial(grouped_attention, scaling=scaling, **options)
@@ -65,15 +54,13 @@ def grouped_attention(
             for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
-    if attention_mask is None or attention_mask.shape[1] != 1 or options.get("position_bias") is not None:
+    is_plain = options.get("position_bias") is None
+    if is_plain and can_attend(query, key, value, attention_mask):
+        is_causal = options.get("is_causal")
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return ordered_attention(query, key, value, attention_mask, scaling, is_causal), None
+    if attention_mask is None or attention_mask.shape[1] != 1 or not is_plain:
         return AttentionInterface()[SDPA](module, query, key, value, attention_mask, scaling=scaling, **options)
-    if isinstance(attention_mask, RaggedMask) and attention_mask.groups:
-        mask = attention_mask.as_subclass(Tensor)
-        groups = [
-            folded_attention(query[rows], key[rows, :, :keys], value[rows, :, :keys], mask[rows, ..., :keys], scaling)
-            for rows, keys in attention_mask.groups
-        ]
-        return torch.cat(groups).transpose(1, 2).contiguous(), None
     # Contiguous, as in transformers: some models take a view of it.
     return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
@@ -88,7 +75,7 @@ def folded_attention(
     """Attention in which the query heads of one key head become further queries; mask [batch or 1, 1, seq, keys]."""
     batch, num_heads, seq, _ = query.shape
     if num_heads == key.shape[1]:
-        mask = mask.as_subclass(Tensor)[..., : key.shape[2]]
+        mask = mask[..., : key.shape[2]]
         return scaled_dot_product_attention(query, key, value, mask, scale=scaling)
     mask = fold_once(mask, num_heads // key.shape[1], key.shape[2])
     folded = fold_heads(query, key.shape[1])
@@ -104,25 +91,20 @@ def fold_once(mask: Tensor, group: int, keys: int) -> Tensor:
     """The mask of folded queries over the first keys; the first layer of a pass makes it for all layers."""
     made: dict[tuple[int, int], Tensor] = vars(mask).setdefault("folded", {})
     if (group, keys) not in made:
-        made[group, keys] = fold_mask(mask.as_subclass(Tensor)[..., :keys], group)
+        made[group, keys] = fold_mask(mask[..., :keys], group)
     return made[group, keys]
 
 
 def parts_of_keys(query: Tensor, key: Tensor, value: Tensor) -> int:
-    """The number of parts of one row's keys that a CPU's threads or a GPU's processors share.
+    """The number of parts of one row's keys that a GPU's processors share; 1 for few keys.
 
-    Their kernels would give each whole heads only. 1 for few keys, and if a CPU's threads get equal numbers of heads.
+    Its kernels would give each whole heads only.
     """
-    batch, heads, queries, size = query.shape
-    if batch != 1 or value.shape[-1] != size:
+    batch, _, _, size = query.shape
+    if batch != 1 or value.shape[-1] != size or query.device.type != "cuda" or key.shape[2] % (8 * GPU_PARTS_MAX):
         return 1
-    if query.device.type == "cuda":
-        parts = min(key.shape[2] // PART_KEYS_MIN, GPU_PARTS_MAX)
-        return 1 << (parts.bit_length() - 1) if parts > 1 and key.shape[2] % (8 * GPU_PARTS_MAX) == 0 else 1
-    if query.device.type != "cpu" or queries > CPU_QUERIES_MAX:
-        return 1
-    threads = torch.get_num_threads()
-    return min(threads // gcd(heads, threads), key.shape[2] // PART_KEYS_MIN) or 1
+    parts = min(key.shape[2] // PART_KEYS_MIN, GPU_PARTS_MAX)
+    return 1 << (parts.bit_length() - 1) if parts > 1 else 1
 
 
 def attention_by_parts(
@@ -149,14 +131,10 @@ def attention_by_parts(
         part_mask = part_mask.clone()
         part_mask[:-1, ..., step:] = torch.finfo(mask.dtype).min
     inputs = query.expand(parts, -1, -1, -1), key.mT, value.mT
-    if query.device.type == "cuda":
-        part_mask = part_mask.contiguous().expand(-1, query.shape[1], -1, -1)
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        mixed, logsumexp, *_ = efficient(*inputs, part_mask, True, scale=scaling)
-        logsumexp = logsumexp[..., : query.shape[2]]  # which that kernel pads
-    else:
-        for_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        mixed, logsumexp = for_cpu(*inputs, attn_mask=part_mask, scale=scaling)
+    part_mask = part_mask.contiguous().expand(-1, query.shape[1], -1, -1)
+    efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+    mixed, logsumexp, *_ = efficient(*inputs, part_mask, True, scale=scaling)
+    logsumexp = logsumexp[..., : query.shape[2]]  # which that kernel pads
     weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
 
@@ -178,15 +156,6 @@ def cudnn_attention(allowed: bool) -> Iterator[None]:
 
 AttentionInterface.register(GROUPED, grouped_attention)
 AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
-
-
-def with_row_groups(mask: Tensor, slots: Slots) -> Tensor:
-    """A mask that lets `grouped_attention` skip keys where that pays: on a CPU, for rows of different lengths."""
-    if slots.even or not slots.reads_in_groups or len(groups := slots.row_groups(mask.shape[2])) == 1:
-        return mask
-    ragged = mask.as_subclass(RaggedMask)
-    ragged.groups = groups
-    return ragged
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:

@@ -18,7 +18,7 @@ from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
 from headstart.inference.core.request import cut_at_end
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels import FastForm, fast_form, gains_by_packing, own_layers_of
+from headstart.inference.kernels import FastForm, fast_form, own_layers_of
 from headstart.inference.targets.architecture import (
     attention_code,
     decoder_layers,
@@ -137,7 +137,7 @@ class TargetModel:
 
         If it `compiles`, packed layers are compiled in the background.
         """
-        if gains_by_packing(self.model):
+        if self.device.type == "cpu":
             assert self.frozen is not None  # made while the lm_head still has its own weights
         self.fast_form = fast_form(self.model, self.layers, compiles)
         self.load_unpacked = load_unpacked if self.fast_form.is_packed else None

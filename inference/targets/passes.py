@@ -21,7 +21,7 @@ from headstart.inference.core.side_by_side import CannotLieSideBySide, PackedCac
 from headstart.inference.core.tree import PendingTokens, Tree, block_mask, causal_block, padded_rows, take
 from headstart.inference.core.verify import count_drafted
 from headstart.inference.targets.architecture import CacheLayout, attention_windows
-from headstart.inference.targets.attention import GROUPED, with_row_groups
+from headstart.inference.targets.attention import GROUPED
 
 # Which drafts a target verifies. With a cache of its own, rows run one after the other. `plain` verifies none, as a
 # pass over several tokens does not continue from its recurrent states.
@@ -327,10 +327,7 @@ class Passes:
         return one_or_all(masks) if len(masks) == 1 else {**masks, **dict.fromkeys(self.unmasked)}
 
     def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
-        made = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
-        if self.model.config._attn_implementation == GROUPED:
-            made = {kind: with_row_groups(mask, slots) for kind, mask in made.items()}
-        return made
+        return {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
 
 
 def one_stream(hidden: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:
