@@ -2,7 +2,8 @@
 
 One layer of each form is traced (torch's make_fx) and compiled (Inductor) in the background, while decoding continues
 with the layers' own code. Products with packed weights and attention to the cache stay in Python: see `outside_graph`.
-Every layer's own code runs once more next to its compiled form, which is used only if both results agree.
+Every layer's own code runs once more next to its compiled form, which is used only if both results have the same bits:
+Inductor adds fast what torch adds in another order, so sums, and functions that it computes otherwise, stay torch's.
 """
 
 import atexit
@@ -11,7 +12,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
+from operator import getitem
 from queue import SimpleQueue
 from types import NoneType
 from typing import Any
@@ -19,7 +22,8 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import KVCache, Slots
@@ -35,7 +39,6 @@ from headstart.inference.kernels.private import (
 
 MAX_PASS_TOKENS = 256  # a pass over more tokens only waits for products
 COMPILE_AFTER_CALLS = 30  # of a layer: nothing is compiled during the first tokens of a text
-ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 1e-2}  # relative difference of outputs
 IDLE_SECONDS = 0.5  # without a pass
 LONG_RUN_CALLS = 30_000  # of layers; a run of that length gains although compiling slows it down
 MAX_KERNELS = 32  # of a target and its heads, in case shapes change in every pass
@@ -45,6 +48,12 @@ INDUCTOR_OPTIONS = {
     "cpp.threads": 1,  # the fused operations are small
     "emulate_precision_casts": True,  # rounded where the layer rounds
     "size_asserts": False,  # the form fixes the shapes
+}
+ATEN = torch.ops.aten
+OTHER_BITS = {  # in Inductor's form
+    *(ATEN.mean, ATEN.sum, ATEN.var, ATEN.var_mean, ATEN.native_layer_norm, ATEN._softmax, ATEN.cumsum),
+    *(ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.convolution, ATEN.gelu, ATEN.exp, ATEN.tanh, ATEN.erf, ATEN.log, ATEN.pow),
+    *(ATEN.sin, ATEN.cos, ATEN.linalg_vector_norm),
 }
 CACHES = (KVCache, PackedCache, Slots)  # in which a second pass over the same tokens changes nothing
 MASKS = ("attention_mask", "mask")  # the argument's name in transformers' layers, and in our heads'
@@ -167,7 +176,7 @@ class CompiledForward:
 
 def is_same(output: Any, wanted: Any) -> bool:
     if isinstance(wanted, Tensor):
-        return bool((output - wanted).norm() <= ROUNDING[wanted.dtype] * wanted.norm())
+        return torch.equal(output, wanted)
     if isinstance(wanted, tuple):
         return all(is_same(*pair) for pair in zip(output, wanted, strict=True))
     return bool(output == wanted)
@@ -255,6 +264,7 @@ def compiled(forward: CompiledForward, arguments: Arguments) -> Kernel:
     graph = traced(forward, arguments, trace)
     if trace.updated is not None:
         raise CannotTrace("keys that no attention of ours reads")
+    leave_to_torch(graph, trace)
     names = {id(tensor): name for name, tensor in weights_of(layer).items()}
     constants = take_constants(graph, names)
     examples = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
@@ -290,6 +300,57 @@ def traced(forward: CompiledForward, arguments: Arguments, trace: Trace) -> Grap
 
     with torch.no_grad(), mode, no_untraceable_warnings():
         return make_fx(run, tracing_mode="real", _allow_non_fake_inputs=True)(*fakes)
+
+
+def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
+    """Make the operations of a graph that Inductor computes with other bits than torch operations outside the graph."""
+    for node in [node for node in graph.graph.nodes if getattr(node.target, "overloadpacket", None) in OTHER_BITS]:
+        inputs, found = node.all_input_nodes, node.meta["val"]
+        first = found[0] if isinstance(found, tuple) else found
+        is_single = first is found or all(user.target is getitem and user.args[1] == 0 for user in node.users)
+        if not is_single or first.dtype != inputs[0].meta["val"].dtype:
+            raise CannotTrace(f"{node.target} with several results, or of another dtype")
+        trace.calls.append((None, partial(in_torch, node, inputs)))
+        with graph.graph.inserting_before(node):
+            size = [size_node(graph, inputs, length) for length in first.shape]
+            call = graph.graph.call_function(
+                torch.ops.headstart.outside_graph.default, (inputs, len(trace.calls) - 1, size)
+            )
+        call.meta["val"] = first
+        for user in [node] if first is found else list(node.users):
+            user.replace_all_uses_with(call)
+            if user is not node:
+                graph.graph.erase_node(user)
+        graph.graph.erase_node(node)
+    graph.recompile()
+
+
+def in_torch(node: Node, inputs: list[Node], owner: None) -> Operation:
+    """A node of a graph as a function of its tensors."""
+    target: Any = node.target
+    args, kwargs = node.args, node.kwargs
+
+    def run(*tensors: Tensor) -> Tensor:
+        given = dict(zip(inputs, tensors, strict=True))
+        found = target(*map_arg(args, given.__getitem__), **map_arg(kwargs, given.__getitem__))
+        return (found[0] if isinstance(found, tuple) else found).contiguous()
+
+    return run
+
+
+def size_node(graph: GraphModule, inputs: list[Node], length: Any) -> Any:
+    """A length of an axis: a number, or a node that reads it from one of the inputs."""
+    if isinstance(length, int):
+        return length
+    axes = ((node, axis) for node in inputs for axis in range(node.meta["val"].ndim))
+    node, axis = next(
+        at
+        for at in axes
+        if at[0].meta["val"].shape[at[1]] is length or str(at[0].meta["val"].shape[at[1]]) == str(length)
+    )
+    made = graph.graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
+    made.meta["val"] = length
+    return made
 
 
 def stand_in(name: str, value: Any, tensors: list[Tensor], trace: Trace) -> Any:
