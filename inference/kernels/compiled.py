@@ -52,7 +52,7 @@ INDUCTOR_OPTIONS = {
 ATEN = torch.ops.aten
 OTHER_BITS = {  # in Inductor's form
     *(ATEN.mean, ATEN.sum, ATEN.var, ATEN.var_mean, ATEN.native_layer_norm, ATEN._softmax, ATEN.cumsum),
-    *(ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.convolution, ATEN.gelu, ATEN.exp, ATEN.tanh, ATEN.erf, ATEN.log, ATEN.pow),
+    *(ATEN.mm, ATEN.bmm, ATEN.addmm, ATEN.convolution, ATEN.gelu, ATEN.exp, ATEN.tanh, ATEN.erf, ATEN.log),
     *(ATEN.sin, ATEN.cos, ATEN.linalg_vector_norm),
 }
 CACHES = (KVCache, PackedCache, Slots)  # in which a second pass over the same tokens changes nothing
@@ -310,7 +310,8 @@ def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
         is_single = first is found or all(user.target is getitem and user.args[1] == 0 for user in node.users)
         if not is_single or first.dtype != inputs[0].meta["val"].dtype:
             raise CannotTrace(f"{node.target} with several results, or of another dtype")
-        trace.calls.append((None, partial(in_torch, node, inputs)))
+        run = in_torch(node, inputs)
+        trace.calls.append((None, partial(lambda run, owner: run, run)))
         with graph.graph.inserting_before(node):
             size = [size_node(graph, inputs, length) for length in first.shape]
             call = graph.graph.call_function(
@@ -325,7 +326,7 @@ def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
     graph.recompile()
 
 
-def in_torch(node: Node, inputs: list[Node], owner: None) -> Operation:
+def in_torch(node: Node, inputs: list[Node]) -> Operation:
     """A node of a graph as a function of its tensors."""
     target: Any = node.target
     args, kwargs = node.args, node.kwargs
@@ -342,12 +343,8 @@ def size_node(graph: GraphModule, inputs: list[Node], length: Any) -> Any:
     """A length of an axis: a number, or a node that reads it from one of the inputs."""
     if isinstance(length, int):
         return length
-    axes = ((node, axis) for node in inputs for axis in range(node.meta["val"].ndim))
-    node, axis = next(
-        at
-        for at in axes
-        if at[0].meta["val"].shape[at[1]] is length or str(at[0].meta["val"].shape[at[1]]) == str(length)
-    )
+    axes = [(node, axis) for node in inputs for axis in range(node.meta["val"].ndim)]
+    node, axis = next(at for at in axes if str(at[0].meta["val"].shape[at[1]]) == str(length))
     made = graph.graph.call_function(torch.ops.aten.sym_size.int, (node, axis))
     made.meta["val"] = length
     return made
