@@ -84,7 +84,9 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of --bits (default: %(default)s)")
     given = parser.parse_args(argv)
     if (given.target is None) == (given.bits is None):
-        parser.error("HEAD and TARGET, or --bits TARGET alone, are required")
+        parser.error(
+            "HEAD and TARGET, or --bits TARGET alone, are required: give a head's folder and then its target's"
+        )
     return given
 
 

@@ -21,7 +21,7 @@ from headstart.inference.engine.prefill import chunk_part, prefill_chunk, prefil
 from headstart.inference.targets.model import TargetModel
 
 WIDTHS = (2, 3, 5, 8, 16, 33, 64)  # nodes of a tree, tokens of a chunk
-ROWS = (2, 5, 17)
+ROWS = (2, 17, 5)  # of batches; the last one drafts too
 Logits = Float[Tensor, "positions vocab"]
 
 
@@ -163,7 +163,9 @@ def side_by_side(text: Text) -> Logits:
     return torch.cat(found)
 
 
-def situations(text: Text, widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str, Callable[[Text], Logits]]]:
+def situations(
+    text: Text, widths: Sequence[int], batches: Sequence[int]
+) -> Iterator[tuple[str, Callable[[Text], Logits]]]:
     """The ways in which the engine may compute a text's logits, each with its name."""
     passes = text.target.passes
     for size in (1, *widths):
@@ -171,12 +173,12 @@ def situations(text: Text, widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str
             yield f"prompt in chunks of {size}", partial(plain, chunk=size)
     for nodes in widths if passes.verifies_drafts else ():
         yield f"chain of {nodes}", partial(with_drafts, nodes=nodes, has_siblings=False)
-    for nodes in widths if passes.verifies_trees else ():
-        yield f"tree of {nodes // 2 * 2 + 1}", partial(with_drafts, nodes=nodes, has_siblings=True)
-    for rows in ROWS:
+    for nodes in sorted({nodes // 2 * 2 + 1 for nodes in widths}) if passes.verifies_trees else ():
+        yield f"tree of {nodes}", partial(with_drafts, nodes=nodes, has_siblings=True)
+    for rows in batches:
         yield f"{rows} rows", partial(in_rows, rows=rows)
     if passes.verifies_drafts:
-        yield "5 rows with drafts", partial(in_rows, rows=5, nodes=5)
+        yield f"{batches[-1]} rows with drafts", partial(in_rows, rows=batches[-1], nodes=5)
     yield "kept prefix, moved row", from_kept_prefix
     if passes.verifies_trees:
         yield "prompts together", prompts_together
@@ -192,13 +194,13 @@ def situations(text: Text, widths: Sequence[int] = WIDTHS) -> Iterator[tuple[str
 
 
 @torch.inference_mode()
-def compare(text: Text, widths: Sequence[int] = WIDTHS) -> Iterator[SameBits]:
+def compare(text: Text, widths: Sequence[int] = WIDTHS, batches: Sequence[int] = ROWS) -> Iterator[SameBits]:
     """Compare every situation with plain decoding by layers that are not compiled."""
     if text.target.fast_form.compiler is not None:
         text.target.fast_form.compiler.after_calls = sys.maxsize
     with Trace(text.target.model, text.tokens).running() as trace:
         wanted = plain(text)
-    for name, compute in situations(text, widths):
+    for name, compute in situations(text, widths, batches):
         logits, differences = compute(text), list[Difference]()
         is_equal = (logits == wanted).all(-1)
         if not is_equal.all():

@@ -4,12 +4,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-Place = tuple[str, str, int]  # a module's name, whether before or after it, and the number of its call and tensor
+Place = tuple[str, str, int, int]  # a module's name, whether before or after it, the numbers of its call and a tensor
 Values = dict[int, Tensor]  # one token's, by position
 
 
@@ -37,7 +38,6 @@ class Trace:
         self.names = {module: name for name, module in model.named_modules()}
         self.values: dict[Place, Values] = {}
         self.differences: list[Difference] = []
-        self.is_found = Tensor()
 
     @contextmanager
     def running(self) -> Iterator["Trace"]:
@@ -83,18 +83,17 @@ class Trace:
 
     def compared(self, module: nn.Module, when: str, operation: str, values: Any) -> Any:
         """The same values; those that differ from the wanted ones are replaced by these."""
-        place, number = self.names[module], 1000 * self.calls[module]
+        numbers = count()
 
         def visit(value: Any) -> Any:
-            nonlocal number
-            if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+            if type(value) in (tuple, list):
                 return type(value)(visit(each) for each in value)
             if type(value) is dict:
                 return {name: visit(each) for name, each in value.items()}
             if type(value) is not Tensor and not isinstance(value, nn.Parameter):
                 return value
-            number += 1
-            return self.compared_tensor((place, when, number), operation, value)
+            place = self.names[module], when, self.calls[module], next(numbers)
+            return self.compared_tensor(place, operation, value)
 
         return visit(values)
 
