@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 from headstart.common.remote import is_url, without_secrets
 from headstart.recipes.command_line import named_recipe, own_parser, recipe_parser
 from headstart.recipes.schema import Recipe
+from headstart.recipes.values import Dtype
 
 # The engines that can serve a head: the name that a recipe and a command line give them, and their own.
 ENGINE_NAMES = {
@@ -64,8 +66,8 @@ class Options:
 def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the doctor's command line; `doc` opens --help."""
     parser = own_parser(doc)
-    parser.add_argument("head", type=Path, help="folder of the trained head")
-    parser.add_argument("target", help="folder or hub name of the model that the head drafts for")
+    parser.add_argument("head", type=Path, nargs="?", help="folder of the trained head")
+    parser.add_argument("target", nargs="?", help="folder or hub name of the model that the head drafts for")
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
     rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
     rows += "; default: the run's, else the target's"
@@ -77,7 +79,15 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     add("--depth", default=Options.depth, help="depths (default: %(default)s)")
     engine = "engine that serves EXPORT; default: the first it is meant for"
     parser.add_argument("--engine", choices=ENGINE_NAMES, help=engine)
-    return parser.parse_args(argv)
+    bits = "compare the bits of a token's logits in all passes of this target instead; HEAD is not given"
+    parser.add_argument("--bits", metavar="TARGET", help=bits)
+    parser.add_argument("--dtype", choices=get_args(Dtype), default="bfloat16", help="of --bits (default: %(default)s)")
+    given = parser.parse_args(argv)
+    if (given.target is None) == (given.bits is None):
+        parser.error(
+            "HEAD and TARGET, or --bits TARGET alone, are required: give a head's folder and then its target's"
+        )
+    return given
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     headstart doctor assets/demo_head assets/demo_target
     headstart doctor runs/tiny/head assets/demo_target runs/tiny/export/vllm
+    headstart doctor --bits assets/demo_target
 
 The target continues held-out prompts greedily, and the head guesses each of the target's tokens from the true tokens
 before it. The table shows how often its top guess is right, by depth: for HEAD as it was trained, and for EXPORT as its
@@ -11,6 +12,10 @@ engine interprets it. Then one thing is changed at a time and measured again:
   HEAD alone     variants of how its files are interpreted: other taps, norm flags, RoPE bases, token shifts, maps
 
 Each finding is one line: what was found, what would be right, what it costs, and how to fix it.
+With --bits, no head is examined, but whether the target computes the same bits for a token in every pass: with drafts,
+next to other rows, with the prompt in other chunks, by compiled layers. If not, texts can differ at near-ties; the
+table names the operations that differ.
+
 Exit code 1 if anything is found, 0 otherwise.
 """
 
@@ -32,6 +37,7 @@ from headstart.heads.formats.lint import engines_of
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import Request
+from headstart.inference.doctor.bits import Text, compare, in_lines, rows_of
 from headstart.inference.doctor.findings import (
     Finding,
     export_violations,
@@ -53,6 +59,7 @@ from headstart.inference.targets.tokenizer import load_tokenizer
 from headstart.recipes.other_commands import Options, doctor_options
 from headstart.recipes.schema import TargetSection
 
+PROMPT_TOKENS, NEW_TOKENS = 90, 9  # of the text whose bits are compared
 MAX_DEPTH = 64  # far beyond what any head is served with
 # In the folder of the run that trained the head.
 PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json")
@@ -70,7 +77,10 @@ class Diagnosis:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(doctor_options(None, argv))
     head, target, export = (arguments.pop(name) for name in ("head", "target", "export"))
+    bits, dtype = arguments.pop("bits"), arguments.pop("dtype")
     with errors_as_messages():
+        if bits is not None:
+            sys.exit(print_bits(TargetSection(path=bits, dtype=dtype)))
         diagnosis = diagnose(head, target, export, Options(**arguments))
     levels = range(len(diagnosis.trained))
     rows = [["accuracy", *(f"depth {level + 1}" for level in levels)]]
@@ -83,6 +93,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     lines = [str(finding) for finding in diagnosis.findings] or ["nothing found"]
     console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
     sys.exit(1 if diagnosis.findings else 0)
+
+
+def print_bits(section: TargetSection) -> int:
+    """Print which passes of a target give a token other bits than plain decoding; returns the exit code."""
+    found = [*compare(Text.random(TargetModel.load(section, ()), PROMPT_TOKENS, NEW_TOKENS))]
+    console = Console()
+    console.print(rich_table("logits that have the bits of plain decoding", rows_of(found)))
+    lines = [*in_lines(found)] or ["every pass gives the same bits"]
+    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
+    return 0 if all(each.equal == each.positions for each in found) else 1
 
 
 def diagnose(head: Path, target_name: str, export: Path | None, options: Options) -> Diagnosis:

@@ -60,7 +60,7 @@ BUDGETS = {
     "headstart": 1_040,
     "inference": 270,
     "inference/core": 2_360,
-    "inference/doctor": 690,
+    "inference/doctor": 1_060,
     "inference/drafters": 2_050,
     "inference/engine": 1_690,
     "inference/generate": 1_130,

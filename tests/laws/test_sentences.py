@@ -115,6 +115,8 @@ lint | {folder}/gone | --target | {folder}/target
     saved head
 doctor | {folder}/gone | {folder}/target | --count | 0
     argument --count: 0 given, 1 or more is allowed; correct it or leave it out
+doctor | {folder}/gone
+    HEAD and TARGET, or --bits TARGET alone, are required: give a head's folder and then its target's
 store | verify | s3://bucket/features
     argument folder: s3://bucket/features given, a folder on this machine is allowed; copy the store here first:
     training checks what it reads by URL
