@@ -2,7 +2,6 @@
 
 import math
 import mmap
-import random
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core import cache as cache_module
-from headstart.inference.core.cache import MAX_GROUP_ROWS, KVCache, Slots, moves_to_end
+from headstart.inference.core.cache import KVCache, Move, Slots
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -191,30 +190,14 @@ def test_the_last_row_moves_into_the_place_of_a_row_that_ends(number: int) -> No
     """Rows a b c become c b when a ends, a c when b ends, and a b when c ends."""
     slots = numbered_slots(2, 7, 5)
     rows = [held(slots, row).clone() for row in range(3)]
-    slots.end_row(moves_to_end(slots.lengths, number))
+    slots.end_row([] if number == 2 else [Move(2, number)])
     order = {0: [2, 1], 1: [0, 2], 2: [0, 1]}[number]
     assert slots.lengths == slots.starts.tolist() == [[2, 7, 5][row] for row in order]
     for place, row in enumerate(order):
         assert torch.equal(held(slots, place), rows[row])
-    for _ in range(2):
-        slots.end_row(moves_to_end(slots.lengths, 0))
+    slots.end_row([Move(1, 0)])
+    slots.end_row([])
     assert slots.lengths == slots.starts.tolist() == []
-
-
-def test_the_longest_rows_of_a_refilled_batch_stay_together() -> None:
-    """Each row that ends is replaced by a new one; attention over groups of rows then reads few keys in vain."""
-    rng, lengths = random.Random(0), list(range(4 * MAX_GROUP_ROWS, 0, -1))
-    for _ in range(500):
-        ends = rng.randrange(len(lengths))
-        kept = lengths[:ends] + lengths[ends + 1 :]
-        for source, goal in moves_to_end(lengths, ends):
-            lengths[goal] = lengths[source]
-        assert sorted(lengths[:-1]) == sorted(kept)
-        lengths = [length + 1 for length in lengths[:-1]] + [1]
-    groups = [lengths[start : start + MAX_GROUP_ROWS] for start in range(0, len(lengths), MAX_GROUP_ROWS)]
-    read = sum(MAX_GROUP_ROWS * max(group) for group in groups)
-    assert read < 1.5 * sum(lengths)
-    assert max(lengths) * len(lengths) > 2.5 * sum(lengths)  # what would be read without groups
 
 
 def test_a_grown_cache_keeps_its_content(target: TargetModel, head: Eagle3Head) -> None:

@@ -1,6 +1,5 @@
 """The laws of packed weights: the numbers stay the weights' own, and so does the text."""
 
-import copy
 from pathlib import Path
 from typing import Literal
 
@@ -18,14 +17,10 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import (
-    BlockedLinear,
     Fused,
-    HalfLinear,
     JointLinear,
     JointProduct,
-    OwnLinear,
     PackedLinear,
-    can_pack,
     fuse_norms,
     join_linears,
     joined,
@@ -41,9 +36,7 @@ from headstart.recipes.schema_heads import BlockSection
 Dtype = Literal["float32", "bfloat16"]
 
 needs_kernel = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
-needs_fbgemm = pytest.mark.skipif(not can_pack(torch.float32), reason="torch has no FBGEMM for this processor")
-needs_onednn = pytest.mark.skipif(not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 on this processor")
-DTYPES = [pytest.param("float32", marks=needs_fbgemm), pytest.param("bfloat16", marks=needs_onednn)]
+DTYPES = [pytest.param(dtype, marks=needs_kernel) for dtype in ("float32", "bfloat16")]
 
 
 @pytest.fixture
@@ -86,19 +79,12 @@ def layer_of(form: EightBits, bias: bool) -> nn.Linear:
 
 def packed(layer: nn.Module) -> PackedLinear:
     assert isinstance(layer, nn.Linear)
-    found = packed_linear(layer, exact=True)
-    assert found is not None
-    return found
-
-
-@pytest.fixture
-def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.library", lambda: None)
+    return packed_linear(layer, exact=True)
 
 
 @needs_kernel
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("form", ["torch.float16", "torch.bfloat16", *FORMS])
+@pytest.mark.parametrize("form", ["torch.float32", "torch.float16", "torch.bfloat16", *FORMS])
 @pytest.mark.parametrize(("size", "outputs"), [(576, 64), (33, 5)])
 @torch.inference_mode()
 def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_in_every_pass(
@@ -113,7 +99,6 @@ def test_a_product_of_ours_is_the_float32_layer_and_a_token_s_bits_are_the_same_
     if form == "torch.bfloat16":
         linear.weight.data[0, 0] = 2.0**-40  # no float16 number
     own, inputs = packed(linear), torch.randn(40, size)
-    assert type(own) is OwnLinear
     assert own.kernel.form == form
     alone = torch.cat([own(each) for each in inputs.split(1)])
     assert_close(alone, linear(inputs), rtol=1e-5, atol=1e-5)
@@ -148,7 +133,7 @@ def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
     linear = layer_of(in_eight_bits(64, 96, next(iter(FORMS))), bias=False)
     assert isinstance(exact_weight(linear), EightBits)
     linear.weight.data[3, 5] += 1 / 3
-    assert exact_weight(linear) is None
+    assert packed(linear).kernel.form == "torch.float32"
 
 
 @needs_kernel
@@ -157,10 +142,9 @@ def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
     first, second = ([in_eight_bits(32, 96, form) for _ in range(2)] for form in [*FORMS][:2])
     whole = joined([layer_of(form, bias=False) for form in second])
     assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
-    own = packed(whole)
-    assert isinstance(own, OwnLinear)
-    assert own.kernel.form == [*FORMS][1]
-    assert packed_linear(joined([layer_of(form, bias=False) for form in (first[0], second[0])]), exact=True) is None
+    assert packed(whole).kernel.form == [*FORMS][1]
+    mixed = packed(joined([layer_of(form, bias=False) for form in (first[0], second[0])]))
+    assert mixed.kernel.form == "torch.float32"
 
 
 @needs_kernel
@@ -168,78 +152,52 @@ def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    for compiler, said in (("no-such-compiler", ""), ("false", "does not compile products.cpp")):
+    for compiler, said in (("no-such-compiler", "install g++"), ("false", "does not compile")):
         monkeypatch.setenv("CXX", compiler)
         assert products.library.__wrapped__() is None
         assert said in capsys.readouterr().err
 
 
 @needs_kernel
-@pytest.mark.skipif(not products.has_tiles(), reason="this processor has no tiles")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("size", "outputs"), [(576, 64), (32, 5)])
+@pytest.mark.parametrize(("size", "outputs"), [(576, 64), (32, 5), (33, 5)])
 @torch.inference_mode()
-def test_a_product_by_tiles_is_the_bfloat16_layer_and_a_token_s_bits_are_the_same_in_every_pass(
-    size: int, outputs: int, bias: bool
+def test_a_product_in_half_precision_is_the_layer_and_a_token_s_bits_are_the_same_in_every_pass(
+    size: int, outputs: int, bias: bool, dtype: torch.dtype
 ) -> None:
-    linear = nn.Linear(size, outputs, bias=bias).bfloat16()
-    own, inputs = packed(linear), torch.randn(70, size).bfloat16()
-    assert type(own) is OwnLinear
+    """By tiles (AMX), where the processor has them and the size fills them."""
+    linear = nn.Linear(size, outputs, bias=bias).to(dtype)
+    own, inputs = packed(linear), torch.randn(70, size).to(dtype)
     alone = torch.cat([own(each) for each in inputs.split(1)])
-    assert_close(alone, linear.float()(inputs.float()).bfloat16(), rtol=1e-2, atol=1e-2)
+    assert_close(alone, linear.float()(inputs.float()).to(dtype), rtol=1e-2, atol=1e-2)
     for count in (2, 15, 16, 17, 31, 32, 33, 49, 70):
         assert torch.equal(own(inputs[:count]), alone[:count])
     assert torch.equal(own(inputs.view(2, 35, size)[:, ::3]), alone.view(2, 35, outputs)[:, ::3])  # not contiguous
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype", "tolerance"),
-    [
-        pytest.param(HalfLinear, torch.float32, 1e-5, marks=needs_fbgemm),
-        pytest.param(BlockedLinear, torch.bfloat16, 1e-2, marks=needs_onednn),
-    ],
-)
-@pytest.mark.parametrize("bias", [False, True])
-@torch.inference_mode()
-def test_a_product_of_torch_s_kernels_is_the_layer(
-    kind: type[PackedLinear], dtype: torch.dtype, tolerance: float, bias: bool
-) -> None:
-    linear = linear_layer(bias)
-    packed = kind(copy.deepcopy(linear).to(dtype))
-    for rows in (1, 7, 33):
-        inputs = torch.randn(2, 2 * rows, 48).to(dtype)[:, ::2]  # not contiguous
-        assert_close(packed(inputs), linear(inputs.float()).to(dtype), rtol=tolerance, atol=tolerance)
-
-
 @needs_kernel
-def test_a_layer_with_a_weight_of_more_than_16_bits_stays_in_float32() -> None:
+def test_a_layer_keeps_the_fewest_bits_in_which_it_is_exact() -> None:
     half, huge, finer, both = (linear_layer(True) for _ in range(4))
-    huge.weight.data[0, 0] = 2.0**120  # no float16 number
+    huge.weight.data[0, 0] = 2.0**120  # too large for float16
     finer.weight.data[3, 5] = 1 + 2**-12
     both.weight.data[:2, 0] = torch.tensor([2.0**120, 1 + 2**-10])
     model = nn.Sequential(half, huge, finer, both)
     assert pack_weights(model, exact=True)
-    assert [type(layer) for layer in model] == [OwnLinear, OwnLinear, nn.Linear, nn.Linear]
-
-
-@needs_fbgemm
-def test_without_a_compiler_a_layer_with_a_weight_that_is_no_half_number_stays_in_float32(no_compiler: None) -> None:
-    exact, huge = (linear_layer(True) for _ in range(2))
-    huge.weight.data[0, 0] = 2.0**120
-    model = nn.Sequential(exact, huge)
-    assert pack_weights(model, exact=True)
-    assert [type(layer) for layer in model] == [HalfLinear, nn.Linear]
+    forms = [layer.kernel.form for layer in model if isinstance(layer, PackedLinear)]
+    assert forms == ["torch.float16", "torch.bfloat16", "torch.float32", "torch.float32"]
 
 
 @needs_kernel
 @torch.inference_mode()
-def test_siblings_of_which_each_has_another_16_bit_format_are_packed_one_by_one() -> None:
+def test_siblings_of_which_each_has_another_16_bit_format_are_one_product_in_float32() -> None:
     model, inputs = Projections(torch.float32), torch.randn(1, 48)
     for name, number in (("q_proj", 2.0**120), ("k_proj", 1 + 2**-10)):
         model.get_parameter(f"{name}.weight").data[0, 0] = number
     wanted = [layer(inputs) for layer in model.layers().values()]
     assert pack_weights(model, exact=True)
-    assert {type(layer) for layer in model.layers().values()} == {OwnLinear}
+    assert isinstance(product := model.layers()["q_proj"].product, JointProduct)
+    assert product.product.kernel.form == "torch.float32"
     assert_close([layer(inputs) for layer in model.layers().values()], wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -277,7 +235,7 @@ def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_ga
         assert torch.equal(layers[name](given), alone[name](given))
 
 
-@needs_fbgemm
+@needs_kernel
 @torch.inference_mode()
 def test_siblings_keep_nothing_once_each_has_its_output() -> None:
     model = Projections(torch.float32)

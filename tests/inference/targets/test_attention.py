@@ -1,7 +1,6 @@
 """The law of grouped attention: transformers' own sdpa, without a copy of the keys for each query head."""
 
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -12,20 +11,18 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.testing import assert_close
 from transformers import AttentionInterface
 
-from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
-from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels.attention import ordered_attention
+from headstart.inference.kernels.products import library
 from headstart.inference.targets.attention import (
     GROUPED,
-    PART_KEYS_MIN,
     SDPA,
-    attention_by_parts,
     grouped_attention,
     own_attention_of,
-    parts_of_keys,
 )
 from headstart.inference.targets.model import TargetModel
 
+needs_kernel = pytest.mark.skipif(library() is None, reason="no C++ compiler")
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -53,19 +50,44 @@ def test_grouped_attention_is_that_of_transformers(batch: int, seq: int) -> None
         assert found.shape == (batch, seq, 9, 16)
 
 
-def test_no_key_is_copied_for_each_query_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers' own sdpa hands torch 9 heads of keys, a copy three times as large as the cache."""
-    seen: list[tuple[int, int]] = []
-    attend = torch.nn.functional.scaled_dot_product_attention
+@needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("size", "value_size"), [(16, 16), (20, 12), (64, 64)])
+@torch.inference_mode()
+def test_a_token_attends_with_the_same_bits_whatever_else_the_pass_reads(
+    dtype: torch.dtype, size: int, value_size: int
+) -> None:
+    """Alone or with others, next to other rows, with hidden slots in between and after, for masks of both kinds."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 6, 90, size), (2, 3, 90, size), (2, 3, 90, value_size))
+    query, key, value = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
+    causal = torch.ones(90, 90, dtype=torch.bool).tril().expand(1, 1, -1, -1)
+    found = ordered_attention(query, key, value, None, None)
+    wanted = scaled_dot_product_attention(*(each.double() for each in (query, key, value)), causal, enable_gqa=True)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert_close(found.double(), wanted.transpose(1, 2), rtol=tolerance, atol=tolerance)
+    added = torch.zeros(1, 1, 90, 90, dtype=dtype).masked_fill(~causal, torch.finfo(dtype).min)
+    assert torch.equal(ordered_attention(query, key, value, causal, None), found)
+    assert torch.equal(ordered_attention(query, key, value, added, None), found)
+    spread = torch.arange(90) * 2 + (torch.arange(90) % 3 == 0)  # slots with hidden ones in between
+    keys, values = key.new_ones(2, 3, 200, size), value.new_ones(2, 3, 200, value_size)
+    keys[:, :, spread], values[:, :, spread] = key, value
+    mask = torch.full((1, 1, 90, 200), torch.finfo(dtype).min, dtype=dtype)
+    mask[..., spread] = added
+    for token in (0, 1, 17, 89):
+        one, row = query[1:, :, token : token + 1], mask[:, :, token : token + 1]
+        assert torch.equal(ordered_attention(one, keys[1:], values[1:], row, None), found[1:, token : token + 1])
 
-    def spy(query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        seen.append((key.shape[1], key.data_ptr()))
-        return attend(query, key, value, *args, **options)
 
-    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
-    query, key, value = states(1, 4, 30)
-    grouped_attention(Layer(), query, key, value, torch.zeros(1, 1, 4, 30))
-    assert seen == [(3, key.data_ptr())]
+@needs_kernel
+@torch.inference_mode()
+def test_scores_are_capped_and_sinks_take_their_share() -> None:
+    query, key, value = states(2, 5, 40)
+    mask, sinks = torch.zeros(2, 1, 5, 40), torch.linspace(-1, 2, 9)
+    scores = query @ key.repeat_interleave(3, 1).mT * 0.7
+    scores = torch.cat([5 * torch.tanh(scores / 5), sinks.view(1, 9, 1, 1).expand(2, -1, 5, -1)], dim=-1)
+    wanted = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(3, 1)
+    assert_close(ordered_attention(query, key, value, mask, 0.7, cap=5, sinks=sinks), wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", slow_unless(SOME_FAMILIES, FAMILIES))
@@ -92,49 +114,3 @@ def test_the_baseline_runs_on_transformers_own_attention(monkeypatch: pytest.Mon
     target.generate([[5, 6, 7]], 3)
     assert seen == [SDPA] * 3
     assert target.model.config._attn_implementation == GROUPED
-
-
-def test_a_large_batch_of_unlike_rows_reads_only_the_keys_that_each_group_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    target, num_keys = TargetModel(FAMILIES["llama"](), ()), 0
-    attend = torch.nn.functional.scaled_dot_product_attention
-
-    def spy(query: Tensor, key: Tensor, *args: Any, **options: Any) -> Tensor:
-        nonlocal num_keys
-        num_keys += key.shape[0] * key.shape[2]
-        return attend(query, key, *args, **options)
-
-    monkeypatch.setattr("headstart.inference.targets.attention.scaled_dot_product_attention", spy)
-    lengths = [60] * 16 + [1 + number % 9 for number in range(28)]
-    requests = [Request([5 + number % 7] * length, 3 + number % 5) for number, length in enumerate(lengths)]
-    alone = [generate_batch(target, [request])[0].tokens for request in requests]
-    num_keys = 0
-    assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
-    grouped, num_keys = num_keys, 0
-    for name in ("MAX_GROUP_ROWS", "MAX_PADDING_KEYS"):
-        monkeypatch.setattr(f"headstart.inference.core.cache.{name}", 10**6)
-    assert [found.tokens for found in generate_batch(target, requests, max_batch=40)] == alone
-    assert grouped < 0.7 * num_keys
-
-
-@pytest.mark.parametrize("keys", [1024, 1501])
-@pytest.mark.parametrize("parts", [2, 3])
-def test_keys_shared_among_threads_give_the_same_attention(keys: int, parts: int) -> None:
-    """Also where the parts overlap, and where a part is hidden from a query altogether."""
-    query, key, value = states(1, 3, keys)
-    mask = torch.zeros(1, 1, 9, keys)
-    mask[:, :, 1, keys // parts :] = LOWEST
-    mask[:, :, 2, : keys // parts] = LOWEST
-    folded = query.reshape(1, 3, 9, 16)
-    wanted = scaled_dot_product_attention(folded, key, value, mask, scale=0.3)
-    assert_close(attention_by_parts(folded, key, value, mask, 0.3, parts), wanted)
-
-
-def test_threads_share_the_keys_of_one_row_where_its_heads_do_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
-    query, key, value = states(1, 1, 4 * PART_KEYS_MIN)
-    assert parts_of_keys(query[:, :3], key, value) == 4  # 8 would be too small
-    assert parts_of_keys(query[:, :8], key, value) == 1
-    assert parts_of_keys(query[:, :3], key[:, :, :PART_KEYS_MIN], value) == 1
-    assert parts_of_keys(query[:, :3].expand(2, -1, -1, -1), key, value) == 1

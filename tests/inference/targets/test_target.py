@@ -195,7 +195,7 @@ def test_a_cpu_decodes_in_the_format_whose_products_are_faster(
 ) -> None:
     """`half` are the seconds of float32 with weights kept in half precision, over those of bfloat16."""
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    monkeypatch.setattr(fast_model, "can_pack", lambda dtype: True)
+    monkeypatch.setattr(fast_model, "library", lambda: True)
     seconds = {torch.float32: half, torch.bfloat16: 1.0}
     monkeypatch.setattr(
         fast_model, "seconds_of_products", lambda dtype, eight_bits=False: seconds[dtype] - 0.5 * eight_bits
