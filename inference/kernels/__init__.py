@@ -12,7 +12,7 @@ from headstart.inference.kernels.fast_model import (
     is_packed_linear,
 )
 from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
-from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, remember_eight_bits
+from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, has_kernels, remember_eight_bits
 from headstart.inference.kernels.threads import Threads
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "can_attend",
     "fast_form",
     "float32_is_as_fast",
+    "has_kernels",
     "is_packed_linear",
     "is_tracing",
     "join_linears",

@@ -18,47 +18,6 @@ constexpr int64_t STAGGER = 16;                // floats between rows, which the
 constexpr int64_t WEIGHTS_STEP = SLOTS + STAGGER;
 constexpr float HIDDEN = -std::numeric_limits<float>::infinity();
 
-// Adds sum over k of left[t][k] * right[k][0..WIDTH) to found[t], or to zero if `fresh`, in the order of k.
-template <int T, typename Number>
-void multiply(const float* left, int64_t left_step, const Number* right, int64_t right_step, int64_t count,
-              float* found, int64_t found_step, bool fresh) {
-  Lanes low[T], high[T];
-  UNROLLED for (int t = 0; t < T; t++) {
-    low[t] = fresh ? Lanes{} : lanes(Floats::loadu(found + t * found_step));
-    high[t] = fresh ? Lanes{} : lanes(Floats::loadu(found + t * found_step + Floats::size()));
-  }
-  for (int64_t k = 0; k < count; k++, right += right_step) {
-    auto [first, second] = widened(right);
-    Lanes a = lanes(first), b = lanes(second);
-    UNROLLED for (int t = 0; t < T; t++) {
-      low[t] += a * left[t * left_step + k];
-      high[t] += b * left[t * left_step + k];
-    }
-  }
-  UNROLLED for (int t = 0; t < T; t++) {
-    std::memcpy(found + t * found_step, &low[t], sizeof(Lanes));
-    std::memcpy(found + t * found_step + Floats::size(), &high[t], sizeof(Lanes));
-  }
-}
-
-template <int T = TOKENS, typename... Arguments>
-void multiply_few(int64_t rows, Arguments... arguments) {
-  if constexpr (T > 1)
-    if (rows < T) return multiply_few<T - 1>(rows, arguments...);
-  multiply<T>(arguments...);
-}
-
-// `multiply` for any number of rows of `left`.
-template <typename Number>
-void multiply_all(int64_t rows, const float* left, int64_t left_step, const Number* right, int64_t right_step,
-                  int64_t count, float* found, int64_t found_step, bool fresh) {
-  for (int64_t row = 0; row < rows; row += TOKENS)
-    multiply_few(std::min<int64_t>(TOKENS, rows - row), left + row * left_step, left_step, right, right_step, count,
-                 found + row * found_step, found_step, fresh);
-}
-
-int64_t padded_to(int64_t size, int64_t width) { return (size + width - 1) / width * width; }
-
 // A tensor [rows, heads, tokens, numbers]; the numbers of a token lie side by side.
 template <typename Number>
 struct View {
@@ -163,12 +122,8 @@ struct Attention {
     for (int64_t j = 0; j < slots; j += SLOTS) {
       float* scores = memory.scores.data() + j;
       for (int64_t k = j; k < std::min(slots, j + SLOTS); k += WIDTH) {
-        for (int64_t n = 0; n < std::min(WIDTH, slots - k); n++)
-          widen(keys.at(row, key_head, first + k + n), sizes.size, &memory.rows[n * key_size], key_size);
-        for (int64_t d = 0; d < key_size; d += Floats::size())
-          for (int64_t n = 0; n < WIDTH; n += Floats::size())
-            at::vec::transpose_mxn<float, Floats::size(), Floats::size()>(&memory.rows[n * key_size + d], key_size,
-                                                                          &memory.tile[d * WIDTH + n], WIDTH);
+        transpose(keys.at(row, key_head, first + k), sizes.key_steps[2], std::min(WIDTH, slots - k), sizes.size,
+                  memory.rows.data(), memory.tile.data());
         multiply_all(count, memory.queries.data(), key_size, memory.tile.data(), WIDTH, sizes.size,
                      memory.scores.data() + k, step, true);
       }

@@ -18,7 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
+from headstart.inference.kernels.matmul import order_products
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
 from headstart.inference.kernels.products import (
     EightBits,
@@ -126,6 +128,8 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
 
     Unless `exact`, float32 weights are rounded to float16 where that is not exact.
     """
+    for parent, name, layer in [each for each in linear_layers(model, Conv1D) if can_pack(each[-1].weight)]:
+        setattr(parent, name, as_linear(layer))
     groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight)])
     was_packed = bool(groups)
     while groups:  # a group's own weights are freed as soon as it is packed
@@ -139,6 +143,8 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
             )
     for weight in model.parameters():
         remember_eight_bits(weight, None)
+    if was_packed:
+        order_products(model)
     return was_packed
 
 
@@ -153,10 +159,18 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     return list(groups.values())
 
 
-def linear_layers(model: nn.Module) -> list[Named]:
+def linear_layers(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[Named]:
     """The model's linear layers, each with its parent and its name there."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    return [(parent, name, child) for parent, name, child in named if type(child) is nn.Linear]
+    return [(parent, name, child) for parent, name, child in named if type(child) is kind]
+
+
+def as_linear(layer: Conv1D) -> nn.Linear:
+    """GPT-2's kind of linear layer, whose weight lies transposed, as torch's."""
+    linear = nn.Linear(layer.nx, layer.nf, device="meta")
+    linear.weight = nn.Parameter(layer.weight.detach().T, requires_grad=False)
+    linear.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
+    return linear
 
 
 class Fused:

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from headstart.common.process import user_cache
 
-SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp", "vectors.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("products.cpp", "attention.cpp", "matmul.cpp", "vectors.h")]
 TILE_SIZE = 32  # inputs, and outputs, of a block of bfloat16 weights
 SCALE_INPUTS = 16  # inputs whose 8-bit weights share a factor; 32 in most number formats
 ARCH_PRCTL, REQUEST_STATE, TILE_DATA = 158, 0x1023, 18  # the system call for the registers of tiles
@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
         return None
     home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     openmp = [*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*")]  # torch's own, to share its threads
-    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), *map(str, SOURCES[:2])]
+    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), *map(str, SOURCES[:3])]
     command += ["-Wl,--as-needed", *map(str, openmp[:1]), str(home / "lib" / "libtorch_cpu.so")]  # for its exp and tanh
     try:
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
@@ -70,6 +70,8 @@ def library() -> ctypes.CDLL | None:
             kernel = getattr(loaded, f"attend_{number}")
             kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_bool] + [ctypes.c_void_p] * 2 + [ctypes.c_float] * 2
             kernel.restype = None
+            kernel = getattr(loaded, f"matmul_{number}")
+            kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4, None
         return loaded
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
@@ -87,6 +89,11 @@ def has_tiles() -> bool:
     """Whether this processor has tiles for products in bfloat16, and Linux allows them."""
     loaded = library()
     return hasattr(loaded, "tiles") and ctypes.CDLL(None).syscall(ARCH_PRCTL, REQUEST_STATE, TILE_DATA) == 0
+
+
+def has_kernels() -> bool:
+    """Whether our kernels are there."""
+    return library() is not None
 
 
 def kernel_name() -> str:

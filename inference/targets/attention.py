@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -19,12 +20,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.side_by_side import PackedMask
-from headstart.inference.kernels import attention_outside_graph, can_attend, is_tracing, ordered_attention
+from headstart.inference.kernels import attention_outside_graph, can_attend, has_kernels, is_tracing, ordered_attention
 
 PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
 GPU_PARTS_MAX = 8  # a power of two
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
+OWN_ATTENTION: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # as transformers loaded each
 
 
 def grouped_attention(
@@ -58,7 +60,8 @@ def grouped_attention(
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        return ordered_attention(query, key, value, attention_mask, scaling, is_causal), None
+        more = options.get("softcap"), options.get("s_aux")
+        return ordered_attention(query, key, value, attention_mask, scaling, is_causal, *more), None
     if attention_mask is None or attention_mask.shape[1] != 1 or not is_plain:
         return AttentionInterface()[SDPA](module, query, key, value, attention_mask, scaling=scaling, **options)
     # Contiguous, as in transformers: some models take a view of it.
@@ -159,15 +162,26 @@ AttentionMaskInterface.register(GROUPED, AttentionMaskInterface()[SDPA])
 
 
 def use_grouped_attention(model: PreTrainedModel) -> None:
-    """Let a model that runs on sdpa use `grouped_attention`; others keep their attention."""
-    if model.config._attn_implementation == SDPA:
+    """Let a model that runs on sdpa use `grouped_attention`, and on a CPU one whose scores have caps or sinks.
+
+    Others keep their attention.
+    """
+    own = model.config._attn_implementation
+    if own == SDPA or (own == "eager" and model.device.type == "cpu" and has_kernels() and has_caps_or_sinks(model)):
+        OWN_ATTENTION[model] = own
         model.set_attn_implementation(GROUPED)
+
+
+def has_caps_or_sinks(model: PreTrainedModel) -> bool:
+    """Whether sdpa does not suffice: soft caps of scores (Gemma 2), or scores that are added to a softmax (gpt-oss)."""
+    is_capped = model.config.get_text_config().to_dict().get("attn_logit_softcapping")
+    return bool(is_capped) or any(isinstance(getattr(each, "sinks", None), Tensor) for each in model.modules())
 
 
 def keep_own_attention(model: PreTrainedModel) -> None:
     """Undo `use_grouped_attention`."""
     if model.config._attn_implementation == GROUPED:
-        model.set_attn_implementation(SDPA)
+        model.set_attn_implementation(OWN_ATTENTION[model])
 
 
 @contextmanager

@@ -33,7 +33,7 @@ GROWTHS: list[GrowthPolicy] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4,
 def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
     """A draft model that often agrees with the target: its copy with perturbed weights, the same ones every time."""
     model = type(target.model)(target.model.config)
-    model.load_state_dict(target.model.state_dict())
+    model.load_state_dict(target.unpacked.model.state_dict())
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
