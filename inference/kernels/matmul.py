@@ -6,10 +6,12 @@ token's result does not depend on the number of tokens.
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from headstart.inference.kernels.outside_graph import CURRENT, CannotTrace
@@ -53,10 +55,18 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return ordered_matmul(left, right) + bias
 
 
+def in_whole_vectors(function: Callable[..., Tensor], inputs: Tensor, *more: Any) -> Tensor:
+    """A function of each number, on tokens padded to whole vectors: torch computes the end of a tensor otherwise."""
+    width = inputs.shape[-1]
+    return function(functional.pad(inputs, (0, -width % VECTOR)), *more)[..., :width]
+
+
+VECTOR = 16
 ORDERED: dict[str, Callable[..., Tensor]] = {
     "linear": linear,
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), matmul),
     **dict.fromkeys(("addmm", "baddbmm"), addmm),
+    "sigmoid": partial(in_whole_vectors, torch.sigmoid),
 }
 
 
@@ -90,11 +100,16 @@ class OrderedForward:
 
 
 def order_products(model: nn.Module) -> None:
-    """Let each module that holds matrices of its own, and is neither an embedding nor packed, compute in one order."""
+    """Let each module that holds matrices of its own, and is neither an embedding nor packed, compute in one order.
+
+    So do modules with a gate of one number a token, which torch's sigmoid computes by the number of tokens.
+    """
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")  # others hide their products in operations of their own
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         axes = {each.ndim for each in tensors if each.is_cpu and not isinstance(module, nn.Embedding)}
-        if (3 in axes or (2 in axes and not [*module.children()])) and "forward" not in vars(module):
+        children = [*module.children()]
+        is_gated = any(getattr(child, "out_features", None) == 1 for child in children)  # a gate of shared experts
+        if (3 in axes or (2 in axes and not children) or is_gated) and "forward" not in vars(module):
             vars(module)["forward"] = OrderedForward(module)
