@@ -135,12 +135,13 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     while groups:  # a group's own weights are freed as soon as it is packed
         layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
-        if len(layers) > 1:
-            product = JointProduct(packed_linear(joined(linears), exact), [linear.out_features for linear in linears])
+        packed = packed_linear(joined(linears) if len(layers) > 1 else linears[0], exact)
+        if len(layers) > 1 and packed.kernel.form == "torch.float32":  # each alone may need fewer bits
+            groups += [[layer] for layer in layers]
+            continue
+        product = JointProduct(packed, [linear.out_features for linear in linears])
         for number, (parent, name, linear) in enumerate(layers):
-            setattr(
-                parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed_linear(linear, exact)
-            )
+            setattr(parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed)
     for weight in model.parameters():
         remember_eight_bits(weight, None)
     if was_packed:

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float
@@ -26,7 +25,7 @@ PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that
 GPU_PARTS_MAX = 8  # a power of two
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
-OWN_ATTENTION: WeakKeyDictionary[PreTrainedModel, str] = WeakKeyDictionary()  # as transformers loaded each
+OWN_ATTENTION = "own_attention"  # an attribute of a model that runs on ours
 
 
 def grouped_attention(
@@ -168,7 +167,7 @@ def use_grouped_attention(model: PreTrainedModel) -> None:
     """
     own = model.config._attn_implementation
     if own == SDPA or (own == "eager" and model.device.type == "cpu" and has_kernels() and has_caps_or_sinks(model)):
-        OWN_ATTENTION[model] = own
+        vars(model)[OWN_ATTENTION] = own
         model.set_attn_implementation(GROUPED)
 
 
@@ -181,7 +180,7 @@ def has_caps_or_sinks(model: PreTrainedModel) -> bool:
 def keep_own_attention(model: PreTrainedModel) -> None:
     """Undo `use_grouped_attention`."""
     if model.config._attn_implementation == GROUPED:
-        model.set_attn_implementation(OWN_ATTENTION[model])
+        model.set_attn_implementation(vars(model)[OWN_ATTENTION])
 
 
 @contextmanager

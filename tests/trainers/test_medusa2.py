@@ -179,7 +179,7 @@ def test_a_dry_run_counts_the_target(make_recipe: MakeRecipe, capsys: pytest.Cap
     recipe = make_recipe("run", *MEDUSA, joint(mode), "train.dry_run=true")
     run(recipe)
     said = " ".join(capsys.readouterr().out.split())
-    target = TargetModel.load(recipe.target, ())
+    target = TargetModel.load(recipe.target, (), packed=False)
     trainable = TrainableTarget(target, recipe)
     trained = sum(weight.numel() for weight in trainable.trained.values())
     parameters = sum(weight.numel() for weight in trainable.model.parameters())
