@@ -192,7 +192,7 @@ def is_whole(folder: Path) -> bool:
 
 def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> HeldOutDecoding:
     """Load the target, and build a second head in the target's number format to decode with."""
-    target = TargetModel.load_to_answer(recipe.target, taps)
+    target = TargetModel.load_to_answer(recipe.target, taps, packed=recipe.joint.mode is None)
     decoding_head = build_head(recipe, target.frozen, start).to(target.dtype)
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 

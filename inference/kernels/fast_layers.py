@@ -14,11 +14,11 @@ On both, layers that read the same input, such as the projections to queries, ke
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.pytorch_utils import Conv1D
 
 from headstart.inference.kernels.matmul import order_products
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
@@ -128,7 +128,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
 
     Unless `exact`, float32 weights are rounded to float16 where that is not exact.
     """
-    for parent, name, layer in [each for each in linear_layers(model, Conv1D) if can_pack(each[-1].weight)]:
+    for parent, name, layer in [each for each in linear_layers(model, "Conv1D") if can_pack(each[-1].weight)]:
         setattr(parent, name, as_linear(layer))
     groups = siblings([each for each in linear_layers(model) if can_pack(each[-1].weight)])
     was_packed = bool(groups)
@@ -160,15 +160,16 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     return list(groups.values())
 
 
-def linear_layers(model: nn.Module, kind: type[nn.Module] = nn.Linear) -> list[Named]:
-    """The model's linear layers, each with its parent and its name there."""
+def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Named]:
+    """The model's linear layers, each with its parent and its name there: torch's, or transformers' `Conv1D`."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
-    return [(parent, name, child) for parent, name, child in named if type(child) is kind]
+    modules = {"Linear": "torch.nn.modules.linear", "Conv1D": "transformers.pytorch_utils"}
+    return [each for each in named if (type(each[2]).__name__, type(each[2]).__module__) == (kind, modules[kind])]
 
 
-def as_linear(layer: Conv1D) -> nn.Linear:
+def as_linear(layer: Any) -> nn.Linear:
     """GPT-2's kind of linear layer, whose weight lies transposed, as torch's."""
-    linear = nn.Linear(layer.nx, layer.nf, device="meta")
+    linear = nn.Linear(*layer.weight.shape, device="meta")
     linear.weight = nn.Parameter(layer.weight.detach().T, requires_grad=False)
     linear.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
     return linear

@@ -61,12 +61,13 @@ void widen(const Number* from, int64_t size, float* to, int64_t padded) {
 [[maybe_unused]] int64_t padded_to(int64_t size, int64_t width) { return (size + width - 1) / width * width; }
 
 // Turns rows of numbers, `count` and at most WIDTH, into columns: number k of row n goes to tile[k * WIDTH + n]. `rows`
-// and `tile` have room for WIDTH * size numbers, with the size a multiple of a vector's.
+// and `tile` have room for WIDTH * size numbers, with the size a multiple of a vector's. Missing rows are zero.
 template <typename Number>
 void transpose(const Number* from, int64_t step, int64_t count, int64_t size, float* rows, float* tile) {
   constexpr int64_t vector = Floats::size();
   int64_t padded = padded_to(size, vector);
   for (int64_t n = 0; n < count; n++) widen(from + n * step, size, rows + n * padded, padded);
+  std::fill(rows + count * padded, rows + WIDTH * padded, 0.f);
   for (int64_t k = 0; k < padded; k += vector)
     for (int64_t n = 0; n < WIDTH; n += vector)
       at::vec::transpose_mxn<float, vector, vector>(rows + n * padded + k, padded, tile + k * WIDTH + n, WIDTH);

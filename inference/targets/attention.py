@@ -55,16 +55,38 @@ def grouped_attention(
             for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
-    is_plain = options.get("position_bias") is None
+    is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        more = options.get("softcap"), options.get("s_aux")
         return ordered_attention(query, key, value, attention_mask, scaling, is_causal, *more), None
+    if more != (None, None):  # with gradients
+        return attention_with_caps(query, key, value, attention_mask, scaling, *more), None
     if attention_mask is None or attention_mask.shape[1] != 1 or not is_plain:
         return AttentionInterface()[SDPA](module, query, key, value, attention_mask, scaling=scaling, **options)
     # Contiguous, as in transformers: some models take a view of it.
     return folded_attention(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+
+
+def attention_with_caps(
+    query: Float[Tensor, "batch num_heads seq head_dim"],
+    key: Float[Tensor, "batch kv_heads keys head_dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    mask: Tensor | None,
+    scaling: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
+) -> Float[Tensor, "batch seq num_heads value_dim"]:
+    """`ordered_attention` in torch's operations, which have gradients."""
+    group = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(group, dim=1).mT * (scaling or query.shape[-1] ** -0.5)
+    scores = scores if cap is None else cap * torch.tanh(scores / cap)
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    sink = scores[..., :0] if sinks is None else sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(-1, dtype=torch.float32).to(value.dtype)
+    return (weights[..., : key.shape[2]] @ value.repeat_interleave(group, dim=1)).transpose(1, 2).contiguous()
 
 
 def folded_attention(

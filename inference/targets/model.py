@@ -114,9 +114,9 @@ class TargetModel:
         return target
 
     @classmethod
-    def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...]) -> "TargetModel":
+    def load_to_answer(cls, section: TargetSection, taps: tuple[int, ...], packed: bool = True) -> "TargetModel":
         """`load`, for texts that also end where the tokenizer or the chat template ends an answer."""
-        target = cls.load(section, taps)
+        target = cls.load(section, taps, packed)
         added = target.also_end_as(ChatTemplate.of(section))
         if added and target.ranks.rank == 0:
             print(f"{section.path}: {added}")

@@ -37,8 +37,10 @@ def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps:
     output = TargetModel(model, taps).passes.forward(TOKENS)
     assert output.taps.shape == (2, 6, 32 * len(taps))
     for tap, states in zip(taps, output.taps.split(32, dim=-1), strict=True):
-        torch.testing.assert_close(states if tap < NUM_LAYERS else model.model.norm(states), hidden_states[tap])
-    torch.testing.assert_close(model.model.norm(output.last_hidden), hidden_states[NUM_LAYERS])
+        found = states if tap < NUM_LAYERS else model.model.norm(states)
+        torch.testing.assert_close(found, hidden_states[tap], rtol=1e-4, atol=1e-3)
+    found = model.model.norm(output.last_hidden)
+    torch.testing.assert_close(found, hidden_states[NUM_LAYERS], rtol=1e-4, atol=1e-3)
 
 
 def test_last_only_returns_the_last_of_all_logits(target: TargetModel) -> None:
