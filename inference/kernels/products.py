@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy
 import torch
-from jaxtyping import Float, Float32, Int8
+from jaxtyping import BFloat16, Float, Float32, Int8
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -171,8 +172,9 @@ class Product:
 
 def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
     """Rows of numbers [out, size] in a kernel's reading order: panels of `width` rows, `together` columns at a time."""
-    panels = functional.pad(rows, (0, 0, 0, -len(rows) % width)).unflatten(0, (-1, width))
-    return panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
+    if missing := -len(rows) % width:  # `pad` would copy whole panels, too
+        rows = functional.pad(rows, (0, 0, 0, missing))
+    return rows.unflatten(0, (-1, width)).unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
 
 
 def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
@@ -180,8 +182,17 @@ def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
     weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
     if library() is not None and known is not None and torch.equal(known.weight(), weight):
         return known
+    if library() is not None and (upper := upper_halves(weight)) is not None:
+        return upper
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((half for half in halved if torch.equal(half.float(), weight)), None)
+
+
+def upper_halves(weight: Float32[Tensor, "out in"]) -> BFloat16[Tensor, "out in"] | None:
+    """The weight in bfloat16, as a view, if it is exact there: the lower 16 bits of all numbers are zero."""
+    weight = weight.contiguous()
+    bits = int(numpy.bitwise_or.reduce(weight.view(torch.int32).numpy(), axis=None))
+    return None if bits & 0xFFFF else weight.view(torch.bfloat16)[:, 1::2]
 
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:

@@ -93,7 +93,8 @@ def packed(layer: nn.Module) -> PackedLinear:
 
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.inference.kernels.fast_layers.library", lambda: None)
+    for module in ("fast_layers", "products"):
+        monkeypatch.setattr(f"headstart.inference.kernels.{module}.library", lambda: None)
 
 
 @needs_kernel
@@ -220,6 +221,16 @@ def test_a_layer_with_a_weight_of_more_than_16_bits_stays_in_float32() -> None:
     model = nn.Sequential(half, huge, finer, both)
     assert pack_weights(model, exact=True)
     assert [type(layer) for layer in model] == [OwnLinear, OwnLinear, nn.Linear, nn.Linear]
+
+
+@needs_kernel
+def test_a_bfloat16_checkpoint_was_converted_four_times_while_it_was_packed() -> None:
+    linear = linear_layer(False)
+    weight = exact_weight(linear)
+    assert isinstance(weight, torch.Tensor)
+    assert weight.dtype == torch.bfloat16
+    assert weight.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
+    assert torch.equal(weight.float(), linear.weight)
 
 
 @needs_fbgemm
