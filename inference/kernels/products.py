@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy
 import torch
-from jaxtyping import BFloat16, Float, Float32, Int8
+from jaxtyping import Float, Float32, Int8
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -179,20 +179,13 @@ def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
 
 def exact_weight(linear: nn.Linear) -> Tensor | EightBits | None:
     """A float32 layer's weight in 8 bits or in a 16-bit dtype, if it is exact there."""
-    weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
+    weight, known = linear.weight.detach().contiguous(), eight_bits_of(linear.weight)
     if library() is not None and known is not None and torch.equal(known.weight(), weight):
         return known
-    if library() is not None and (upper := upper_halves(weight)) is not None:
-        return upper
+    if library() is not None and not numpy.bitwise_or.reduce(weight.view(torch.int32).numpy(), axis=None) & 0xFFFF:
+        return weight.view(torch.bfloat16)[:, 1::2]  # the lower halves of all numbers are zero
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((half for half in halved if torch.equal(half.float(), weight)), None)
-
-
-def upper_halves(weight: Float32[Tensor, "out in"]) -> BFloat16[Tensor, "out in"] | None:
-    """The weight in bfloat16, as a view, if it is exact there: the lower 16 bits of all numbers are zero."""
-    weight = weight.contiguous()
-    bits = int(numpy.bitwise_or.reduce(weight.view(torch.int32).numpy(), axis=None))
-    return None if bits & 0xFFFF else weight.view(torch.bfloat16)[:, 1::2]
 
 
 def eight_bits_of(weight: Tensor) -> EightBits | None:

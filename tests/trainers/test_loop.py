@@ -228,8 +228,13 @@ def test_a_signal_was_not_answered_before_the_end_of_a_long_step(capfd: pytest.C
 def test_the_progress_bar_said_nothing_while_a_head_was_measured(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    notes, skip = [], Progress.skip
-    monkeypatch.setattr(Progress, "skip", lambda bar, count, text=None: (notes.append(text), skip(bar, count, text)))
+    notes, skip = list[str | None](), Progress.skip
+
+    def noted(bar: Progress, count: int, text: str | None = None) -> None:
+        notes.append(text)
+        skip(bar, count, text)
+
+    monkeypatch.setattr(Progress, "skip", noted)
     run(make_recipe("run", "train.steps=1", "train.warmup_steps=1"))
     assert "measuring on held-out prompts" in notes
 
