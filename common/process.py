@@ -108,6 +108,8 @@ class Interrupts:
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         self.received = number
+        line = f"\n{signal.Signals(number).name}: finishes this step, then saves; Ctrl-C now stops at once\n"
+        os.write(2, line.encode())  # `print` may be interrupted by this very signal
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     @property

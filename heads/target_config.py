@@ -92,6 +92,11 @@ def folder_of(target: TargetSection, files: Sequence[str] = SAFE_FILES) -> Path:
     return locate_target(target.path, target.revision, files)
 
 
+def path_for_engines(path: str, folder: Path) -> str:
+    """How engines that do not read a GGUF file name a target: by the folder it was unpacked into."""
+    return str(folder) if Path(path).expanduser().exists() else path
+
+
 def hub_says(error: Exception) -> str:
     """The hub client's error in a few words: its own are long, and some do not name the cause."""
     words: dict[type[Exception], str] = {

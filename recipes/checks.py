@@ -126,16 +126,16 @@ def row_mistakes(report: ReportSection, decode: DecodeSection) -> Iterator[Mista
 def local_config(target: str) -> Values:
     """The config.json of a target on this disk, {} of another; ValueError says what is allowed if there is no model."""
     folder = Path(target)
-    if target.endswith(".gguf"):
-        if not folder.is_file():
-            raise ValueError(f"an existing GGUF file is allowed; put the file there ({RELATIVE_PATHS})")
-        return {}
+    if target.endswith(".gguf") and not folder.is_file():
+        raise ValueError(f"an existing GGUF file is allowed; put the file there ({RELATIVE_PATHS})")
+    if folder.suffix == ".gguf" or (any(folder.glob("*.gguf")) and not (folder / "config.json").is_file()):
+        return {}  # not unpacked yet
     if not target.startswith((".", "/")) and not Path(folder.parts[0]).is_dir():
         return {}  # a name on the hub
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError:
-        allowed = "a folder with a model's config.json, or a hub name, is allowed"
+        allowed = "a folder with a model's config.json or GGUF file, or a hub name, is allowed"
         raise ValueError(f"{allowed}; put the model there ({RELATIVE_PATHS})") from None
     except ValueError as error:
         raise ValueError(f"a folder with a readable config.json is allowed; fix the file ({error})") from None

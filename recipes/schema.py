@@ -44,7 +44,7 @@ HUB_NAME = re.compile(rf"{HUB_PREFIX}[\w.-]+(/[\w.-]+)?(:\w+)?")
 class TargetSection(Section):
     """The target model, whose output speculative decoding reproduces."""
 
-    path: HomeText = Field(description="Local folder, .gguf file or hub name (org/name) of the target.")
+    path: HomeText = Field(description="Local folder, .gguf file (or its folder) or hub name (org/name) of the target.")
     revision: str | None = Field(default=None, description="Hub branch, tag or commit; null is the default branch.")
     dtype: Dtype = Field(description="Number format of the target's weights and computation.")
     device: DeviceName = Field(

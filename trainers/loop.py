@@ -120,6 +120,7 @@ def measure(training: Training, tracker: Tracker, step: int) -> None:
     recipe, inputs = training.recipe, training.inputs
     whole = training.head.whole()
     if whole is not None:
+        tracker.progress.skip(0, "measuring on held-out prompts")
         with training.autocast():
             samples = recipe.train.samples_at_once(training.accelerator.num_processes)
             metrics = held_out_metrics(whole, inputs.heldout, samples)

@@ -21,7 +21,7 @@ from headstart.common.remote import url_of
 from headstart.data_pipelines.features.features import States
 from headstart.data_pipelines.prompts.completion_client import Answer, CompletionClient, completion
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.target_config import TargetConfig, folder_of
+from headstart.heads.target_config import TargetConfig, folder_of, path_for_engines
 from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.targets.loading import pick_device
@@ -51,7 +51,8 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
         "--kv-transfer-config": json.dumps({**connector, "kv_connector_extra_config": folder}),
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
-    return shlex.join(["vllm", "serve", recipe.target.path, "--no-enable-prefix-caching", *words])
+    path = path_for_engines(recipe.target.path, folder_of(recipe.target))
+    return shlex.join(["vllm", "serve", path, "--no-enable-prefix-caching", *words])
 
 
 class VllmStates:

@@ -42,8 +42,7 @@ def card(
     is_full_target = is_whole_target(head, recipe.export.format)
     can_load = FORMATS[recipe.export.format].files in (native_files, engine_files) and not is_full_target
     heldout, report = heldout_row(recipe), report_of(recipe, source)
-    # Engines other than llama.cpp do not read a GGUF file with a head, and its converter needs a folder.
-    for_engines = replace(target, name=str(target_folder)) if target.name.endswith(".gguf") else target
+    given = replace(target, name=recipe.target.path)  # for engines, a GGUF file is the folder it was unpacked into
     jinja = Environment(trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
     jinja.filters["number"] = "{:g}".format
     return jinja.from_string(TEMPLATE.read_text()).render(
@@ -52,8 +51,8 @@ def card(
         kind=head.title,
         parameters=sum(parameter.numel() for parameter in head.parameters()),
         dtype=str(next(head.parameters()).dtype).removeprefix("torch."),
-        target=target,
-        target_is_local=Path(target.name).expanduser().exists(),
+        target=given,
+        target_is_local=Path(given.name).expanduser().exists(),
         template_digest=template_digest(target_folder),
         source=source,
         is_own=is_own,
@@ -70,9 +69,9 @@ def card(
         quoted_folder=quote(str(folder)),
         is_full_target=is_full_target,
         serving=[
-            *serving_sections(head, for_engines, folder, violations),
+            *serving_sections(head, target, folder, violations),
             "### headstart",
-            headstart_section(target, folder, can_load),
+            headstart_section(given, folder, can_load),
         ],
     )
 

@@ -31,7 +31,7 @@ from headstart.heads.formats.lint import violations
 from headstart.heads.formats.subject import ServedTarget, Violation
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import load_head_for, stored_dtype
-from headstart.heads.target_config import folder_of
+from headstart.heads.target_config import folder_of, path_for_engines
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.other_commands import OWN_FORMAT
@@ -60,7 +60,8 @@ def export(recipe: Recipe) -> Path:
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)
     architectures = read_json(target_folder / "config.json").get("architectures", [])
-    target = ServedTarget(recipe.target.path, architectures, recipe.decode.depth, recipe.target.revision)
+    path = path_for_engines(recipe.target.path, target_folder)
+    target = ServedTarget(path, architectures, recipe.decode.depth, recipe.target.revision)
     config, tensors = FORMATS[section.format].files(head, target)
 
     by_engine = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)

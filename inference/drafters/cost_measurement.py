@@ -50,8 +50,9 @@ SECONDS_ON_CPU, SECONDS_ON_GPU = (
     2.0,
     10.0,
 )  # then nothing is timed again; capturing a graph takes longer than running it
-PATIENCE_FACTOR = 3  # times these seconds, then the sizes that are not timed yet are interpolated
+PATIENCE_FACTOR = 2  # times these seconds, then the sizes that are not timed yet are interpolated
 NEEDED_WORKS = 4  # the first pieces of work, without which nothing is known
+FREE_SHARE = 0.8  # of the CPU seconds of all threads: a slow measurement that got them is kept
 GREEDY, SAMPLED = Sampling(), Sampling(1.0)
 
 Work = tuple[str, int]  # a part of a step, and its size
@@ -204,9 +205,12 @@ def measure_costs(target: TargetModel, source: Source, width: int, nodes: int, b
         many = Bench(target, source, width, short, batch, spare)
         sizes = [size for size in NODES if batch * size > most and size <= nodes + 1]
         works |= {("batch", size): partial(many.verify, size, GREEDY) for size in sizes}
+    began, used = time.perf_counter(), time.process_time()
     times = time_works(works, target.device)
+    share = (time.process_time() - used) / (time.perf_counter() - began)
+    had_machine = target.device.type == "cpu" and share > FREE_SHARE * torch.get_num_threads()
     surface = surface_from(times, short, long, most, batch, levels)
-    return replace(surface, complete=len(times) == len(works))
+    return replace(surface, complete=had_machine or len(times) == len(works))
 
 
 def sizes_between(most: int, captured: bool) -> list[int]:
@@ -282,21 +286,22 @@ def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device)
             spent = time.perf_counter() - began
             if (spent > enough * PATIENCE_FACTOR and number >= NEEDED_WORKS) or (spent > enough and turn):
                 return {name: min(seconds) for name, seconds in times.items()}
-            if not turn:
-                work()  # the first run allocates, compiles or captures
-            if not turn and number == 0 and time.perf_counter() - began > enough / len(works):
+            seconds = seconds_of(work, device)
+            is_slow = seconds > enough / len(works)
+            if not turn and number == 0 and is_slow:
                 print("measuring what a decode step costs on this machine, once", file=sys.stderr, flush=True)
-            wait_for(device)
-            started = time.perf_counter()
-            work()
-            wait_for(device)
-            times[name].append(time.perf_counter() - started)
+            if not turn and not (is_slow and device.type == "cpu"):
+                seconds = seconds_of(work, device)  # the first run also allocates, compiles or captures
+            times[name].append(seconds)
     return {name: min(seconds) for name, seconds in times.items()}
 
 
-def wait_for(device: torch.device) -> None:
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    started = time.perf_counter()
+    work()
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+    return time.perf_counter() - started
 
 
 def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:

@@ -64,7 +64,7 @@ class CostSurface:
     sampled: tuple[Seconds, Seconds]  # further, per row, if rows sample, with one node and with `most`
     first_level: tuple[Seconds, Seconds]  # drafting for one row without context, and further per position
     level: tuple[Seconds, Seconds]
-    complete: bool = True  # whether there was time for all sizes
+    complete: bool = True  # whether all sizes were timed, or nothing else ran meanwhile
 
     def __post_init__(self) -> None:
         ascending = all(before < after for before, after in zip(self.tokens, self.tokens[1:], strict=False))

@@ -69,8 +69,7 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.dtype != "auto":
         return TargetSection.model_validate({"path": options.target, "dtype": options.dtype})
     section = TargetSection.model_validate({"path": options.target, "dtype": "float32"})
-    folder = folder_of(section) if section.path.endswith(".gguf") else Path(section.path)
-    dtype = fast_dtype(pick_device("auto"), eight_bits=is_mostly_in_eight_bits(folder))
+    dtype = fast_dtype(pick_device("auto"), eight_bits=is_mostly_in_eight_bits(folder_of(section)))
     return section.model_copy(update={"dtype": dtype})
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import numpy
 import torch
 from jaxtyping import Float, Float32, Int8
 from torch import Tensor, nn
@@ -191,15 +192,18 @@ class Product:
 
 def in_panels(rows: Tensor, width: int, together: int) -> Tensor:
     """Rows of numbers [out, size] in a kernel's reading order: panels of `width` rows, `together` columns at a time."""
-    panels = functional.pad(rows, (0, 0, 0, -len(rows) % width)).unflatten(0, (-1, width))
-    return panels.unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
+    if missing := -len(rows) % width:  # `pad` would copy whole panels, too
+        rows = functional.pad(rows, (0, 0, 0, missing))
+    return rows.unflatten(0, (-1, width)).unflatten(-1, (-1, together)).transpose(1, 2).contiguous()
 
 
 def exact_weight(linear: nn.Linear) -> Tensor | EightBits:
     """A float32 layer's weight in the fewest bits, 8, 16 or 32, in which it is exact."""
-    weight, known = linear.weight.detach(), eight_bits_of(linear.weight)
+    weight, known = linear.weight.detach().contiguous(), eight_bits_of(linear.weight)
     if known is not None and torch.equal(known.weight(), weight):
         return known
+    if not numpy.bitwise_or.reduce(weight.view(torch.int32).numpy(), axis=None) & 0xFFFF:
+        return weight.view(torch.bfloat16)[:, 1::2]  # the lower halves of all numbers are zero
     halved = (weight.to(dtype) for dtype in (torch.float16, torch.bfloat16))
     return next((half for half in halved if torch.equal(half.float(), weight)), weight)
 

@@ -329,7 +329,9 @@ def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
     file.touch()
     monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda given, field: target_folder)
     save_head(make_head(), tmp_path / "head")
-    text = (export(recipe_of(tmp_path, file)) / "README.md").read_text()
-    assert "base_model" not in text
-    assert f"vllm serve {target_folder}" in text
-    assert f"SpeculativeModel.from_folders({json.dumps(str(file))}" in text
+    for given in (file, tmp_path):  # a recipe refused the folder with the file, which --target takes
+        text = (export(recipe_of(tmp_path, given)) / "README.md").read_text()
+        shutil.rmtree(tmp_path / "export")
+        assert "base_model" not in text
+        assert f"vllm serve {target_folder}" in text
+        assert f"SpeculativeModel.from_folders({json.dumps(str(given))}" in text

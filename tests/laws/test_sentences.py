@@ -78,8 +78,8 @@ train | {recipe} | data.prompts=gone.jsonl
     data.prompts: 'gone.jsonl' given, an existing file or dataset folder, hf:org/name:split or self is allowed; put
     the prompts there (relative paths start from the current directory)
 train | {recipe} | target.path=./gone
-    target.path: './gone' given, a folder with a model's config.json, or a hub name, is allowed; put the model there
-    (relative paths start from the current directory)
+    target.path: './gone' given, a folder with a model's config.json or GGUF file, or a hub name, is allowed; put the
+    model there (relative paths start from the current directory)
 train | {recipe} | target.path=''
     target.path: '' given, a path of one or more characters is allowed; change it, or write . for the current folder
 train | {recipe} | run_dir=s3://me:secret@bucket/run

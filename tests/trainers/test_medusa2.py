@@ -75,8 +75,9 @@ def joint_head(recipe: Recipe, folder: Path) -> tuple[JointHead, Batch]:
 
 def test_the_head_changes_no_token_of_the_tuned_target(tuned: Recipe, harvested: Path) -> None:
     target = TargetModel.load(on_tuned(tuned).target, (4,))
-    original = TargetModel.load(tuned.target, ()).model.state_dict()
-    changed = {name for name, weight in target.model.state_dict().items() if not weight.equal(original[name])}
+    original = TargetModel.load(tuned.target, (), packed=False).model.state_dict()
+    tuned_weights = target.unpacked.model.state_dict()
+    changed = {name for name, weight in tuned_weights.items() if not weight.equal(original[name])}
     assert changed
     assert all(name.startswith("model.layers.") for name in changed)
     head = load_head_for(tuned.head_dir, target.frozen)

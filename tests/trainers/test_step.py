@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from headstart.data_pipelines.features.batches import Batch
 from headstart.data_pipelines.features.shards import FeatureStore
@@ -232,3 +233,12 @@ def test_muon_without_bfloat16_instructions_iterates_in_float32(
     in_float32 = trained(muon.Muon)
     assert not in_float32.equal(trained(torch.optim.Muon))
     assert_close(in_float32, trained(torch.optim.Muon), atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [64, 257, 576])
+def test_half_of_muon_s_symmetric_product_was_computed_twice(rows: int) -> None:
+    matrix = torch.randn(rows, 600)
+    with FlopCounterMode(display=False) as counted:
+        gram = muon.gram_of(matrix)
+    assert_close(gram, matrix @ matrix.T, rtol=1e-5, atol=1e-3)
+    assert counted.get_total_flops() <= (0.76 if rows > 2 * muon.SYMMETRIC_ROWS else 1) * 2 * rows * rows * 600

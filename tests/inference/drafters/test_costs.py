@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable
@@ -136,15 +137,16 @@ def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
     gc.collect()  # tables of tests before would write what they observed here
     shutil.rmtree(folder, ignore_errors=True)
     monkeypatch.setattr(cost_measurement, "PATIENCE_FACTOR", 0.0)
+    monkeypatch.setattr(cost_measurement, "FREE_SHARE", math.inf)  # other processes took the machine
     table = cost_table(fresh(), make_head(), width=2, nodes=6)
     assert not table.surface.complete
     observe(table, AT, 4, 1.0)
     del table
     gc.collect()
     assert not folder.exists()
-    monkeypatch.undo()
-    monkeypatch.setenv("HEADSTART_CACHE", str(folder.parent))
-    assert cost_table(fresh(), make_head(), width=2, nodes=6).surface.complete
+    monkeypatch.setattr(cost_measurement, "FREE_SHARE", 0.0)  # a large target was measured at every start
+    cost_table(fresh(), make_head(), width=2, nodes=6)
+    assert len(list(folder.iterdir())) == 1
 
 
 def test_observed_steps_are_kept_on_disk(
@@ -316,7 +318,7 @@ def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyP
 
     times = time_works({("target", size): work for size in range(10)}, torch.device("cpu"))
     assert list(times) == [("target", size) for size in range(NEEDED_WORKS)]
-    assert now[0] == 2 * NEEDED_WORKS * 60
+    assert now[0] == NEEDED_WORKS * 60
     few = {("target", 1): 60.0, ("first", 128): 5.0, ("target", 32): 90.0, ("levels", 128): 15.0}
     assert surface_from(few, 128, 2048, 32, 1, 3).target == (60.0, 90.0)
 

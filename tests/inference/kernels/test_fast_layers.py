@@ -185,7 +185,17 @@ def test_a_layer_keeps_the_fewest_bits_in_which_it_is_exact() -> None:
     model = nn.Sequential(half, huge, finer, both)
     assert pack_weights(model, exact=True)
     forms = [layer.kernel.form for layer in model if isinstance(layer, PackedLinear)]
-    assert forms == ["torch.float16", "torch.bfloat16", "torch.float32", "torch.float32"]
+    assert forms == ["torch.bfloat16", "torch.bfloat16", "torch.float32", "torch.float32"]
+
+
+@needs_kernel
+def test_a_bfloat16_checkpoint_was_converted_four_times_while_it_was_packed() -> None:
+    linear = linear_layer(False)
+    weight = exact_weight(linear)
+    assert isinstance(weight, torch.Tensor)
+    assert weight.dtype == torch.bfloat16
+    assert weight.untyped_storage().data_ptr() == linear.weight.untyped_storage().data_ptr()
+    assert torch.equal(weight.float(), linear.weight)
 
 
 @needs_kernel
