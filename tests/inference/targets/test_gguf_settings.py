@@ -254,7 +254,7 @@ def test_a_files_named_chat_templates_were_dropped(tmp_path: Path) -> None:
     unpack(write(tmp_path, "llama with rope_freqs", keys=keys), tmp_path / "folder")
     template = ChatTemplate(load_tokenizer(tmp_path / "folder"))
     turns = [{"role": "user", "content": "a"}]
-    assert template.render(turns, [{"type": "function", "function": {"name": "f"}}]) == "1"
+    assert template.render(turns, [{"type": "function", "function": {"name": "f"}}]) == "f"
     assert template.render(turns) == "[user]a[assistant]"
 
 
