@@ -238,7 +238,9 @@ def test_what_the_model_cannot_hold_is_refused_by_name(
 
 @needs_reader
 def test_a_gemma_4_file_whose_windows_would_be_others_is_refused(tmp_path: Path) -> None:
-    config = Gemma4TextConfig(**SIZES, head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0)
+    config = Gemma4TextConfig.from_dict(
+        {**SIZES, "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    )
     keys = {".attention.sliding_window": 16, ".attention.sliding_window_pattern": [True, False]}
     path = write_gguf(tiny(config), tmp_path / "tiny.gguf", "gemma4", keys=keys)
     with pytest.raises(ValueError, match=r"gemma4\.attention\.sliding_window_pattern is \[True, False\], which a"):
