@@ -81,7 +81,7 @@ BY_HAND = {
     r"^headstart targets (NAME|Qwen/|path/)": "names a user's own model; see tests/inference/targets/test_targets.py",
     r"^pip install timm$": "what transformers says of some model types, which are not tried",
     r" PYTHON=python3\.12$": "needs another Python; run when a lower bound changes",
-    r"benchmarks/(soak|rest)\.py": "minutes of load; run when its figures are renewed",
+    r"benchmarks/soak\.py": "half an hour of load; run when its figures are renewed",
     r"=runs/self/head\b": "trains a head of SmolLM2 first, for hours",
     r"benchmarks/serve\.py|^from openai import": "needs a running server",
     r"^headstart adapt\b": "needs a server that has answered requests; see tests/trainers/test_adapt.py",
