@@ -3,7 +3,7 @@
 import fcntl
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -57,8 +57,8 @@ class Answer:
             for path in (self.states_path, lock):
                 path.unlink(missing_ok=True)
 
-    def tokens(self, vocab_size: int) -> list[int]:
-        """The ids that the target wrote; raises ValueError if the server does not give them, or another model's.
+    def tokens(self, vocab_size: int, ends: Set[int]) -> list[int]:
+        """The ids that the target wrote; raises ValueError if the server does not give them all, or another model's.
 
         They cannot be read from the text: other tokens spell the same text, and it may hide the end token.
         """
@@ -71,6 +71,13 @@ class Answer:
         if unknown := [token for token in tokens if token not in range(vocab_size)]:
             answered = f"data.server: {self.url} answered with token {unknown[0]}, 0 to {vocab_size - 1} of the target"
             raise ValueError(f"{answered} is allowed; start the server with the target of target.path")
+        if ends and self.choice.get("finish_reason") == "stop" and ends.isdisjoint(tokens[-1:]):
+            last = f"token {tokens[-1]}" if tokens else "no token"
+            allowed = f"an end token of the target ({', '.join(map(str, sorted(ends)))}) is allowed: use a server"
+            raise ValueError(
+                f"data.server: {self.url} answered with finish_reason 'stop' after {last}, {allowed} whose token_ids "
+                "hold it, or add the token at which it stops to eos_token_id in the target's generation_config.json"
+            )
         return tokens
 
 

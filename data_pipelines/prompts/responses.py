@@ -20,7 +20,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults
-from headstart.inference.targets.model import TargetModel
+from headstart.inference.targets.model import TargetModel, ends_of_answers
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
 
@@ -244,7 +244,7 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
 
 def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = never) -> Writer:
     """Write responses with OpenAI-compatible servers that run the target."""
-    vocab_size = num_tokens(recipe)
+    vocab_size, ends = num_tokens(recipe), frozenset(ends_of_answers(recipe.target))
 
     def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
@@ -253,7 +253,7 @@ def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = nev
             if recipe.data.states is not None and answer.states_path is not None:
                 with answer.written_states():
                     pass  # remove the states of the prompt; the full text is sent again later
-            yield number, answer.tokens(vocab_size)
+            yield number, answer.tokens(vocab_size, ends)
             if ending():
                 return
 

@@ -16,6 +16,9 @@ from headstart.inference.serve.api.errors import ApiError, stopping
 from headstart.inference.serve.api.output import Choice, End, Event, Update
 
 Observe = Callable[[Choice, Event], None]
+# A step takes the interpreter's lock again after each operation of torch. By Python's 5 ms, a thread that reads a large
+# body would keep it from each of some hundred operations, and the next token would come seconds late.
+LOCK_SECONDS = 0.0005
 
 
 class Worker:
@@ -46,6 +49,7 @@ class Worker:
 
     def start(self) -> None:
         """Begin to decode; events go to the asyncio loop that is running now."""
+        sys.setswitchinterval(LOCK_SECONDS)
         self.asyncio = asyncio.get_running_loop()
         self.ended = self.thread.submit(self._run)
         self.thread.shutdown(wait=False)  # so that a second worker on this thread fails instead of waiting forever

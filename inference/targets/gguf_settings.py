@@ -283,6 +283,10 @@ def restore_tokenizer(tokenizer: Any, metadata: Metadata) -> None:
             parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
             backend.decoder = decoders.Sequence([*parts, *first])
     by_default = settings["model"] == "llama" or settings.get("pre") in BEGINS_WITH_BOS
+    template = "tokenizer.chat_template."
+    if named_templates := {key.removeprefix(template): metadata[key] for key in metadata if key.startswith(template)}:
+        default = {} if tokenizer.chat_template is None else {"default": tokenizer.chat_template}
+        tokenizer.chat_template = {**default, **named_templates}
     tokenizer.add_bos_token = settings.get("add_bos_token", by_default) and tokenizer.bos_token is not None
     tokenizer.add_eos_token = settings.get("add_eos_token", False)
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from jaxtyping import Int
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from headstart.heads.frozen import FrozenTarget
@@ -62,7 +62,7 @@ class TargetModel:
         self.config = replace(TargetConfig.from_dict(model.config.to_dict()), folder=folder)
         self.taps = taps
         self.generation_config = model.generation_config or GenerationConfig()  # the checkpoint's own
-        self.end_tokens, self.pad_token = end_tokens(model), pad_token(model)
+        self.end_tokens, self.pad_token = end_tokens(model.generation_config, model.config), pad_token(model)
         self.position_limit = position_limit(model)
         self.is_spread = any(parameter.device != self.device for parameter in model.parameters())
         self.layers = [*decoder_layers(model)]
@@ -261,11 +261,19 @@ def with_fallbacks(configs: list[tuple[PreTrainedModel, GenerationConfig]]) -> I
             model.generation_config = config
 
 
-def end_tokens(model: PreTrainedModel) -> list[int]:
-    """Every token that ends a text, by the model's generation config or config."""
-    ends = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ends = model.config.get_text_config().eos_token_id if ends is None else ends
+def end_tokens(generation: GenerationConfig | None, config: PreTrainedConfig) -> list[int]:
+    """Every token that ends a text, by a model's generation config or config."""
+    ends = generation.eos_token_id if generation is not None else None
+    ends = config.get_text_config().eos_token_id if ends is None else ends
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+def ends_of_answers(section: TargetSection) -> list[int]:
+    """The end tokens of `TargetModel.load_to_answer`, without loading the target."""
+    folder: Path = folder_of(section)
+    own = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    ends = end_tokens(own, load_config(folder, section.trust_remote_code))
+    return [*ends, *ChatTemplate.of(section).end_tokens(ends)]
 
 
 def pad_token(model: PreTrainedModel) -> int | None:

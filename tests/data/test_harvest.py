@@ -212,6 +212,11 @@ def test_an_answer_in_another_form_is_reported(server: tuple[str, type[Server]],
         ({"token_ids": [5, -1]}, "answered with token -1, 0 to 299 of the target"),
         ({}, "answers without token_ids, and text alone does not tell .*; use a server that knows return_token_ids"),
         ({"token_ids": None}, "answers without token_ids"),
+        (
+            {"token_ids": [5, 7]},
+            r"answered with finish_reason 'stop' after token 7, an end token of the target \(0, 150,",
+        ),
+        ({"token_ids": []}, "answered with finish_reason 'stop' after no token, an end token"),
     ],
 )
 def test_an_answer_whose_tokens_are_not_the_targets_is_refused(

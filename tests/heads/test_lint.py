@@ -14,11 +14,9 @@ from torch import Tensor
 from headstart.heads.files import HeadFiles
 from headstart.heads.formats.convert import convert
 from headstart.heads.formats.kinds.eagle import EAGLE3
-from headstart.heads.formats.layouts import refusing_engine
 from headstart.heads.formats.lint import engines_of, lint, violations
 from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import TargetOrigin
 
 MakeHead = Callable[..., Any]
@@ -243,9 +241,3 @@ def test_an_engine_that_refuses_the_family_of_the_target_is_named(
         assert {(each.engine, each.where) for each in reported} == {
             (each, "the target's model_type") for each in expected
         }
-
-
-def test_an_engine_that_refuses_a_family_was_named_only_after_the_training() -> None:
-    assert refusing_engine("vllm", Eagle3Head, "gemma3_text") == "vLLM 0.33.0"
-    assert refusing_engine("vllm", Eagle3Head, "llama") is None
-    assert refusing_engine("native", Eagle3Head, "gemma3_text") is None

@@ -37,7 +37,7 @@ class Server(BaseHTTPRequestHandler):
             return self.answer(200, self.odd)
         self.seen.append(body)
         tokens = self.response(body)
-        choice: dict[str, Any] = {"text": "", "finish_reason": "stop", "token_ids": tokens}
+        choice: dict[str, Any] = {"text": "", "finish_reason": "length", "token_ids": tokens}
         more = self.more(body, choice)
         return self.answer(200, {"choices": [choice], **more})
 

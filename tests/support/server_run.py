@@ -94,8 +94,8 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
         assert not thread.is_alive()
 
 
-def longest_hold(work: Callable[[], object]) -> float:
-    """The most CPU seconds for which a thread with this work keeps the interpreter's lock, however busy the machine."""
+def holds(work: Callable[[], object]) -> list[float]:
+    """The CPU seconds for which a thread with this work keeps the interpreter's lock each time, whatever else runs."""
     clocks, begins = list[int](), threading.Barrier(2)
 
     def run() -> None:
@@ -103,7 +103,7 @@ def longest_hold(work: Callable[[], object]) -> float:
         begins.wait()
         work()
 
-    thread, longest, before = threading.Thread(target=run), 0.0, 0.0
+    thread, found, before = threading.Thread(target=run), list[float](), 0.0
     thread.start()
     gc.disable()  # as the server does for a large body
     begins.wait()
@@ -111,10 +111,11 @@ def longest_hold(work: Callable[[], object]) -> float:
         time.sleep(0)
         with suppress(OSError):  # it has just ended
             now = time.clock_gettime(clocks[0])
-            longest, before = max(longest, now - before), now
+            found.append(now - before)
+            before = now
     gc.enable()
     thread.join()
-    return longest
+    return found
 
 
 def tokens_of(server: Running, text: str, special: bool = True) -> list[int]:

@@ -7,6 +7,7 @@ import pytest
 from tiny_run import modified, tiny_recipe
 
 from headstart.data_pipelines.features.shards import FeatureStore
+from headstart.heads.formats.config_rules import REFUSED
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe
 from headstart.trainers import run
@@ -41,6 +42,25 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     said = " ".join(capsys.readouterr().out.split())
     assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
     assert not (recipe.run_dir / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "count"),
+    [("train.dry_run=true", 1), ("train.eval_prompts=0", 1), ("export.format=native", 0), ("head={kind: eagle1}", 0)],
+)
+def test_an_engine_that_refuses_the_family_was_named_only_after_the_training(
+    make_recipe: Callable[..., Recipe],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    option: str,
+    count: int,
+) -> None:
+    monkeypatch.setitem(REFUSED, "vllm", ("vLLM 0.33.0", frozenset({"llama"})))
+    run(make_recipe("run", "train.steps=1", "train.dry_run=true" if count == 0 else option, option))
+    said = capsys.readouterr().out
+    line = "export.format: 'vllm' given, but vLLM 0.33.0 starts no EAGLE-3 head for targets of type 'llama'"
+    assert said.count(line) == count
+    assert option != "train.eval_prompts=0" or said.index(line) < said.index("parameters on taps")
 
 
 @pytest.mark.parametrize(("options", "samples"), [((), 14), (("data.responses=given",), 40)])

@@ -10,8 +10,7 @@ from typing import Any
 import numpy
 import torch
 from jaxtyping import Bool
-from llguidance import LLMatcher
-from llguidance.hf import from_tokenizer
+from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
 from headstart.inference.core.constraint import Path
@@ -38,7 +37,10 @@ class Grammars:
             allowed = "only fast ones of the tokenizers library are allowed"
             remedy = "leave the constraint out, or use such a tokenizer"
             raise ValueError(f"the tokenizer {type(tokenizer).__name__} cannot constrain output, {allowed}; {remedy}")
-        self.tokens = from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=end_tokens)
+        rust = tokenizer.backend_tokenizer  # a copy of it, as llguidance.hf makes, takes seconds for a large vocabulary
+        rust.no_padding()  # transformers sets both again for each call
+        rust.no_truncation()
+        self.tokens = LLTokenizer(rust.to_str(), n_vocab=vocab_size, eos_token=end_tokens)
         self.end_tokens, self.vocab_size = frozenset(end_tokens), vocab_size
         special = [token for token in range(vocab_size) if self.tokens.is_special_token(token)]
         self.no_text = torch.tensor([*{*special, *end_tokens}])
@@ -85,10 +87,10 @@ class Grammars:
         grammar = Grammar(self, source)
         state = grammar.start()
         for _ in range(FORCED_TOKENS_CHECKED):
-            tokens = state.allowed(()).nonzero().flatten().tolist()
+            (tokens,) = state.allowed(()).numpy().nonzero()  # torch takes ten times as long
             if len(tokens) > 1:
                 break
-            if not tokens or not state.advance(tokens):
+            if not state.advance(tokens.tolist()):
                 reason = one_line(state.matcher.get_error().partition("\n")[0])
                 wrong = f"{name}: no text fits, or it is too complex ({reason})"
                 raise ValueError(f"{wrong}; {allowed} is allowed: correct it")
@@ -135,11 +137,11 @@ class GrammarState:
         if self.matcher.is_error():
             return self._mask(path) if self._renew() else mask
         assert taken == len(path), "the path is not allowed"
-        mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: len(mask)].astype(bool))
+        mask = torch.from_numpy(numpy.unpackbits(bits, bitorder="little")[: len(mask)].view(bool))
         may_end = self.matcher.is_accepting()
         mask[self.grammars.no_text] = False  # the library would allow a special token where its spelling is allowed
         mask[[*ends]] = may_end  # an end token may also spell ordinary text, but it always ends the output
-        if not mask.any() and (forced := self.matcher.compute_ff_bytes()):
+        if not mask.numpy().any() and (forced := self.matcher.compute_ff_bytes()):
             mask[self.grammars.tokens.greedy_tokenize(forced.decode(errors="ignore"))[0]] = True
         if path:
             self.matcher.rollback(len(path))

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from statistics import fmean
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from matrix import slow_unless
-from server_run import NAME, Running, longest_hold, running, with_loop
+from server_run import NAME, Running, holds, running, with_loop
 from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
 from headstart.inference.serve.api.errors import ApiError
@@ -156,8 +157,8 @@ REPEATED: dict[str, tuple[str, Callable[[list[Any]], dict[str, Any]], Any]] = {
 
 @pytest.mark.parametrize("case", slow_unless(("messages", "prompts"), REPEATED))
 def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, case: str) -> None:
-    """Streams and /health paused for seconds: one body was validated in one piece. Half a second is allowed for the
-    largest body, so a sixteenth for this one.
+    """Streams and /health paused for seconds: one body was validated in one piece, or a step of some hundred operations
+    waited for the lock at each. Half a second is allowed for the largest body, so a sixteenth for this one.
     """
     path, with_items, item = REPEATED[case]
     body = json.dumps(with_items([item] * (SIZE // (len(json.dumps(item)) + 2)))).encode()
@@ -166,7 +167,9 @@ def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, cas
         with suppress(ApiError, ValueError):
             server.service.encode(KINDS[path], body) if path != TOKENIZE else read_fields(TokenizeRequest, body)
 
-    assert min(longest_hold(read) for _ in range(2)) < 0.5 / 8
+    times = [holds(read) for _ in range(2)]
+    assert min(max(each) for each in times) < 0.5 / 8
+    assert min(fmean(each) for each in times) < 0.5 / 300
 
 
 def test_the_event_loop_reads_no_body_and_shapes_no_long_answer(server: Running) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GenerationConfig,
     LlamaConfig,
     Phi3Config,
@@ -25,8 +26,10 @@ from transformers import (
     Starcoder2Config,
 )
 
+from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.gguf import unpack
 from headstart.inference.targets.gguf_settings import LAYERS_OF_27B
+from headstart.inference.targets.tokenizer import load_tokenizer
 
 SIZES = {
     "vocab_size": build_tokenizer().vocab_size,
@@ -231,6 +234,30 @@ def test_what_the_model_cannot_hold_is_refused_by_name(
     path = write(tmp_path, "llama with biases and linear positions", keys=keys, tensors=tensors)
     with pytest.raises(ValueError, match=rf"tiny\.gguf: {said}"):
         unpack(path, tmp_path / "folder")
+
+
+@needs_reader
+def test_a_gemma_4_file_whose_windows_would_be_others_is_refused(tmp_path: Path) -> None:
+    config = Gemma4TextConfig.from_dict(
+        {**SIZES, "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 0}
+    )
+    keys = {".attention.sliding_window": 16, ".attention.sliding_window_pattern": [True, False]}
+    path = write_gguf(tiny(config), tmp_path / "tiny.gguf", "gemma4", keys=keys)
+    with pytest.raises(ValueError, match=r"gemma4\.attention\.sliding_window_pattern is \[True, False\], which a"):
+        unpack(path, tmp_path / "folder")
+
+
+@needs_reader
+def test_a_files_named_chat_templates_were_dropped(tmp_path: Path) -> None:
+    keys = {
+        "tokenizer.chat_templates": ["tool_use"],
+        "tokenizer.chat_template.tool_use": "{{ tools[0].function.name }}",
+    }
+    unpack(write(tmp_path, "llama with rope_freqs", keys=keys), tmp_path / "folder")
+    template = ChatTemplate(load_tokenizer(tmp_path / "folder"))
+    turns = [{"role": "user", "content": "a"}]
+    assert template.render(turns, [{"type": "function", "function": {"name": "f"}}]) == "f"
+    assert template.render(turns) == "[user]a[assistant]"
 
 
 @needs_reader
