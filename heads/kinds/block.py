@@ -6,7 +6,7 @@ JetSpec (2606.18394): a slot sees only the slots before it in its block.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -114,9 +114,7 @@ class BlockHead(DraftHead):
     title = "Block"
     trained_by = "blocks"
     drafted_by = "blocks"
-    chooses_taps = True
     max_layers = None
-    flags: ClassVar = {"slots": ("sample_from_anchor",)}  # off by one slot, it guesses nothing right
     shape: BlockShape
 
     def __init__(self, shape: BlockShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
@@ -194,10 +192,6 @@ class BlockHead(DraftHead):
             allowed = "the id of a token that the head does not draft is allowed: correct mask_token_id or d2t"
             raise ValueError(f"mask_token_id: {shape.mask_token_id} given, which is in the draft vocabulary; {allowed}")
         return cls(shape, frozen, vocab)
-
-    @classmethod
-    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
-        return {"hidden_norm.weight": hidden_size, "norm.weight": hidden_size}
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -313,12 +307,12 @@ class BlockHead(DraftHead):
         return self.blocks_of(features, torch.arange(tokens.shape[1], device=tokens.device), tokens, blocks)
 
     def text_logits(
-        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int
     ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
-        read, choices = text.roll(-shift, dims=1), features.shape[1] - 1
-        states = self.text_states(features, read[:, :-1], Blocks.at_every_position(features.shape[1]))
+        choices = features.shape[1] - 1
+        states = self.text_states(features, text[:, :-1], Blocks.at_every_position(features.shape[1]))
         for level in range(min(depth, choices)):
-            yield self.logits(states[: choices - level, level], read[0, level + 1 : choices + 1])
+            yield self.logits(states[: choices - level, level], text[0, level + 1 : choices + 1])
 
     def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
         """Only `fc` reads all positions; the layers read the blocks."""

@@ -174,7 +174,7 @@ EDITS: dict[str, Edit] = {
     "nothing": lambda folder: None,
     "UP of 8 bits": put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "NaN": put(UP, full_of(float("nan"))),
-    "zeros": put("lm_head.weight", torch.zeros_like),
+    "negated": put("lm_head.weight", torch.neg),
     "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 5000),
     "no weights": removed("model.safetensors"),
     "pickle": renamed("pytorch_model.bin"),
@@ -295,8 +295,8 @@ convert: the output exists | out exists | CONVERT => OUT | out exists already | 
 convert: the target does not exist | nothing | convert {tmp}/damaged {tmp}/out --target no/where => --target
 lint: an engine that does not exist | ollama | LINT => layout | ollama cannot read | only vllm, sglang
 lint: an engine that reads other layouts | nothing | LINT --engine speculators => layout
-doctor: a weight is NaN | NaN | DOCTOR => dtype: damaged: tensor UP | infinity or NaN | only finite numbers
-doctor: no guess is right | zeros | DOCTOR => accuracy: damaged | 0.000 of | 0.02 or more
+doctor: a weight is NaN | NaN | DOCTOR => damaged cannot be used: tensor UP | infinity or NaN | only finite numbers
+doctor: no guess is right | negated | DOCTOR => accuracy: damaged | 0.000 of | 0.02 or more
 doctor: an export of another head | another head | SERVED => files: EXPORT's | differs from HEAD's by
 doctor: an export of another kind | medusa | SERVED => EXPORT | do not fit | HEAD's own weights | fix: export again
 doctor: a sample without tokens | samples of texts | SAMPLES => samples.jsonl: row 1 | ['text']
