@@ -130,7 +130,7 @@ def local_folder(text: str) -> Path:
 def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its stores; `doc` opens --help."""
     parser = own_parser(doc)
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
+    parser.add_argument("command", choices=["verify", "merge"])
     parser.add_argument("folder", type=local_folder, help="the store; for merge, the folder of the new store")
     parser.add_argument("sources", type=local_folder, nargs="*", help="for merge: the stores to merge")
     return parser.parse_args(argv)
