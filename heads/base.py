@@ -85,8 +85,12 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def section_vocab(cls, section: Any, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        """The tokens that the recipe's head may draft, given how often the target wrote each token."""
-        return DraftVocab.most_frequent(counts, section.model_dump().get("draft_vocab_size"))
+        """The tokens that the recipe's head may draft, given how often the target wrote each; never its mask token."""
+        sizes = section.model_dump()
+        if "mask_token_id" in sizes:
+            counts = counts.clone()
+            counts[-1 if sizes["mask_token_id"] is None else sizes["mask_token_id"]] = -1
+        return DraftVocab.most_frequent(counts, sizes.get("draft_vocab_size"))
 
     @classmethod
     def scales_taps(cls, section: Any) -> bool:

@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, Features, Positions, Tokens, Trainin
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps, is_block_config
-from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
+from headstart.heads.layers import AttentionCache, DecoderLayer, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
@@ -66,21 +66,6 @@ class ContextAttention(Projections):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer as in Qwen3, whose attention also sees the context."""
-
-    def __init__(self, shape: BlockShape, eps: float) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.self_attn = ContextAttention(shape, eps)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def forward(self, hidden: Slots, rotary: Tensor, mask: Tensor | None, cache: AttentionCache, layer: int) -> Slots:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class MarkovHead(nn.Module):
     """Scores for a slot's token given the token before: a low-rank table, or one gated by the slot's state."""
 
@@ -126,7 +111,8 @@ class BlockHead(DraftHead):
         eps = shape.eps_of(target)
         self.fc = nn.Linear(len(shape.taps) * target.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, eps)
-        self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
+        attentions = [ContextAttention(shape, eps) for _ in range(shape.num_layers)]
+        self.layers = nn.ModuleList([DecoderLayer(shape, eps, each) for each in attentions])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
         self.lm_head: nn.Module | None
@@ -140,13 +126,6 @@ class BlockHead(DraftHead):
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
         return is_block_config(config)
-
-    @classmethod
-    def section_vocab(cls, section: BlockSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        """Never the mask token, if it is reduced."""
-        counts = counts.clone()
-        counts[-1 if section.mask_token_id is None else section.mask_token_id] = -1
-        return super().section_vocab(section, counts)
 
     @classmethod
     def scales_taps(cls, section: BlockSection) -> bool:
@@ -258,7 +237,7 @@ class BlockHead(DraftHead):
         """Write the keys and values of verified positions to the cache, where the blocks of later steps find them."""
         rotary = self.rotary[positions]
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, BlockLayer)
+            assert isinstance(layer.self_attn, ContextAttention)
             cache.append(number, *layer.self_attn.keys_and_values(features, rotary))
 
     def forward(
