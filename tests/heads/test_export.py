@@ -21,7 +21,6 @@ from exported import (
 )
 from transformers import LlamaForCausalLM
 
-from headstart.heads import files
 from headstart.heads.formats.card import acceptance_lengths
 from headstart.heads.formats.export import export, refuse_unservable, violations_by_engine
 from headstart.heads.formats.layouts import FORMATS
@@ -185,21 +184,6 @@ def test_an_export_never_replaces_a_folder(make_head: MakeHead, target_folder: P
     assert same_bits(read_tensors(folder), make_head(seed=1).engine_tensors())
 
 
-def test_a_killed_export_leaves_no_folder(
-    make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def killed(*args: object, **kwargs: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", killed)
-        with pytest.raises(KeyboardInterrupt):
-            exported(make_head(), tmp_path, target_folder, "vllm")
-    assert not (tmp_path / "export/vllm").exists()
-    assert exported(make_head(), tmp_path, target_folder, "vllm").is_dir()
-    assert [path.name for path in (tmp_path / "export").iterdir()] == ["vllm"]
-
-
 def test_weights_keep_their_dtype_or_get_the_one_that_the_recipe_asks_for(
     make_head: MakeHead, target_folder: Path, tmp_path: Path
 ) -> None:
@@ -311,14 +295,6 @@ def test_a_weight_became_infinite_in_the_number_format_of_an_export(
     with pytest.raises(ValueError, match=r"fc\.weight holds NaN or infinity in float16"):
         export(recipe_of(tmp_path, target_folder, dtype="float16", format=name))
     assert not (tmp_path / "export").exists()
-
-
-def test_the_limits_of_a_card_were_those_of_the_recipe_given_at_export(make_recipe: Callable[..., Recipe]) -> None:
-    run(make_recipe("run", "train.steps=3", "train.warmup_steps=1"))
-    recipe = make_recipe("run", "export.format=native", "data.response_tokens=77", "data.temperatures=[0.3]")
-    trained, text = make_recipe("run").data, (export(recipe) / "README.md").read_text()
-    assert f"at most {trained.prompt_tokens + trained.response_tokens} tokens" in text
-    assert "0.3 in turn" not in text
 
 
 def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
