@@ -282,19 +282,6 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
         talk(monkeypatch, b"", *arguments)
 
 
-def test_a_message_names_options_where_no_recipe_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: Path
-) -> None:
-    shutil.copytree(folders / "target", tmp_path / "own_code")
-    path = tmp_path / "own_code" / "config.json"
-    auto_map = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "own", "auto_map": auto_map}))
-    said = r"^error: target.trust_remote_code: false given.*give a recipe with target.trust_remote_code in place of --t"
-    for target, message in ((tmp_path / "none", "^error: --target: .*none' is neither"), (path.parent, said)):
-        with pytest.raises(SystemExit, match=message):
-            talk(monkeypatch, b"", "--target", str(target), "--prompt", "a")
-
-
 def test_the_default_target_is_fetched_if_it_is_missing(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,32 +99,6 @@ def test_the_page_shows_the_packaged_table(monkeypatch: pytest.MonkeyPatch) -> N
     assert written == page.tables(FamilyTable.packaged())
 
 
-@pytest.mark.parametrize(
-    ("outcome", "method", "why"),
-    [
-        ("trees", "trees", None),
-        ("near-tie: greedy batch; largest margin 0.0002 after 9 + 3 tokens", "chains", "near-tie: greedy batch"),
-        ("differs: greedy batch; largest margin 2 after 9 + 3 tokens", "wrong", "differs: greedy batch"),
-        ("crash: no answer in 300 s", "wrong", "crash: no answer"),
-        ("not built: No module named 'scipy' (ModuleNotFoundError, a.py:9)", "not tried", "No module named 'scipy'"),
-        (
-            "refused: target.path: a 'x' model given, whose passes do not continue its own text: trees: KeyError: 4; "
-            "chains: KeyError: 4; own cache: 2 (3% of them); a causal language model that computes the same is allowed",
-            "refused",
-            "trees, chains: KeyError: 4; own cache: 2 (3% of them)",
-        ),
-    ],
-    ids=lambda given: str(given).partition(":")[0],
-)
-def test_an_outcome_of_the_check_is_told_to_users(
-    outcome: str, method: str, why: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    family = importlib.import_module("target_page").family_of({"family": "x", "outcome": outcome, "method": "chains"})
-    assert family.method == method
-    assert family.why == why or family.why.startswith(why)
-
-
 def test_a_gguf_file_and_a_folder_with_one_are_described(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
