@@ -89,7 +89,6 @@ class AdaptOptions:
     steps: int
     after: int
     once: bool
-    keep_traffic: bool
     roll_back: bool
 
 
@@ -103,8 +102,6 @@ def adapt_options(doc: str | None, argv: Sequence[str] | None = None) -> tuple[R
     after = "new tokens that the target has written, after which a candidate is trained (default: %(default)s)"
     add("--after", type=positive, default=20_000, metavar="TOKENS", help=after)
     add("--once", action="store_true", help="train one candidate on what the server has now, and end")
-    kept = "write the candidate's traffic to disk until it is judged, so that its training resumes after a kill"
-    add("--keep-traffic", action="store_true", help=kept)
     add("--roll-back", action="store_true", help="serve the head that was served before the present one, and end")
     given = parser.parse_intermixed_args(argv)
     recipe = named_recipe(given)
