@@ -54,7 +54,6 @@ class Options:
     """The texts to replay, and the engine that serves EXPORT."""
 
     samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
-    manifest: Path | None = None  # the features' manifest; None: the run's, if it has one
     count: int = 8
     new_tokens: int = 64
     depth: int = 4
@@ -70,7 +69,6 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
     rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)
-    parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
     add = partial(parser.add_argument, type=positive)
     add("--count", default=Options.count, help="prompts to replay (default: %(default)s)")
     add("--new-tokens", default=Options.new_tokens, help="new tokens per prompt (default: %(default)s)")

@@ -100,7 +100,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     accuracy = measure(trained)
     findings = [*no_right_guess(head, accuracy, sum(each.text.shape[1] - each.prompt for each in replays))]
     findings += other_target(files, folder)
-    findings += other_template(options.manifest, head.parent / MANIFEST, folder)
+    findings += other_template(head.parent / MANIFEST, folder)
     if served is None:
         return Diagnosis(findings, errors, accuracy, None)
     findings += compare_parts(trained, served, measure)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headstart.common.errors import named_errors
 from headstart.common.files import read_json
 from headstart.heads.files import HeadFiles
 from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin
@@ -55,19 +54,11 @@ def other_target(files: HeadFiles, target: Path) -> Iterator[Finding]:
         yield Finding("target", f"TARGET is {now}", right, advice, cost)
 
 
-def other_template(named: Path | None, default: Path, target: Path) -> Iterator[Finding]:
+def other_template(manifest: Path, target: Path) -> Iterator[Finding]:
     """Yield a finding if the manifest of the training features records another chat template than TARGET's."""
-    manifest = named or default
-    if named is not None and not named.is_file():
-        raise ValueError(f"--manifest: {named} not found; name the manifest.json in a folder of features")
     if not manifest.is_file():
         return
-    remedy = "name the manifest.json in a folder of features, or harvest again"
-    with named_errors("--manifest"):
-        content = read_json(manifest, remedy)
-        if not isinstance(content, dict):
-            raise ValueError(f"{manifest} is not a JSON object, one is required: {remedy}")
-    trained = content.get("chat_template_sha256")
+    trained = read_json(manifest, "harvest again").get("chat_template_sha256")
     now = hashlib.sha256(str(load_tokenizer(target).chat_template).encode()).hexdigest()
     if trained not in (None, now):
         found = f"TARGET's chat template has hash {now[:12]}"

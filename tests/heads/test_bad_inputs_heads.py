@@ -206,7 +206,6 @@ EDITS: dict[str, Edit] = {
     "samples with 97": beside("samples.jsonl", '{"tokens": [5, 97]}\n'),
     "samples of texts": beside("samples.jsonl", '{"text": "def"}\n'),
     "samples of prompts": beside("samples.jsonl", '{"prompt": "the target writes"}\n'),
-    "manifest of text": beside("manifest.json", "hello"),
 }
 
 # A head, an edit of its folder, and what loading it says.
@@ -306,7 +305,6 @@ doctor: the tokenizer of another model | samples of prompts | SAMPLES => samples
 doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000 => --new-tokens | 1000
 doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged => damaged
 doctor: a depth beyond any head | nothing | DOCTOR --depth 100000 => --depth | 100000 | 1 to 64 is allowed | lower it
-doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json => --manifest
 export: a number format that torch lacks | float3 | EXPORT => torch_dtype | 'float3' | float32, bfloat16 or float16
 export: the folder is a file | run a file | EXPORT => run_dir | run is a file
 report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => report.other_heads.other
