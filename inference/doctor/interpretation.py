@@ -72,7 +72,7 @@ class Interpretation:
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
         """Build the head, without the weights of disabled norms; raises ValueError for tensors that do not fit."""
-        config, tensors = dict(self.config), self.tensors
+        config, tensors = dict(self.config), dict(self.tensors)
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
             if not config.get(flag):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}

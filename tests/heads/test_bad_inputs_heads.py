@@ -4,11 +4,10 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 import yaml
@@ -24,20 +23,13 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.targets.loading import pick_device
 from headstart.recipes.schema_heads import Eagle3Section
 
+pytestmark = pytest.mark.usefixtures("as_in_production")
+
 MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
 UP = "midlayer.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Users have no shape checks, which would refuse some of these files before our code does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")

@@ -3,11 +3,10 @@
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import numpy
 import pytest
 import torch
@@ -25,20 +24,13 @@ from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
+pytestmark = pytest.mark.usefixtures("as_in_production")
+
 DEMO = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "assets" / "demo_target")
 INF, NAN = float("inf"), float("nan")
 IDS = torch.tensor([[5, 6, 7, 11]])
 TWO = torch.tensor([[0, 5, 6], [7, 8, 9]])
 SAMPLE = {"do_sample": True}
-
-
-@pytest.fixture(autouse=True)
-def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Users have no shape checks, which would refuse some of these inputs before our code sees them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
