@@ -52,14 +52,11 @@ class DraftHead(nn.Module, ABC):
     trained_by: ClassVar[str]  # a key of trainers.step.TRAINED: how its loss is computed
     drafted_by: ClassVar[str]  # a key of inference.drafters.for_heads.DRAFTERS: how it drafts
     has_rope: ClassVar[bool] = True  # whether it has rotary embeddings, which must then match the target's
-    reads_tokens: ClassVar[bool] = True  # whether it reads the token after each position
     repeats_layers: ClassVar[bool] = True  # whether all levels run the same layers
-    chooses_taps: ClassVar[bool] = False  # whether its config.json names the taps
     max_layers: ClassVar[int | None] = 1  # decoder layers that it may have; None is any number
     is_target_layer: ClassVar[bool] = False  # whether it is a part of its target, with which engines read it
     vocab_map: ClassVar[str] = "d2t"  # the tensor that holds its draft vocabulary
-    # Keys of config.json that are true or false without a trace in the tensors, by what they are about.
-    flags: ClassVar[dict[str, tuple[str, ...]]] = {}
+    norm_flags: ClassVar[tuple[str, ...]] = ()  # keys of config.json about its norms, true or false
     shape: Any  # everything about it but its weights: a frozen dataclass of its kind, which has a `cache_shape`
     target: TargetConfig
     taps: tuple[int, ...]  # indices of the target's hidden_states that `project` takes, ascending
@@ -88,8 +85,12 @@ class DraftHead(nn.Module, ABC):
 
     @classmethod
     def section_vocab(cls, section: Any, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        """The tokens that the recipe's head may draft, given how often the target wrote each token."""
-        return DraftVocab.most_frequent(counts, section.model_dump().get("draft_vocab_size"))
+        """The tokens that the recipe's head may draft, given how often the target wrote each; never its mask token."""
+        sizes = section.model_dump()
+        if "mask_token_id" in sizes:
+            counts = counts.clone()
+            counts[-1 if sizes["mask_token_id"] is None else sizes["mask_token_id"]] = -1
+        return DraftVocab.most_frequent(counts, sizes.get("draft_vocab_size"))
 
     @classmethod
     def scales_taps(cls, section: Any) -> bool:
@@ -110,11 +111,6 @@ class DraftHead(nn.Module, ABC):
     @abstractmethod
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "DraftHead":
         """A head with the sizes of a config.json; makes `tensors` its state dict; ValueError if they disagree."""
-
-    @classmethod
-    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
-        """The length of each norm's weight that a head of this width may have, by name."""
-        return {}
 
     @abstractmethod
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -200,12 +196,11 @@ class DraftHead(nn.Module, ABC):
 
     @abstractmethod
     def text_logits(
-        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int
     ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
         """Yield the logits depth by depth, each from the true tokens before it, given features of all but the last.
 
-        Row t of depth k (from 0) is about the token at position t + 2 + k. `shift` moves the tokens that the head reads
-        against the features.
+        Row t of depth k (from 0) is about the token at position t + 2 + k.
         """
 
     @abstractmethod
@@ -249,12 +244,12 @@ class LevelHead(DraftHead):
         """The features of the next level, from this level's output `hidden` and its features."""
 
     def text_logits(
-        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int
     ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
         before = features.shape[1]
         positions, cache = torch.arange(before, device=text.device), UnrollCache()
         for level in range(min(depth, before - 1)):  # each further depth has one choice fewer
-            tokens = text[:, 1:].roll(-level - shift, dims=1)
+            tokens = text[:, 1:].roll(-level, dims=1)
             hidden = self(features, tokens, positions + level, cache=cache, level=level)
             yield self.logits(hidden[:, : before - 1 - level], level)[0]
             features = self.feedback(hidden, features)

@@ -32,10 +32,6 @@ class StaticTree:
             raise ValueError(f"decode.nodes: {nodes} given, {allowed}")
         return self.paths[:nodes]
 
-    def expected(self, nodes: int) -> float:
-        """Expected acceptance length of the best tree of this many nodes, bonus token included."""
-        return 1 + sum(self.chances[:nodes])
-
 
 @dataclass(frozen=True)
 class Calibration:

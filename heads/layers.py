@@ -227,3 +227,25 @@ class MLP(nn.Module):
 
     def forward(self, hidden: Float[Tensor, "*axes hidden"]) -> Float[Tensor, "*axes hidden"]:
         return self.down_proj(functional.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class DecoderLayer(nn.Module):
+    """A plain decoder layer around an attention."""
+
+    def __init__(self, shape: LayerShape, eps: float, attention: nn.Module) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
+        self.self_attn = attention
+        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
+
+    def forward(
+        self,
+        hidden: Float[Tensor, "batch seq hidden"],
+        rotary: Tensor,
+        mask: Tensor | None,
+        cache: AttentionCache | None,
+        layer: int,
+    ) -> Float[Tensor, "batch seq hidden"]:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

@@ -11,7 +11,6 @@ the number of tokens per target step. /help lists the commands, such as /plain, 
 is not a terminal, each line of it is a question, and nothing is coloured.
 """
 
-import difflib
 import signal
 import sys
 import unicodedata
@@ -23,7 +22,6 @@ from io import TextIOWrapper
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -43,17 +41,14 @@ from headstart.options import FOLDER, ChatOptions, chat_options, find_folder
 from headstart.smollm2 import fetch
 
 Turn = dict[str, str]
-HELP = {  # command -> (its value, what it does)
-    "/plain": ("", "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)"),
-    "/draft": ("", "decode with draft tokens again"),
-    "/again": ("", "answer the last question again, such as after /plain or with another seed"),
-    "/seed": ("N", "sample other text: the seed of the random numbers"),
-    "/temperature": ("T", "how freely tokens are sampled; 0 always takes the likeliest one"),
-    "/reset": ("", "begin a new conversation"),
-    "/help": ("", "list these commands"),
-    "/quit": ("", "end the chat; Ctrl-D does too, and Ctrl-C while no answer is written"),
+HELP = {  # command -> what it does
+    "/plain": "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)",
+    "/draft": "decode with draft tokens again",
+    "/again": "answer the last question again, such as after /plain",
+    "/reset": "begin a new conversation",
+    "/help": "list these commands",
+    "/quit": "end the chat; Ctrl-D does too, and Ctrl-C while no answer is written",
 }
-NUMBERS = {"/seed": (int, "a whole number", "/seed 1"), "/temperature": (float, "a number", "/temperature 0.7")}
 SHADES = ("#d9f0d3", "#b8e2b0", "#93d08c", "#6abb6b", "#43a24f", "#1f7d34", "#0f6126")  # by depth; darker with depth
 WHITE_LETTERS_FROM = 6  # the first depth whose shade is too dark for black letters
 
@@ -99,28 +94,6 @@ def talk(options: ChatOptions) -> None:
         console.print()
 
 
-def read_command(line: str) -> tuple[str, Any] | None:
-    """The command in a line and the number after it, None if the line is a question; raises ValueError for mistakes."""
-    if not line.startswith("/"):
-        return None
-    name, *values = line.split()
-    if name not in HELP:
-        near = difflib.get_close_matches(name, HELP, n=1)
-        advice = f"did you mean {near[0]}?" if near else "/help says what each does"
-        advice += " (a question may begin with a slash after a space)"
-        raise ValueError(f"{name}: not a command; {', '.join(HELP)} are allowed; {advice}")
-    value = " ".join(values)
-    if name not in NUMBERS:
-        if value:
-            raise ValueError(f"{name}: {value!r} given, no value is allowed; write {name} alone")
-        return name, None
-    kind, allowed, example = NUMBERS[name]
-    try:
-        return name, kind(value)
-    except ValueError:
-        raise ValueError(f"{name}: {value!r} given, {allowed} is allowed; write {example}") from None
-
-
 @dataclass
 class Chat:
     """A conversation on a console. Questions and commands come one by one through `handle`."""
@@ -154,28 +127,21 @@ class Chat:
     def handle(self, line: str) -> bool:
         """Answer a question or follow a command; False ends the chat. Mistakes are printed, not raised."""
         try:
-            command = read_command(line)
-            if command is not None:
-                return self.follow(*command)
+            if line.startswith("/"):
+                return self.follow(line.strip())
             if line.strip():
                 self.answer(line.strip() if self.template.exists else line.rstrip("\r\n"))
         except ValueError as error:
             self.say(str(error))
         return True
 
-    def follow(self, command: str, value: Any) -> bool:
+    def follow(self, command: str) -> bool:
         match command:
             case "/help":
-                self.say("\n".join(f"  {f'{name} {value}'.rstrip():<16}{does}" for name, (value, does) in HELP.items()))
+                self.say("\n".join(f"  {name:<8}{does}" for name, does in HELP.items()))
             case "/plain" | "/draft":
                 self.has_drafts = command == "/draft"
                 self.say("with draft tokens" if self.has_drafts else "without draft tokens; /draft brings them back")
-            case "/seed":
-                self.sampling = replace(self.sampling, seed=value)
-                self.say(f"seed {value}{'; it has no effect at temperature 0' * (self.sampling.temperature == 0)}")
-            case "/temperature":
-                self.sampling = replace(self.sampling, temperature=value)
-                self.say(f"temperature {value:g}")
             case "/reset":
                 self.turns, self.question = [], None
                 self.say("a new conversation")
@@ -184,6 +150,9 @@ class Chat:
                     raise ValueError("/again: no question was answered yet, one is needed; ask one first")
                 del self.turns[-2:]
                 self.answer(self.question)
+            case _ if command not in HELP:
+                advice = "/help says what each does (a question may begin with a slash after a space)"
+                raise ValueError(f"{command}: not a command; {', '.join(HELP)} are allowed; {advice}")
         return command != "/quit"
 
     def answer(self, question: str) -> None:

@@ -1,13 +1,12 @@
 """Show how a model can be decoded: with trees of draft tokens, with chains, without drafts, or not at all.
 
     headstart targets                       # every model type that was tried, by how it decodes
-    headstart targets qwen3_next            # one model type, with the sizes of its default configuration
+    headstart targets qwen3_next            # one model type
     headstart targets path/to/model         # a model's folder, its config.json, or a GGUF file
     headstart targets Qwen/Qwen3-8B         # a model on the hub; only its config.json is fetched
 
-No weights are read. How a model type decodes was found with a tiny random model (docs/targets.md has the whole table);
-what its layers cache is computed from the configuration. Loading a model tries its own weights in the same way, and
-that trial decides.
+No weights are read. How a model type decodes was found with a tiny random model (docs/targets.md has the whole table).
+Loading a model tries its own weights in the same way, and that trial decides.
 """
 
 import json
@@ -117,9 +116,9 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
     """
     from headstart import target_description as model  # loads torch, which an overview can do without
 
-    folder, model_type = model.find_model(name)
+    model_type = model.find_type(name)
     family = table.of(model_type)
-    yield "model type", model_type if folder is not None else f"{model_type}, in its default configuration"
+    yield "model type", model_type
     yield "decodes by", f"{family.method}: {METHODS[family.method]}"
     if family.why is not None:
         yield "because", family.why
@@ -127,11 +126,9 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
         yield "code", "not in this transformers; loading the model with target.trust_remote_code=true tries it"
         return
     if family.is_target or family.method == "not tried":
-        config = model.config_of(folder, model_type)
         if family.harvest in HEADS:
             yield "heads", HEADS[family.harvest]
-            yield "exports", model.engines(config)
+            yield "exports", model.engines(family.decoder or model_type)
         else:
             yield "heads", f"cannot be trained for it: {str(family.harvest).removeprefix('no: ')}"
-        yield from model.memory(config)
     yield "known from", f"{table.source}; loading a model tries its own weights"

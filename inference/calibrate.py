@@ -143,12 +143,11 @@ def score_taps(
     prompt: int,
     sampling: Sampling,
     depth: int,
-    shift: int = 0,
 ) -> Iterator[LevelScores]:
-    """`score_text` from known taps; `shift` moves the tokens that the head reads with them."""
+    """`score_text` from known taps."""
     batch = BatchSampling([sampling], text.device)
     ids, column = head.vocab.ids.to(text.device), head.vocab.columns().to(text.device)
-    for level, logits in enumerate(head.text_logits(head.project(taps), text, depth, shift)):
+    for level, logits in enumerate(head.text_logits(head.project(taps), text, depth)):
         at = torch.arange(level + 2, level + 2 + len(logits), device=text.device)
         warped = batch.scores(logits.unsqueeze(0), None, None, ids)[0].float()
         noise = torch.zeros_like(warped)

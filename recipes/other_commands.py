@@ -56,7 +56,6 @@ class Options:
     """The texts to replay, and the engine that serves EXPORT."""
 
     samples: Path | None = None  # JSONL file; None: the run's held-out prompts, else the target's
-    manifest: Path | None = None  # the features' manifest; None: the run's, if it has one
     count: int = 8
     new_tokens: int = 64
     depth: int = 4
@@ -72,7 +71,6 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
     rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)
-    parser.add_argument("--manifest", type=Path, help="manifest.json of the training features; default: the run's")
     add = partial(parser.add_argument, type=positive)
     add("--count", default=Options.count, help="prompts to replay (default: %(default)s)")
     add("--new-tokens", default=Options.new_tokens, help="new tokens per prompt (default: %(default)s)")
@@ -99,7 +97,6 @@ class AdaptOptions:
     steps: int
     after: int
     once: bool
-    keep_traffic: bool
     roll_back: bool
 
 
@@ -113,8 +110,6 @@ def adapt_options(doc: str | None, argv: Sequence[str] | None = None) -> tuple[R
     after = "new tokens that the target has written, after which a candidate is trained (default: %(default)s)"
     add("--after", type=positive, default=20_000, metavar="TOKENS", help=after)
     add("--once", action="store_true", help="train one candidate on what the server has now, and end")
-    kept = "write the candidate's traffic to disk until it is judged, so that its training resumes after a kill"
-    add("--keep-traffic", action="store_true", help=kept)
     add("--roll-back", action="store_true", help="serve the head that was served before the present one, and end")
     given = parser.parse_intermixed_args(argv)
     recipe = named_recipe(given)
@@ -140,7 +135,7 @@ def local_folder(text: str) -> Path:
 def store_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command and its stores; `doc` opens --help."""
     parser = own_parser(doc)
-    parser.add_argument("command", choices=["verify", "stats", "merge"])
+    parser.add_argument("command", choices=["verify", "merge"])
     parser.add_argument("folder", type=local_folder, help="the store; for merge, the folder of the new store")
     parser.add_argument("sources", type=local_folder, nargs="*", help="for merge: the stores to merge")
     return parser.parse_args(argv)

@@ -214,11 +214,11 @@ class DecodeSection(Section):
     draft_model: HomeText | None = Field(
         default=None, description="Folder or hub name of a draft model with the target's tokenizer."
     )
-    growth: Literal["chain", "searched", "searched_cost_aware", "dynamic", "cost_aware"] = Field(
+    growth: Literal["chain", "searched", "dynamic", "cost_aware"] = Field(
         default="dynamic",
         description="Shape of the draft tree. chain: one token per level; searched: the fixed shape fitted to "
-        "the head; dynamic: the likeliest nodes (EAGLE-2); cost_aware, searched_cost_aware: dynamic and searched, with "
-        "depth and size chosen from the step times measured on this machine.",
+        "the head; dynamic: the likeliest nodes (EAGLE-2); cost_aware: dynamic, with depth and size chosen from the "
+        "step times measured on this machine.",
     )
     depth: int = Field(
         default=5, gt=0, le=64, description="Levels drafted per target step; the most, if growth chooses the depth."

@@ -138,9 +138,9 @@ class Checkpoints:
             resumes = "start over" if before is None else f"resume from step-{before}"
             raise ValueError(f"{self.path(step)} cannot be read ({error}); remove it to {resumes}") from error
 
-    def note_export(self, what: Json) -> None:
-        """Record which weights became the run's head, and on what machine they were trained."""
-        write_text(self.folder / "exported.json", json.dumps(what))
+    def note_export(self, step: int) -> None:
+        """Record which weights became the run's head."""
+        write_text(self.folder / "exported.json", json.dumps({"step": step}))
 
 
 def flush(path: Path) -> None:

@@ -21,7 +21,7 @@ from headstart.heads.formats.layouts import refusing_engine
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import KINDS, head_taps, save_head
 from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
-from headstart.inference.targets.loading import processor_name, slow_format
+from headstart.inference.targets.loading import slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.command_line import DeviceMemory
@@ -157,7 +157,7 @@ class TrainingRun:
             return
         recipe, state = self.recipe, "head was already complete in"
         if not trained.is_exported:
-            export_head(recipe, trained, self.accelerator)
+            export_head(recipe, trained)
             state = "head written to"
         if trained.start.start_from and (measured := before_and_after(recipe)) is not None:
             print(measured)
@@ -197,7 +197,7 @@ def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> He
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 
 
-def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) -> None:
+def export_head(recipe: Recipe, trained: TrainedHead) -> None:
     checkpoints, target, decoding = trained.checkpoints, trained.target, trained.decoding
     newest = checkpoints.load()
     assert newest is not None
@@ -217,10 +217,7 @@ def export_head(recipe: Recipe, trained: TrainedHead, accelerator: Accelerator) 
         print("train.eval_prompts: 0, so the head's scores are not calibrated; headstart calibrate RECIPE does it")
     head.origin = TargetOrigin.of(origin)
     save_head(head, recipe.head_dir)
-    machine = processor_name(accelerator.device)
-    if accelerator.num_processes > 1:
-        machine = f"{accelerator.num_processes} x {machine}"
-    checkpoints.note_export({"step": newest.step, "machine": machine})
+    checkpoints.note_export(newest.step)
 
 
 def before_and_after(recipe: Recipe) -> str | None:

@@ -184,10 +184,6 @@ class FeatureStore(SampleStore):
             counts += torch.bincount(tensors["tokens"][tensors["loss_mask"].bool()], minlength=vocab_size)
         return counts
 
-    def num_trained_on(self) -> int:
-        """The number of tokens to train on."""
-        return sum(int(self._shard(shard).get_tensor("loss_mask").sum()) for shard in range(len(self.shards)))
-
     def follow(self, sample_at: Callable[[int], int], place: int) -> None:
         if self._cache is not None:
             self._cache.follow(lambda place: self.places[sample_at(place)][0], place, len(self.places))

@@ -1,7 +1,6 @@
-"""Feature stores: verify one, show its statistics, or merge several into one.
+"""Feature stores: verify one, or merge several into one.
 
     headstart store verify runs/tiny/features
-    headstart store stats  runs/tiny/features
     headstart store merge  runs/all/features runs/tiny/features runs/more/features
 
 A recipe trains on a merged store with data.store=runs/all/features.
@@ -19,7 +18,6 @@ from headstart.common.files import whole_folder, write_text
 from headstart.data_pipelines.features.shard_files import non_finite, open_shard
 from headstart.data_pipelines.features.shards import (
     MANIFEST,
-    FeatureStore,
     foreign_shards,
     read_manifest,
     repair,
@@ -60,23 +58,6 @@ def refuse_damage(folder: Path) -> None:
                 raise ValueError(
                     f"{problem}; harvest again in another run_dir with another data.dtype, such as bfloat16"
                 )
-
-
-def stats(folder: Path) -> Json:
-    """The sizes of a store and the origin that its manifest records."""
-    about = read_manifest(folder)
-    statistics = origin(about)
-    for split in SPLITS:
-        store = FeatureStore(folder, split)
-        num_bytes = sum(shard["bytes"] for shard in store.shards)
-        statistics[split] = {
-            "shards": len(store.shards),
-            "samples": len(store),
-            "tokens": store.num_tokens,
-            "trained_on": store.num_trained_on(),
-            "bytes_per_token": round(num_bytes / max(store.num_tokens, 1), 1),
-        }
-    return statistics
 
 
 def merge(into: Path, sources: list[Path]) -> Stage:
@@ -188,10 +169,9 @@ def main() -> None:
             merge(arguments.folder, arguments.sources)
             print(f"{describe_store(arguments.folder)}\nmerged; train on it with data.store={arguments.folder}")
         elif arguments.sources:
-            problem = f"store {arguments.command}: {len(arguments.sources) + 1} folders are given"
+            problem = f"store verify: {len(arguments.sources) + 1} folders are given"
             raise ValueError(f"{problem}, one is allowed; start it once for each")
-        elif arguments.command == "stats":
-            print(json.dumps(stats(arguments.folder), indent=1))
         else:
             refuse_damage(arguments.folder)
-            print(f"{arguments.folder}: every shard matches the manifest, and all numbers are finite")
+            sound = "every shard matches the manifest, and all numbers are finite"
+            print(f"{describe_store(arguments.folder)}\n{arguments.folder}: {sound}")

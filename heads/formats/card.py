@@ -5,10 +5,9 @@ The text is in card.md.jinja; this module collects its figures.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
-from statistics import median
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -62,7 +61,6 @@ def card(
         accuracies=[value for name, value in (heldout or {}).items() if name.startswith("heldout/accuracy_")],
         lengths=acceptance_lengths(recipe),
         num_eval_prompts=min(recipe.train.eval_prompts, num_prompts(recipe, "heldout", recipe.train.eval_prompts)),
-        curve=learning_curve(recipe),
         report=report,
         measurements=[] if report is None else list(measurements(report)),
         SELF=SELF,
@@ -126,33 +124,6 @@ def exported(recipe: Recipe) -> dict[str, Any]:
     """Training's record about the exported weights; empty if there is none."""
     record = recipe.checkpoints_dir / "exported.json"
     return read_json(record, "remove it, and the head is written again") if record.is_file() else {}
-
-
-@dataclass(frozen=True)
-class LearningCurve:
-    """The acceptance length at each temperature by tokens read."""
-
-    temperatures: list[str]
-    rows: list[tuple[int, list[float]]]  # tokens read, then the acceptance length at each temperature
-    tokens: int  # read in all
-    hours: float | None  # of optimizer steps; None if the log does not say
-    machine: str | None
-
-
-def learning_curve(recipe: Recipe) -> LearningCurve:
-    rows = [row for row in read_growing_jsonl(recipe.metrics_path) if row["step"] <= recipe.train.steps]
-    measured = sorted({row["step"]: row for row in rows if "train/tokens" in row}.items())
-    last = measured[-1][1] if measured else {}
-    rates = [row["train/tokens_per_second"] for row in rows if "train/tokens_per_second" in row]
-    machine, tokens = exported(recipe).get("machine"), last.get("train/tokens", 0)
-    names = [name for name in LOGGED_LENGTHS if name in last]
-    return LearningCurve(
-        temperatures=[LOGGED_LENGTHS[name] for name in names],
-        rows=[(row["train/tokens"], [row[name] for name in names]) for _, row in measured if names],
-        tokens=tokens,
-        hours=tokens / median(rates) / 3600 if last and rates and machine else None,
-        machine=machine,
-    )
 
 
 def report_of(recipe: Recipe, source: Path) -> dict[str, Any] | None:

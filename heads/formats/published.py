@@ -27,7 +27,7 @@ def import_head(files: HeadFiles, frozen: FrozenTarget) -> tuple[DraftHead, list
     if translation.refused:
         wrong = [*translation.refused, *misfits(subject, translation)]
         advice = "correct the files, or get a head that headstart can represent"
-        raise ValueError(f"{files.folder} cannot be converted: {'; '.join(wrong)}; {advice}")
+        raise ValueError(f"{files.folder} cannot be used: {'; '.join(wrong)}; {advice}")
     translation.config["headstart"] = {
         "taps": list(subject.taps),
         "target_num_layers": frozen.config.num_layers,

@@ -76,7 +76,6 @@ class Layout:
     recognises: Callable[[HeadFiles], bool]
     rules: dict[str, tuple["Rule", ...]]  # engine that can serve it -> what the engine's loader needs
     commands: dict[str, "Command"]  # engine -> how to serve it, for its README.md
-    head_rules: tuple["Rule", ...] = ()  # faults that matter in every engine, beside those that all layouts can have
     steps: tuple["Step", ...] = ()  # of the translation into our own layout
     shapes: Callable[["Subject", str], dict[str, tuple[int, ...]]] = lambda subject, engine: {}  # of the tensors needed
     optional: frozenset[str] = frozenset()  # tensors that it may have, too

@@ -6,7 +6,7 @@ JetSpec (2606.18394): a slot sees only the slots before it in its block.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -18,7 +18,7 @@ from headstart.heads.base import DraftHead, Features, Positions, Tokens, Trainin
 from headstart.heads.frozen import FrozenTarget, drop_embedding, is_copy
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.block_config import BlockShape, block_config, block_shape, block_taps, is_block_config
-from headstart.heads.layers import MLP, AttentionCache, Projections, RMSNorm, rotate
+from headstart.heads.layers import AttentionCache, DecoderLayer, Projections, RMSNorm, rotate
 from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import BlockSection
@@ -66,21 +66,6 @@ class ContextAttention(Projections):
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
-class BlockLayer(nn.Module):
-    """A decoder layer as in Qwen3, whose attention also sees the context."""
-
-    def __init__(self, shape: BlockShape, eps: float) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.self_attn = ContextAttention(shape, eps)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def forward(self, hidden: Slots, rotary: Tensor, mask: Tensor | None, cache: AttentionCache, layer: int) -> Slots:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class MarkovHead(nn.Module):
     """Scores for a slot's token given the token before: a low-rank table, or one gated by the slot's state."""
 
@@ -114,9 +99,7 @@ class BlockHead(DraftHead):
     title = "Block"
     trained_by = "blocks"
     drafted_by = "blocks"
-    chooses_taps = True
     max_layers = None
-    flags: ClassVar = {"slots": ("sample_from_anchor",)}  # off by one slot, it guesses nothing right
     shape: BlockShape
 
     def __init__(self, shape: BlockShape, frozen: FrozenTarget, vocab: DraftVocab) -> None:
@@ -128,7 +111,8 @@ class BlockHead(DraftHead):
         eps = shape.eps_of(target)
         self.fc = nn.Linear(len(shape.taps) * target.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(shape.hidden_size, eps)
-        self.layers = nn.ModuleList([BlockLayer(shape, eps) for _ in range(shape.num_layers)])
+        attentions = [ContextAttention(shape, eps) for _ in range(shape.num_layers)]
+        self.layers = nn.ModuleList([DecoderLayer(shape, eps, each) for each in attentions])
         self.norm = RMSNorm(shape.hidden_size, eps)
         self.markov_head = MarkovHead(shape, vocab) if shape.markov_rank else None
         self.lm_head: nn.Module | None
@@ -142,13 +126,6 @@ class BlockHead(DraftHead):
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
         return is_block_config(config)
-
-    @classmethod
-    def section_vocab(cls, section: BlockSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        """Never the mask token, if it is reduced."""
-        counts = counts.clone()
-        counts[-1 if section.mask_token_id is None else section.mask_token_id] = -1
-        return super().section_vocab(section, counts)
 
     @classmethod
     def scales_taps(cls, section: BlockSection) -> bool:
@@ -194,10 +171,6 @@ class BlockHead(DraftHead):
             allowed = "the id of a token that the head does not draft is allowed: correct mask_token_id or d2t"
             raise ValueError(f"mask_token_id: {shape.mask_token_id} given, which is in the draft vocabulary; {allowed}")
         return cls(shape, frozen, vocab)
-
-    @classmethod
-    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
-        return {"hidden_norm.weight": hidden_size, "norm.weight": hidden_size}
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:
@@ -264,7 +237,7 @@ class BlockHead(DraftHead):
         """Write the keys and values of verified positions to the cache, where the blocks of later steps find them."""
         rotary = self.rotary[positions]
         for number, layer in enumerate(self.layers):
-            assert isinstance(layer, BlockLayer)
+            assert isinstance(layer.self_attn, ContextAttention)
             cache.append(number, *layer.self_attn.keys_and_values(features, rotary))
 
     def forward(
@@ -313,12 +286,12 @@ class BlockHead(DraftHead):
         return self.blocks_of(features, torch.arange(tokens.shape[1], device=tokens.device), tokens, blocks)
 
     def text_logits(
-        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int, shift: int = 0
+        self, features: Features, text: Int[Tensor, "1 tokens"], depth: int
     ) -> Iterator[Float[Tensor, "choices draft_vocab"]]:
-        read, choices = text.roll(-shift, dims=1), features.shape[1] - 1
-        states = self.text_states(features, read[:, :-1], Blocks.at_every_position(features.shape[1]))
+        choices = features.shape[1] - 1
+        states = self.text_states(features, text[:, :-1], Blocks.at_every_position(features.shape[1]))
         for level in range(min(depth, choices)):
-            yield self.logits(states[: choices - level, level], read[0, level + 1 : choices + 1])
+            yield self.logits(states[: choices - level, level], text[0, level + 1 : choices + 1])
 
     def training_passes(self, samples: int, longest: int, unroll: int, anchors: int) -> TrainingPasses:
         """Only `fc` reads all positions; the layers read the blocks."""

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from headstart.heads.base import Features, Hidden, LastHiddenHead, Mask, Positions, Tokens, input_scales
 from headstart.heads.frozen import FrozenTarget, drop_embedding
 from headstart.heads.layers import MLP, Attention, AttentionCache, LayerShape, RMSNorm
-from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import Eagle1Section
 
@@ -70,10 +69,6 @@ class Eagle1Head(LastHiddenHead):
         if "fc.bias" in tensors and not tensors["fc.bias"].any():
             del tensors["fc.bias"]
         return cls(Eagle1Shape.from_config(config, frozen.config, fc_bias="fc.bias" in tensors), frozen)
-
-    @classmethod
-    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
-        return {"layers.0.post_attention_layernorm.weight": hidden_size}
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:

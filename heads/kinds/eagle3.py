@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -63,8 +63,7 @@ class Eagle3Head(LinearStart, LevelHead):
 
     kind = "eagle3"
     title = "EAGLE-3"
-    chooses_taps = True
-    flags: ClassVar = {"norm": NORM_FLAGS}
+    norm_flags = NORM_FLAGS
     shape: Eagle3Shape
 
     def __init__(self, shape: Eagle3Shape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
@@ -142,16 +141,6 @@ class Eagle3Head(LinearStart, LevelHead):
     def from_engine(cls, config: dict[str, Any], tensors: dict[str, Tensor], frozen: FrozenTarget) -> "Eagle3Head":
         vocab = DraftVocab.from_tensors(tensors, frozen.config.vocab_size)
         return cls(cls.config_shape(config, tensors, frozen.config), frozen.config, vocab, frozen.embedding)
-
-    @classmethod
-    def norm_sizes(cls, hidden_size: int, target: TargetConfig, num_taps: int) -> dict[str, int]:
-        layer = ("input_layernorm", "hidden_norm", "post_attention_layernorm")
-        return {
-            **{f"midlayer.{name}.weight": hidden_size for name in layer},
-            "norm.weight": hidden_size,
-            "input_norm.weight": target.hidden_size * num_taps,
-            **{f"fc_norm.{number}.weight": target.hidden_size for number in range(num_taps)},
-        }
 
     @torch.no_grad()
     def initialise(self, frozen: FrozenTarget, generator: torch.Generator) -> None:

@@ -87,7 +87,6 @@ class MedusaHead(LastHiddenHead):
     title = "Medusa"
     shape: MedusaShape
     has_rope = False
-    reads_tokens = False
     repeats_layers = False
     vocab_map = "token_map"
 

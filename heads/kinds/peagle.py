@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from headstart.heads.base import Features, Hidden, Mask, Positions, Tokens, TrainingPasses
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
-from headstart.heads.layers import MLP, Attention, AttentionCache, RMSNorm
+from headstart.heads.layers import Attention, AttentionCache, DecoderLayer
 from headstart.heads.target_config import TargetConfig, mask_token
 from headstart.heads.vocab import DraftVocab
-from headstart.recipes.schema_heads import PEagleSection
 
 MASK_TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # vLLM takes the first that config.json has
 KEEP_RATIO, KEEP_SHARE_MIN = 0.7, 0.2  # share of the positions that each depth of a training pass keeps of the last one
@@ -36,23 +35,6 @@ class PEagleShape(Eagle3Shape):
         return self.num_layers, self.num_kv_heads, self.head_dim
 
 
-class LaterLayer(nn.Module):
-    """A plain decoder layer, after EAGLE-3's."""
-
-    def __init__(self, shape: PEagleShape, eps: float) -> None:
-        super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, eps)
-        self.self_attn = Attention(shape.hidden_size, shape)
-        self.mlp = MLP(shape.hidden_size, shape.intermediate_size)
-
-    def forward(
-        self, hidden: Hidden, rotary: Tensor, mask: Tensor | None, cache: AttentionCache | None, layer: int
-    ) -> Hidden:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotary, mask, cache, layer)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class PEagleHead(Eagle3Head):
     """A P-EAGLE head. Level 0 is EAGLE-3's; a mask entry sees the text and the mask entries before it, no draft token.
 
@@ -69,20 +51,14 @@ class PEagleHead(Eagle3Head):
     def __init__(self, shape: PEagleShape, target: TargetConfig, vocab: DraftVocab, embedding: Tensor) -> None:
         super().__init__(shape, target, vocab, embedding)
         self.max_levels, eps = shape.depths, shape.eps_of(target)
-        self.layers = nn.ModuleDict({str(number): LaterLayer(shape, eps) for number in range(1, shape.num_layers)})
+        later = {str(number): Attention(shape.hidden_size, shape) for number in range(1, shape.num_layers)}
+        self.layers = nn.ModuleDict({number: DecoderLayer(shape, eps, each) for number, each in later.items()})
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, self.fc.in_features))  # in place of the taps
 
     @classmethod
     def describes(cls, config: dict[str, Any]) -> bool:
         named = any("peagle" in name.lower() for name in config.get("architectures") or [])
         return named or any(key in config for key in MASK_TOKEN_KEYS[1:])
-
-    @classmethod
-    def section_vocab(cls, section: PEagleSection, counts: Int[Tensor, " vocab"]) -> DraftVocab:
-        """Never the mask token, if it is reduced."""
-        counts = counts.clone()
-        counts[-1 if section.mask_token_id is None else section.mask_token_id] = -1
-        return DraftVocab.most_frequent(counts, section.draft_vocab_size)
 
     @classmethod
     def section_shape(cls, section: Any, target: TargetConfig) -> PEagleShape:

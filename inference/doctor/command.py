@@ -6,17 +6,14 @@
 
 The target continues held-out prompts greedily, and the head guesses each of the target's tokens from the true tokens
 before it. The table shows how often its top guess is right, by depth: for HEAD as it was trained, and for EXPORT as its
-engine interprets it. Then one thing is changed at a time and measured again:
+engine interprets it. Then HEAD is measured again with each part in which EXPORT differs: taps, norms, vocabulary map,
+RoPE, weights.
 
-  with EXPORT    each part in which EXPORT differs from HEAD: taps, norms, vocabulary map, RoPE, weights
-  HEAD alone     variants of how its files are interpreted: other taps, norm flags, RoPE bases, token shifts, maps
+Each finding is one line: what was found, what would be right, what it costs, and how to fix it. The errors that lint
+finds in EXPORT follow. Exit code 1 if anything is found, 0 otherwise.
 
-Each finding is one line: what was found, what would be right, what it costs, and how to fix it.
 With --bits, no head is examined, but whether the target computes the same bits for a token in every pass: with drafts,
-next to other rows, with the prompt in other chunks, by compiled layers. If not, texts can differ at near-ties; the
-table names the operations that differ.
-
-Exit code 1 if anything is found, 0 otherwise.
+next to other rows, with the prompt in other chunks, by compiled layers. The table names the operations that differ.
 """
 
 import sys
@@ -33,22 +30,16 @@ from rich.console import Console
 from headstart.common.errors import errors_as_messages
 from headstart.common.files import read_jsonl
 from headstart.heads.files import HeadFiles
-from headstart.heads.formats.lint import engines_of
+from headstart.heads.formats.lint import engines_of, violations
+from headstart.heads.formats.published import import_head
+from headstart.heads.formats.subject import Violation
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, locate_target
 from headstart.inference.core.request import Request
 from headstart.inference.doctor.bits import Text, compare, in_lines, rows_of
-from headstart.inference.doctor.findings import (
-    Finding,
-    export_violations,
-    head_violations,
-    no_right_guess,
-    other_target,
-    other_template,
-    with_unmeasured,
-)
+from headstart.inference.doctor.comparison import compare_parts
+from headstart.inference.doctor.findings import Finding, no_right_guess, other_target, other_template
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
-from headstart.inference.doctor.trials import compare_parts, find_better_variants
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.tables import rich_table
@@ -67,9 +58,10 @@ PROMPTS, MANIFEST = Path("prompts/heldout.jsonl"), Path("features/manifest.json"
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings, and how often the top guess of HEAD and of EXPORT is right."""
+    """What was found, and how often the top guess of HEAD and of EXPORT is right."""
 
     findings: list[Finding]
+    errors: list[Violation]  # that lint finds in EXPORT
     trained: list[float]  # accuracy by depth
     served: list[float] | None  # None without an export, or with one that cannot be computed
 
@@ -90,9 +82,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append(["EXPORT, as served", *("-" if served is None else f"{served[level]:.3f}" for level in levels)])
     console = Console()
     console.print(rich_table("how often the top guess is the target's choice", rows))
-    lines = [str(finding) for finding in diagnosis.findings] or ["nothing found"]
-    console.print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
-    sys.exit(1 if diagnosis.findings else 0)
+    found = [*diagnosis.findings, *diagnosis.errors]
+    console.print("\n".join(map(str, found)) or "nothing found", highlight=False, markup=False, soft_wrap=True)
+    sys.exit(1 if found else 0)
 
 
 def print_bits(section: TargetSection) -> int:
@@ -111,40 +103,30 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
         raise ValueError(f"--depth: {options.depth} given, 1 to {MAX_DEPTH} is allowed; lower it")
     files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
     ends = FrozenTarget.from_folder(folder, torch.float32)
-    trained, by_files = Interpretation.trained(files, ends), head_violations(files, ends)
-    served, served_by_files = None, []
+    import_head(files, ends)  # refuses files that make no head
+    trained, served, errors = Interpretation.trained(files, ends), None, list[Violation]()
     if export is not None:
         export_files = HeadFiles.read(export)
         engine = options.engine or next(iter(engines_of(export_files)), "vllm")
         served = Interpretation.served(export_files, ends, engine)
-        served_by_files = export_violations(export_files, ends, engine)
+        errors = [each for each in violations(export_files, ends, [engine]) if each.severity == "error"]
     prompts = held_out(head, folder, options)
-    taps = {tap + by for tap in trained.taps for by in (-1, 0, 1)} | set(served.taps if served else ())
+    taps = {*trained.taps, *(served.taps if served else ())}
     target = load_target(folder, tuple(sorted(tap for tap in taps if 0 <= tap <= ends.config.num_layers)))
     replays = replay(target, prompts, options.new_tokens)
     measure = partial(accuracies, replays=replays, frozen=target.frozen, depth=options.depth)
 
-    try:
-        accuracy = measure(trained)
-    except ValueError:
-        if not by_files:
-            raise
-        return Diagnosis(by_files, [], None)
-    tokens = sum(each.text.shape[1] - each.prompt for each in replays)
-    findings = with_unmeasured([*find_better_variants(trained, target.frozen, measure, tokens)], by_files)
-    if all(finding.category == "context length" for finding in findings):
-        findings += no_right_guess(head, accuracy, tokens)
+    accuracy = measure(trained)
+    findings = [*no_right_guess(head, accuracy, sum(each.text.shape[1] - each.prompt for each in replays))]
     findings += other_target(files, folder)
-    findings += other_template(options.manifest, head.parent / MANIFEST, folder)
+    findings += other_template(head.parent / MANIFEST, folder)
     if served is None:
-        return Diagnosis(findings, accuracy, None)
-    inherited = {(finding.category, finding.right) for finding in by_files}
-    new = [finding for finding in served_by_files if (finding.category, finding.right) not in inherited]
-    findings += with_unmeasured([*compare_parts(trained, served, measure)], new)
+        return Diagnosis(findings, errors, accuracy, None)
+    findings += compare_parts(trained, served, measure)
     try:
-        return Diagnosis(findings, accuracy, measure(served))
+        return Diagnosis(findings, errors, accuracy, measure(served))
     except ValueError:  # the findings say why it cannot be computed
-        return Diagnosis(findings, accuracy, None)
+        return Diagnosis(findings, errors, accuracy, None)
 
 
 def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:

@@ -45,7 +45,6 @@ class Interpretation:
     tensors: dict[str, Tensor]  # without the vocabulary maps
     taps: tuple[int, ...]  # in the order in which the head reads them
     ids: Int[Tensor, " draft_vocab"]  # token id of each logits column, as the engine computes it; may be out of range
-    shift: int = 0  # positions by which the tokens are moved against the features
     dtype: torch.dtype | None = None  # the head computes in it; None: the target's
 
     @classmethod
@@ -72,11 +71,8 @@ class Interpretation:
         return replace(served, taps=tuple(captured_taps(Subject(bare, subject.layout, frozen), engine)))
 
     def head(self, frozen: FrozenTarget) -> DraftHead:
-        """Build the head; raises ValueError for tensors that do not fit.
-
-        As in the engines, norms without weights get ones, and weights of disabled norms are ignored.
-        """
-        config, tensors = dict(self.config), {**self.unit_norms(frozen), **self.tensors}
+        """Build the head, without the weights of disabled norms; raises ValueError for tensors that do not fit."""
+        config, tensors = dict(self.config), dict(self.tensors)
         for flag, prefix in (("fc_norm", "fc_norm."), ("norm_before_fc", "input_norm.")):
             if not config.get(flag):
                 tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
@@ -93,15 +89,6 @@ class Interpretation:
             "target_rope": asdict(frozen.config.rope),
         }
         return head_from_files(self.folder, config, tensors, frozen)
-
-    def unit_norms(self, frozen: FrozenTarget) -> dict[str, Tensor]:
-        """A weight of ones for each norm that a head of this kind may have."""
-        hidden = self.config.get("hidden_size", frozen.config.hidden_size)
-        sizes = KINDS[self.kind].norm_sizes(hidden, frozen.config, len(self.taps))
-        return {name: torch.ones(size) for name, size in sizes.items()}
-
-    def with_config(self, **keys: Any) -> "Interpretation":
-        return replace(self, config={**self.config, **keys})
 
     @property
     def rope(self) -> Rope:
@@ -148,9 +135,7 @@ def right_guesses(
     for replay in replays:
         taps = torch.cat([replay.states[tap] for tap in interpretation.taps], dim=-1).to(dtype)
         levels = []
-        for level, scored in enumerate(
-            score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth, interpretation.shift)
-        ):
+        for level, scored in enumerate(score_taps(head, taps, replay.text, replay.prompt, Sampling(), depth)):
             right = ids[scored.without_noise.argmax(dim=1)] == replay.text[0, level + 2 :]
             levels.append((right & scored.without_noise.isfinite().all(dim=1), scored.written))
         guesses.append(levels)

@@ -11,7 +11,7 @@ from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.drafters.cost_measurement import Source, cost_table
-from headstart.inference.drafters.costs import CostAware, CostAwareShape, Costly, CostTable
+from headstart.inference.drafters.costs import CostAware, CostTable
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import TreeDrafter
@@ -85,7 +85,7 @@ def load_costs(decode: DecodeSection, target: TargetModel, drafter: Drafter) -> 
 
     None for a drafter whose costs cannot be measured.
     """
-    if isinstance(drafter, TreeDrafter) and isinstance(drafter.growth, Costly):
+    if isinstance(drafter, TreeDrafter) and isinstance(drafter.growth, CostAware):
         return drafter.growth.costs
     source = drafter.head if isinstance(drafter, TreeDrafter) and isinstance(drafter.head, DraftHead) else drafter
     if not isinstance(source, Source) or not isinstance(drafter, TreeDrafter | Lookup):
@@ -136,11 +136,12 @@ def growth_from_recipe(section: DecodeSection, target: TargetModel, head: DraftH
     `batch` is the number of rows that will be decoded together, if that is known.
     """
     growth = growth_for(section, target, head.max_levels)
-    tree = searched_tree(head) if growth.is_searched else None
-    costs = cost_table(target, head, growth.width, growth.nodes, batch) if growth.weighs_costs else None
-    if tree is not None:
-        return Fixed(tree.best(growth.nodes)) if costs is None else CostAwareShape(tree, growth.nodes, costs)
-    return growth.policy() if costs is None else CostAware(growth.depth, growth.width, growth.nodes, costs)
+    if growth.is_searched:
+        return Fixed(searched_tree(head).best(growth.nodes))
+    if not growth.weighs_costs:
+        return growth.policy()
+    costs = cost_table(target, head, growth.width, growth.nodes, batch)
+    return CostAware(growth.depth, growth.width, growth.nodes, costs)
 
 
 def searched_tree(head: DraftHead) -> StaticTree:

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor
 
-from headstart.heads.calibration import StaticTree
 from headstart.inference.core.tree import Tree, size_bucket
 from headstart.inference.core.verify import Verified, VerifiedOnHost
-from headstart.inference.drafters.growth import Fixed, GrowthPolicy, Pool
+from headstart.inference.drafters.growth import GrowthPolicy, Pool
 
 NODES = (1, 2, 4, 6, 8, 12, 16, 32, 64)  # sizes of a row's tree, root included; costs of others are interpolated
 CONTEXT_MULTIPLE = 64  # positions; costs are computed once for each multiple
@@ -181,23 +180,7 @@ class CostTable:
         return StepCosts(tuple(target.tolist()), first * of_drafting, further * of_drafting, self.captured)
 
 
-class Costly(GrowthPolicy):
-    """The policies that weigh costs; `now` and `rate` belong to the current step."""
-
-    costs: CostTable
-    now: StepCosts
-    rate: float  # expected tokens per second
-
-    def begin(self, verified: Verified) -> None:
-        assert isinstance(verified, VerifiedOnHost)
-        self.now = self.costs.now(Situation.of(verified))
-
-    def is_worth(self, drafted: int, chance: float) -> bool:
-        costs = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
-        return chance > self.rate * (costs[-1] - costs[-2])
-
-
-class CostAware(Costly):
+class CostAware(GrowthPolicy):
     """A dynamic tree that grows as long as the expected tokens per second rise.
 
     The chances of its nodes give the expected tokens, and measured costs the duration of a step. `depth`, `width` and
@@ -206,11 +189,14 @@ class CostAware(Costly):
 
     def __init__(self, depth: int, width: int, nodes: int, costs: CostTable) -> None:
         self.depth, self.width, self.nodes, self.costs = depth, width, nodes, costs
+        self.now: StepCosts  # of the current step
+        self.rate: float  # the expected tokens per second of its tree
         # Plain numbers: there are few, and the policy itself must be fast on every level.
         self.levels_done: list[list[list[float]]] = []  # by level, then row: the chances of the nodes
 
     def levels(self, verified: Verified) -> int:
-        self.begin(verified)
+        assert isinstance(verified, VerifiedOnHost)
+        self.now = self.costs.now(Situation.of(verified))
         self.verify_costs = verify_costs(self.now, self.nodes)
         self.levels_done = []
         return verified.levels(self.depth)
@@ -230,6 +216,10 @@ class CostAware(Costly):
         rates = [tokens / (spent + cost) for tokens, cost in zip(self.expected(), self.verify_costs, strict=False)]
         self.rate = max(rates)
         return pool.best(roots, rates.index(self.rate) + 1)
+
+    def is_worth(self, drafted: int, chance: float) -> bool:
+        costs = [self.now.target[0], *verify_costs(self.now, drafted + 1)]
+        return chance > self.rate * (costs[-1] - costs[-2])
 
     def look_at(self, pool: Pool) -> None:
         """Copy the chances of new levels to the host; on a GPU this waits for them."""
@@ -274,37 +264,3 @@ def verify_costs(now: StepCosts, nodes: int) -> list[float]:
 def largest(chances: Iterable[float], count: int) -> list[float]:
     """The `count` largest in descending order."""
     return sorted(chances, reverse=True)[:count]
-
-
-class CostAwareShape(Costly):
-    """Before drafting, cuts a head's searched tree to the size with the most expected tokens per second."""
-
-    def __init__(self, tree: StaticTree, nodes: int, costs: CostTable) -> None:
-        """The sizes are the tree's best 1, 2, ... up to `nodes` nodes."""
-        self.sizes = [Fixed(tree.best(count)) for count in range(1, nodes + 1)]
-        self.chances = numpy.asarray(tree.chances[:nodes])  # of the node that each size adds
-        self.costs = costs
-        self.depths = numpy.array([size.depth for size in self.sizes])
-        self.chosen = self.sizes[-1]
-        self.depth, self.width, self.nodes = self.chosen.depth, self.chosen.width, nodes
-
-    def levels(self, verified: Verified) -> int:
-        self.begin(verified)
-        self.chosen = self.fastest(self.now)
-        return self.chosen.levels(verified)
-
-    def fastest(self, now: StepCosts) -> Fixed:
-        """The shape with the most expected tokens per second."""
-        cost = now.verify(self.nodes) + now.first_level + (self.depths - 1) * now.level
-        rates = (1 + numpy.cumsum(self.chances)) / cost
-        self.rate = float(rates.max())
-        return self.sizes[int(rates.argmax())]
-
-    def children(self, level: int) -> int:
-        return self.chosen.children(level)
-
-    def frontier(self, level: int, totals: Tensor) -> tuple[Tensor, Tensor] | None:
-        return self.chosen.frontier(level, totals)
-
-    def prune(self, pool: Pool, roots: Tensor) -> Tree:
-        return self.chosen.prune(pool, roots)

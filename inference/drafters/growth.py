@@ -98,8 +98,7 @@ class Growth:
         depth = section.depth
         if max_levels is not None and "depth" not in section.model_fields_set:
             depth = min(depth, max_levels)
-        is_searched = section.growth in ("searched", "searched_cost_aware")
-        weighs_costs = section.growth in ("cost_aware", "searched_cost_aware")
+        is_searched, weighs_costs = section.growth == "searched", section.growth == "cost_aware"
         if section.growth == "chain":
             return cls.chain(depth)
         most = depth if section.width == 1 and not is_searched else section.nodes
@@ -130,7 +129,7 @@ class Growth:
         if self.is_chain:
             return "cost_aware of width 1" if self.weighs_costs else "chain"
         if self.is_searched:
-            return "searched_cost_aware" if self.weighs_costs else "searched"
+            return "searched"
         return "cost_aware" if self.weighs_costs else "dynamic"
 
     def policy(self) -> "GrowthPolicy":

@@ -16,7 +16,7 @@ from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree, first_path, padded_rows, take
 from headstart.inference.core.verify import Accepted, VerifiedOnHost, VerifiedRow, accept, verify
-from headstart.inference.drafters.costs import Costly, Drafted, Situation
+from headstart.inference.drafters.costs import CostAware, Drafted, Situation
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.engine.batch import CATCH_UP_POSITIONS, Batch
 from headstart.inference.engine.speculation import SpeculationByLoad
@@ -36,7 +36,7 @@ class DecodeStep:
         # Trees in batches with sampled rows: repeats go deeper only where all rows are greedy.
         self.sampled_depth = batch.drafter.depth if growth is None else growth.depth
         self.speculation, self.costs = speculation, None if speculation is None else speculation.costs
-        if isinstance(growth, Costly):
+        if isinstance(growth, CostAware):
             self.costs = growth.costs
         self.drafts = False  # whether the next step, or else the last one, drafts for any row
         self.drafted: Drafted | None = None  # the tree of the current or last step; None without draft tokens

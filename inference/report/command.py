@@ -19,8 +19,8 @@ SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a
 The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and token forcing: plain
 passes read each text, and a token is outside if it is neither the target's own choice at its position nor a near-tie.
 
-Writes report.json, report.md and a picture, report.svg, to RUN_DIR/report. They also have the speed-up's 95 % interval,
-the acceptance rate by depth, figures by category, and the share of distinct tokens, which is low for texts that loop.
+Writes report.json and report.md to RUN_DIR/report. They also have the speed-up's 95 % interval, the acceptance rate by
+depth, figures by category, and the share of distinct tokens, which is low for texts that loop.
 """
 
 import json
@@ -48,7 +48,6 @@ from headstart.inference.generate.loading import OWN_HEAD, head_folders, held_ou
 from headstart.inference.report.compare import Comparison, Outcome
 from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
-from headstart.inference.report.picture import picture
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
 from headstart.inference.report.tables import COLUMNS, LEGEND, as_markdown, short_table
@@ -132,7 +131,7 @@ def report(recipe: Recipe) -> list[Outcome]:
         warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
         groups = measure(recipe, benchmark)
         write_report(recipe, folders, groups)
-        print(f"written to {shown(recipe.report_dir)}: report.json, report.md, report.svg")
+        print(f"written to {shown(recipe.report_dir)}: report.json, report.md")
     return [outcome for group in groups for outcome in group]
 
 
@@ -202,10 +201,8 @@ def write_report(recipe: Recipe, folders: Mapping[str, Path], groups: list[list[
         "outcomes": [outcome.as_json() for group in groups for outcome in group],
     }
     write_text(folder / "report.json", json.dumps(content, indent=1) + "\n")
-    write_text(folder / "report.svg", picture(groups))
     heads = [f"{name} `{path}`" for name, path in {"Head": content["head"], **other_heads}.items()] if folders else []
     conditions = "; ".join([*heads, ", ".join(f"{name} {value}" for name, value in about.items())])
     tables = "\n".join(map(as_markdown, groups))
     columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
-    image = "![Speed-up and acceptance length of each method](report.svg)"
-    write_text(folder / "report.md", f"{conditions}.\n\n{image}\n\n{tables}\nColumns:\n\n{columns}\n")
+    write_text(folder / "report.md", f"{conditions}.\n\n{tables}\nColumns:\n\n{columns}\n")

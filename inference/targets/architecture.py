@@ -123,11 +123,6 @@ class CacheLayout:
         return self.empty is None or any(isinstance(layer, LinearAttentionLayer) for layer in self.empty)
 
     @property
-    def token_elements(self) -> int:
-        """Numbers in the slots of one token."""
-        return sum(heads * size for shape in self.shapes for heads, size in shape)
-
-    @property
     def has_indexers(self) -> bool:
         """Whether sparse attention caches more of a token than a key and a value."""
         return any(len(shape) > 2 for shape in self.shapes)

@@ -5,14 +5,11 @@ Otherwise a forward that depends on more than tokens, positions and mask would s
 
 import hashlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 import torch
 import transformers
 from torch import Tensor
 
-from headstart.common.files import write_text
-from headstart.common.process import user_cache
 from headstart.inference.core.tree import Tree
 from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import keep_own_attention, own_attention_of
@@ -25,7 +22,6 @@ ROUNDING_IN_HALF = 0.25
 Trial = tuple[str, Tensor, range]  # the input in words, the logits of one row [nodes, vocab], their indices in the text
 ROWS = ("of one row", "of a shorter row beside it")
 KNOWN_METHODS: dict[str, DecodingMethod] = {}  # by identity, so that a process tries each kind of model once
-SLOW_TRIAL_WEIGHTS = 5 * 10**8  # the method of a larger model is remembered on disk
 
 
 @torch.inference_mode()
@@ -41,7 +37,7 @@ def choose_method(passes: Passes) -> list[str]:
     methods: list[DecodingMethod] = ["chains", "plain"] if layout.is_recurrent else ["trees", "chains"]
     methods = [*(() if layout.empty is None else methods), "own cache", "own cache, plain"]
     identity, failures = identity_of(passes), list[str]()
-    known = known_method(identity)
+    known = KNOWN_METHODS.get(identity)
     for method in methods if known is None else [known]:
         is_own = method.startswith("own cache")
         passes.method, passes.layout = method, layout.without_slots() if is_own else layout
@@ -49,7 +45,7 @@ def choose_method(passes: Passes) -> list[str]:
             keep_own_attention(passes.model)
         failure = None if method == known else difference(passes)
         if failure is None:
-            remember_method(identity, passes)
+            KNOWN_METHODS[identity] = method
             return failures
         failures.append(f"{method}: {failure}")
     raise ValueError(
@@ -64,27 +60,6 @@ def identity_of(passes: Passes) -> str:
     model = passes.model
     facts = type(model), model.config.to_json_string(), model.config._attn_implementation, passes.dtype, passes.device
     return hashlib.sha256(f"{facts} {transformers.__version__}".encode()).hexdigest()
-
-
-def known_method(identity: str) -> DecodingMethod | None:
-    """The method that this process, or an earlier one, has chosen for a kind of model."""
-    if identity not in KNOWN_METHODS and not torch.distributed.is_initialized():  # ranks must agree on whether they try
-        with suppress(OSError, RuntimeError):  # there may be no file, or no home folder
-            method = (user_cache("checked_targets") / identity).read_text()
-            if method in TRIALS:
-                KNOWN_METHODS[identity] = method
-    return KNOWN_METHODS.get(identity)
-
-
-def remember_method(identity: str, passes: Passes) -> None:
-    """Remember the chosen method for this process; on disk too for large models with transformers' code."""
-    if identity in KNOWN_METHODS:
-        return
-    KNOWN_METHODS[identity] = passes.method
-    is_slow = sum(parameter.numel() for parameter in passes.model.parameters()) > SLOW_TRIAL_WEIGHTS
-    if is_slow and type(passes.model).__module__.startswith("transformers."):
-        with suppress(OSError, RuntimeError):
-            write_text(user_cache("checked_targets") / identity, passes.method)
 
 
 def difference(passes: Passes) -> str | None:

@@ -4,7 +4,6 @@ import errno
 import io
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from bad_inputs import type_command
 from matrix import slow, slow_unless
 from safetensors import SafetensorError
-from tiny_run import build_run, contents, quiet_environment
+from tiny_run import build_run, contents
 
 from headstart.heads import files as head_files
 
@@ -169,41 +168,6 @@ def test_metrics_of_which_a_full_disk_cut_the_last_line_are_continued(typed: Typ
     assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [
         json.loads(line)["step"] for line in rows.splitlines()
     ]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("limit", [300, 1500, 12_000, 40_000, 100_000])
-def test_the_kernel_refuses_files_above_a_size_in_each_stage(folder: Path, tmp_path: Path, limit: int) -> None:
-    """A limit on file size stands in for a full disk, in a process of its own: prompts, ..., optimizer state.
-
-    Python would cut its compiled modules at the limit, too, and every later process would fail to import them.
-    """
-    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run"]
-
-    def train(limit: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            command,
-            env={**quiet_environment(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-
-    failed = train(limit)
-    assert failed.returncode == 1, failed.stdout + failed.stderr
-    assert "Traceback" not in failed.stderr
-    assert "ile too large" in failed.stderr
-    assert not list((tmp_path / "run").rglob("*.partial"))
-    again = train(resource.RLIM_INFINITY)
-    assert again.returncode == 0, again.stderr
-    whole = train_elsewhere(command, tmp_path / "other")
-    assert files(tmp_path / "run") == files(whole)
-
-
-def train_elsewhere(command: list[str], run_dir: Path) -> Path:
-    subprocess.run([*command, f"run_dir={run_dir}"], env=quiet_environment(ROOT), capture_output=True, check=True)
-    return run_dir
 
 
 @pytest.mark.parametrize("name", slow_unless(("config.json",), ("config.json", "model.safetensors")))

@@ -1,6 +1,5 @@
 """Laws of the progress display: counted bars on a terminal; in a log, a line now and then in every stage."""
 
-import io
 import os
 import pty
 import re
@@ -19,7 +18,7 @@ from transformers.utils import logging
 from headstart.common.progress import APART, SECONDS, Progress
 from headstart.inference.engine.loop import generate
 from headstart.inference.targets import check
-from headstart.inference.targets.loading import MISSING_KERNELS, no_bars_of_transformers
+from headstart.inference.targets.loading import MISSING_KERNELS
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -151,19 +150,6 @@ def test_on_a_terminal_the_bar_counts_and_ends_saying_that_it_is_done(terminal: 
     assert "4 steps done" not in shown  # that is for logs
 
 
-def test_on_a_narrow_terminal_the_text_is_cut_and_the_counts_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("COLUMNS", "60")
-    monkeypatch.setenv("TERM", "xterm")
-    with Progress("training", 2000, "steps") as progress:
-        progress.advance(1234, "loss 1.234, acceptance by depth 0.91 0.82 0.73, 12345 tokens/s")
-    shown = re.sub(CODES, "", screen.getvalue())
-    assert "1234/2000 loss" in shown
-    assert "tokens/s" not in shown
-
-
 # Bars of transformers
 
 
@@ -173,18 +159,6 @@ def test_a_target_is_loaded_without_the_bar_of_transformers(
     TargetModel.load(TargetSection(path=str(target_folder), dtype="float32", device="cpu"), ())
     assert capfd.readouterr().err == ""
     assert logging.is_progress_bar_enabled()
-
-
-@pytest.mark.parametrize("were_on", [True, False])
-def test_the_bars_of_transformers_are_afterwards_as_before(were_on: bool) -> None:
-    if not were_on:
-        logging.disable_progress_bar()
-    try:
-        with no_bars_of_transformers():
-            assert not logging.is_progress_bar_enabled()
-        assert logging.is_progress_bar_enabled() == were_on
-    finally:
-        logging.enable_progress_bar()
 
 
 def test_a_hybrid_decodes_without_the_lines_of_transformers_on_missing_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

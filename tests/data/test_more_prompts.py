@@ -6,17 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from accelerate import PartialState
 from bad_inputs import assert_told, type_command
 from matrix import slow
-from test_data import kill_while_writing_features
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
 
 from headstart.data_pipelines import more_prompts
-from headstart.data_pipelines.harvest import harvest, harvest_part
+from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.stages.stage import Stage
-from headstart.recipes.command_line import Part
 
 FEW = "data.num_prompts=12"  # of 14 in the file: shards of 5, 5 and 2
 MORE = "data.num_prompts=20"
@@ -179,18 +176,6 @@ def test_responses_or_features_of_other_prompts_are_not_taken_over(
     with pytest.raises(ValueError, match=rf"the {refused} in .* were made from other inputs"):
         harvest(tiny_recipe(folder, f"data.num_prompts={count}"))
     assert modified(folder / "run" / refused) == before
-
-
-def test_a_part_leaves_features_of_other_prompts_as_they_are(folder: Path) -> None:
-    kill_while_writing_features(tiny_recipe(folder))
-    write_prompts(folder / "prompts.jsonl", count=14, first=50)
-    for stage in ("prompts", "responses"):
-        shutil.rmtree(folder / "run" / stage)
-    shard = folder / "run" / "features" / "train-00000.safetensors"
-    before = shard.read_bytes()
-    with pytest.raises(ValueError, match=r"train-00000\.safetensors .*another run"):
-        harvest_part(tiny_recipe(folder), Part(1, 2), PartialState())
-    assert shard.read_bytes() == before
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from bad_inputs import Says, assert_raises, table
 from launches import finish, launch_module
 from test_chat_masks import FAMILIES, template_of
-from tiny_run import build_chat_run, build_letters, contents, tiny_recipe
+from tiny_run import build_chat_run, build_letters, tiny_recipe
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from headstart.common.files import append_jsonl, read_jsonl
@@ -135,21 +135,6 @@ def test_more_prompts_keep_the_first_and_are_those_of_a_fresh_run(folder: Path, 
     make_prompts_alone(fresh)
     assert rows(more)[:8] == first
     assert prompt_files(more) == prompt_files(fresh)
-
-
-@pytest.mark.slow
-def test_other_settings_never_take_over_candidates(folder: Path, tmp_path: Path) -> None:
-    recipe = own_recipe(folder, tmp_path)
-    make_prompts_alone(recipe)
-    before = contents(recipe.prompts_dir)
-    for override in ("seed=4", "data.self_temperature=0.5", "data.heldout_samples=2"):
-        with pytest.raises(ValueError, match=r"(?s)the prompts in .* were made from other inputs.*undo the change"):
-            make_prompts_alone(own_recipe(folder, tmp_path, override))
-    state = json.loads((recipe.prompts_dir / "stage.json").read_text())
-    (recipe.prompts_dir / "stage.json").write_text(json.dumps({"inputs": state["inputs"], "complete": False}))
-    with pytest.raises(ValueError, match="were made from other inputs"):  # of a killed run, too
-        make_prompts_alone(own_recipe(folder, tmp_path, "seed=4"))
-    assert {**contents(recipe.prompts_dir), "stage.json": b""} == {**before, "stage.json": b""}
 
 
 def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: Path, tmp_path: Path) -> None:

@@ -4,11 +4,10 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 import yaml
@@ -24,20 +23,13 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.targets.loading import pick_device
 from headstart.recipes.schema_heads import Eagle3Section
 
+pytestmark = pytest.mark.usefixtures("as_in_production")
+
 MakeHead = Callable[..., Any]
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 Edit = Callable[[Path], object]  # damages a copy of the head
 UP = "midlayer.mlp.up_proj.weight"
-
-
-@pytest.fixture(autouse=True)
-def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Users have no shape checks, which would refuse some of these files before our code does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +166,7 @@ EDITS: dict[str, Edit] = {
     "nothing": lambda folder: None,
     "UP of 8 bits": put(UP, lambda tensor: tensor.to(torch.float8_e4m3fn)),
     "NaN": put(UP, full_of(float("nan"))),
-    "zeros": put("lm_head.weight", torch.zeros_like),
+    "negated": put("lm_head.weight", torch.neg),
     "weights cut": lambda folder: os.truncate(folder / "model.safetensors", 5000),
     "no weights": removed("model.safetensors"),
     "pickle": renamed("pytorch_model.bin"),
@@ -206,7 +198,6 @@ EDITS: dict[str, Edit] = {
     "samples with 97": beside("samples.jsonl", '{"tokens": [5, 97]}\n'),
     "samples of texts": beside("samples.jsonl", '{"text": "def"}\n'),
     "samples of prompts": beside("samples.jsonl", '{"prompt": "the target writes"}\n'),
-    "manifest of text": beside("manifest.json", "hello"),
 }
 
 # A head, an edit of its folder, and what loading it says.
@@ -295,8 +286,8 @@ convert: the output exists | out exists | CONVERT => OUT | out exists already | 
 convert: the target does not exist | nothing | convert {tmp}/damaged {tmp}/out --target no/where => --target
 lint: an engine that does not exist | ollama | LINT => layout | ollama cannot read | only vllm, sglang
 lint: an engine that reads other layouts | nothing | LINT --engine speculators => layout
-doctor: a weight is NaN | NaN | DOCTOR => dtype: damaged: tensor UP | infinity or NaN | only finite numbers
-doctor: no guess is right | zeros | DOCTOR => accuracy: damaged | 0.000 of | 0.02 or more
+doctor: a weight is NaN | NaN | DOCTOR => damaged cannot be used: tensor UP | infinity or NaN | only finite numbers
+doctor: no guess is right | negated | DOCTOR => accuracy: damaged | 0.000 of | 0.02 or more
 doctor: an export of another head | another head | SERVED => files: EXPORT's | differs from HEAD's by
 doctor: an export of another kind | medusa | SERVED => EXPORT | do not fit | HEAD's own weights | fix: export again
 doctor: a sample without tokens | samples of texts | SAMPLES => samples.jsonl: row 1 | ['text']
@@ -306,7 +297,6 @@ doctor: the tokenizer of another model | samples of prompts | SAMPLES => samples
 doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000 => --new-tokens | 1000
 doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged => damaged
 doctor: a depth beyond any head | nothing | DOCTOR --depth 100000 => --depth | 100000 | 1 to 64 is allowed | lower it
-doctor: a manifest that is not JSON | manifest of text | DOCTOR --manifest {tmp}/manifest.json => --manifest
 export: a number format that torch lacks | float3 | EXPORT => torch_dtype | 'float3' | float32, bfloat16 or float16
 export: the folder is a file | run a file | EXPORT => run_dir | run is a file
 report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => report.other_heads.other

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from exported import logits
-from scripted import SetCosts
 from tiny_run import build_run, tiny_recipe
 from torch import Tensor
 
@@ -29,8 +28,6 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.build import growth_from_recipe
-from headstart.inference.drafters.costs import CostAwareShape
-from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
@@ -155,13 +152,12 @@ GROWTHS: list[GrowthPolicy] = [
     Dynamic.chain(3),
     Dynamic(3, 3, 7),
     Fixed(search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1], [0.3, 0.1, 0.05]], 9).paths),
-    CostAwareShape(search_tree([[0.5, 0.3], [0.4, 0.2], [0.3, 0.1]], 9), 9, SetCosts()),
 ]
 
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("static", [False, True], ids=["changing", "static"])
-@pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched", "searched cost-aware"])
+@pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "dynamic", "searched"])
 def test_heads_change_no_text(reader: TargetModel, make_head: MakeHead, growth: GrowthPolicy, static: bool) -> None:
     requests = [Request(PROMPT[:size], 8, own) for size, own in zip((4, 2, 3), lossless_samplings(), strict=True)]
     drafter = HeadDrafter(make_head("medusa"), growth)
@@ -221,21 +217,13 @@ def test_the_searched_tree_is_the_best_of_all_trees(nodes: int) -> None:
     best = max(length(tree) for tree in all_trees(3, 2, nodes))
     searched = search_tree(accuracies, 9)
     assert length(frozenset(searched.paths[:nodes])) == pytest.approx(best, rel=1e-6)
-    assert searched.expected(nodes) == pytest.approx(1 + best, rel=1e-6)
+    assert sum(searched.chances[:nodes]) == pytest.approx(best, rel=1e-6)
     Fixed(searched.best(nodes))  # raises if a node's parent is missing
 
 
 def test_more_nodes_than_were_searched_are_refused() -> None:
     with pytest.raises(ValueError, match=r"decode.nodes: 7 given, 1 to 6 is allowed, the size of the head's tree"):
         search_tree([[0.5, 0.2], [0.4, 0.3]], 99).best(7)
-
-
-def test_expensive_nodes_give_a_small_tree() -> None:
-    tree = search_tree([[0.5, 0.3, 0.1], [0.4, 0.2, 0.1]], 12)
-    costs = [SetCosts(level=0.0, nodes=nodes) for nodes in (1e9, 20.0, 1.0)]  # each node adds a cost of 1 / nodes
-    sizes = [CostAwareShape(tree, 12, table).fastest(table.costs).nodes for table in costs]
-    assert sizes == sorted(sizes, reverse=True)
-    assert (sizes[0], sizes[-1]) == (12, 1)
 
 
 def test_the_tally_counts_the_rank_of_the_targets_choice_given_a_correct_prefix(
@@ -274,9 +262,6 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     assert found.chances == pytest.approx(wanted.chances, abs=1e-5)
     growth = growth_from_recipe(section, reader, loaded)
     assert growth.nodes == 10
-    searched = growth_from_recipe(section.model_copy(update={"growth": "searched_cost_aware"}), reader, loaded)
-    text = generate(reader, PROMPT, 10, drafter=head_drafter(loaded, searched)).tokens
-    assert text == generate(reader, PROMPT, 10).tokens
 
 
 # Files

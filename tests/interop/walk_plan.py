@@ -112,7 +112,7 @@ ORDER = (
     r"^headstart lint ",
     r"^headstart convert ",
     r"^headstart doctor ",
-    r"^headstart store (verify|stats|merge) ",
+    r"^headstart store (verify|merge) ",
     r"^make drafters$",
     r"^(PYTHONPATH=tests/support )?python (benchmarks|examples)/\w+\.py",
     r"^pip install -e '\.\[\w+\]'$",

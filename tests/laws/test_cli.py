@@ -28,14 +28,6 @@ def test_the_package_installs_the_command() -> None:
     assert project["scripts"] == {"headstart": "headstart.cli:main"}
 
 
-def test_every_stage_has_a_subcommand() -> None:
-    stages = (
-        "smollm2 targets prompts harvest inspect store train calibrate report chat serve adapt export lint doctor "
-        "convert"
-    )
-    assert list(cli.COMMANDS) == stages.split()
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
     name: str, monkeypatch: pytest.MonkeyPatch

@@ -3,13 +3,12 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 import pytest
 import torch
 from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
 from matrix import slow_unless
-from scripted import DRAFTERS, Duplicates, HalfRightHead, Hidden, Listener, NeverRight, Oracle, Texts, blocks_of
+from scripted import DRAFTERS, HalfRightHead, Hidden, Listener, Oracle, Texts, blocks_of
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
@@ -18,12 +17,10 @@ from headstart.inference.core.drafter import Drafter, NoDrafter
 from headstart.inference.core.history import History
 from headstart.inference.core.request import DecodeStats, Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
-from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
 
 PROMPT, NEW_TOKENS = [5, 6, 7, 11], 13
 INF = float("inf")
@@ -109,22 +106,6 @@ def test_plain_decoding_equals_one_full_forward_per_token(target: TargetModel, p
         assert plain(sampling) != plain(Sampling())
 
 
-@pytest.mark.parametrize("width", [3, 1])
-def test_growth_by_measured_costs_writes_what_plain_decoding_writes(
-    target: TargetModel, make_head: MakeHead, plain: Plain, width: int
-) -> None:
-    """Also with penalties, which the measured steps leave out, and up to the target's last position."""
-    long_prompt = [*range(90)] * 2 + [*range(64)]  # 244 of the target's 256 positions
-    drafter = with_growth(target, make_head(), "cost_aware", width)
-    for prompt, sampling in ((PROMPT, SAMPLINGS["all at once"]), (long_prompt, Sampling())):
-        assert generate(target, prompt, 12, sampling, drafter).tokens == plain(sampling, prompt, 12)
-
-
-def with_growth(target: TargetModel, head: Eagle3Head, growth: Any, width: int = 3) -> HeadDrafter:
-    section = DecodeSection(growth=growth, depth=3, width=width, nodes=20)
-    return HeadDrafter(head, growth_from_recipe(section, target, head))
-
-
 def random_head(target: TargetModel) -> Eagle3Head:
     """A head with random weights for any target; it uses a default rotary embedding instead of the target's."""
     config = dataclasses.replace(target.config, rope=Rope())
@@ -135,25 +116,19 @@ def random_head(target: TargetModel) -> Eagle3Head:
     return head.eval().requires_grad_(False)
 
 
-FAMILY_SAMPLINGS = [Sampling(), Sampling(0.7, top_p=0.9, seed=1), Sampling(1.0, seed=2)]
+@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
+def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
+    """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1.
 
-
-SCRIPTED: list[Callable[..., Drafter]] = [Hidden, Duplicates, NeverRight]
-
-
-def check_family(
-    family: str, prompts: list[list[int]], samplings: list[Sampling], count: int, scripted: list[Callable[..., Drafter]]
-) -> None:
-    """Check that every drafter writes what plain decoding writes, alone and in batches.
-
-    Greedy text must also equal the choices of a full forward without a cache. Requests take the samplings in turn.
+    Greedy text must also equal the choices of a full forward without a cache.
     """
-    target = TargetModel(FAMILIES[family](), (0, 1, 2))
-    sampling_cycle = itertools.cycle(samplings)
-    requests = [Request(prompt, count, next(sampling_cycle)) for prompt in prompts]
+    target, count = TargetModel(FAMILIES[family](), (0, 1, 2)), 5
+    samplings = itertools.cycle([Sampling(), Sampling(0.7, top_p=0.9, seed=1), Sampling(1.0, seed=2)])
+    lengths = WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2
+    requests = [Request([*range(length)], count, next(samplings)) for length in lengths]
     wanted = [generate(target, request.prompt, count, request.sampling).tokens for request in requests]
-    whole = [prompt + text for prompt, text in zip(prompts, wanted, strict=True)]
-    for drafter in [*(make(*whole) for make in scripted), HeadDrafter(random_head(target), Dynamic(3, 3, 8))]:
+    whole = [request.prompt + text for request, text in zip(requests, wanted, strict=True)]
+    for drafter in (Hidden(*whole), HeadDrafter(random_head(target), Dynamic(3, 3, 8))):
         for max_batch in (1, 4):
             found = generate_batch(target, requests, drafter, max_batch)
             assert [generation.tokens for generation in found] == wanted, (drafter, max_batch)
@@ -161,23 +136,6 @@ def check_family(
         if request.sampling == Sampling():
             choices = target.model(torch.tensor([text]), use_cache=False).logits[0].argmax(-1)
             assert choices[-1 - count : -1].tolist() == text[-count:]
-
-
-@pytest.mark.parametrize("family", slow_unless(SOME_FAMILIES, FAMILIES))
-def test_every_family_decodes_losslessly_alone_and_in_batches(family: str) -> None:
-    """Some prompts fit in the sliding window and some do not. A batch mixes greedy, T = 0.7 with top-p, and T = 1."""
-    prompts = [list(range(length)) for length in (WINDOW + 9, WINDOW - 3, 2 * WINDOW + 1, 2)]
-    check_family(family, prompts, FAMILY_SAMPLINGS, 5, [Hidden])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("sampling", FAMILY_SAMPLINGS, ids=["greedy", "T=0.7, top-p", "T=1"])
-def test_every_family_writes_long_outputs_losslessly_after_prompts_of_any_length(
-    family: str, sampling: Sampling
-) -> None:
-    prompts = [list(range(length)) for length in (WINDOW + 9, 1, WINDOW, 3 * WINDOW + 1)]
-    check_family(family, prompts, [sampling], 24, SCRIPTED)
 
 
 @main_samplings

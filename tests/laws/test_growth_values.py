@@ -29,7 +29,7 @@ def growths_in_tests_of(source: str) -> set[str]:
 
 def test_only_one_file_tests_a_value_of_growth() -> None:
     files = {path.relative_to(ROOT).as_posix(): growths_in_tests_of(path.read_text()) for path in our_files()}
-    assert files["inference/drafters/growth.py"] == {"chain", "searched", "searched_cost_aware", "cost_aware"}
+    assert files["inference/drafters/growth.py"] == {"chain", "searched", "cost_aware"}
     assert not {name: values for name, values in files.items() if values and name not in OWNERS}
 
 

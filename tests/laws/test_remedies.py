@@ -6,7 +6,6 @@ import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -195,16 +194,3 @@ def test_no_message_tells_a_user_to_run_a_module_that_headstart_runs_from_any_fo
     law = Law(r"(?:python -m|\brun|\bwith) ([\w.]+\w)", lambda match: match[1] not in modules, "")
     messages = tuple(passage for passage in passages() if passage.file.endswith(".py") and passage.line > 1)
     assert not law.violations(messages)
-
-
-def test_a_module_that_a_file_starts_has_a_command() -> None:
-    found = []
-    files = [*ROOT.glob("benchmarks/**/*.py"), *ROOT.glob("tests/**/*.py"), *our_files()]
-    for file in [file for file in files if '"-m"' in file.read_text()]:
-        for node in ast.walk(tree_of(file)):
-            if isinstance(node, ast.List | ast.Tuple):
-                words = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
-                names = [str(name) for option, name in pairwise(words) if option == "-m" and name is not None]
-                ours = [name for name in names if re.match(rf"({PACKAGES})\.", name)]
-                found += [f"{file.relative_to(ROOT)}: {name}" for name in ours if not runs(name)]
-    assert not found, found

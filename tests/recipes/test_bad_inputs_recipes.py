@@ -14,7 +14,7 @@ from headstart.recipes.fields import head_kinds, recipe_fields, recipe_sections,
 Train = Callable[..., Outcome]
 
 # Overrides of a sound recipe, joined by " | "; the field at fault is that of the first, or stands before " <- ".
-# {folder} holds the recipe and what it names; {long} stands for 5000 characters. tests/laws/test_sentences.py has more.
+# {folder} holds the recipe and what it names; {long} stands for 5000 characters.
 OVERRIDES = """
 train.steps='600'
 train.steps=
@@ -63,6 +63,26 @@ data.heldout_prompts=.
 data.folder=s3://user:password@bucket/data
 target.path=gone.gguf
 target.path={folder}/target/not_a_model
+train.learning_rate=.nan
+train.steps=1000000000000000000000000000000
+train.steps
+trian <- trian.steps=3
+head.kind=eagle2
+head.kind <- head={}
+head.taps=[4, 2]
+head.draft_vocab_size=301
+data.response_tokens=200
+decode.max_new_tokens=128
+decode <- decode.drafter=draft_model
+data <- data.server=http://x | data.draft_head=head
+data <- data.online=[auto] | data.store=x
+data <- data.responses=given | data.prompts=self
+train.regression_weight=1
+target.split=tensor | data.online=[auto]
+target.device=gpu
+data.prompts=gone.jsonl
+target.path=''
+target.chat_template_kwargs={date: tomorrow}
 run_dir='  '
 run_dir={folder}/one.jsonl/x
 run_dir={long}

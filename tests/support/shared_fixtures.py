@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jaxtyping
 import pytest
 import shape_checks
 import torch
@@ -52,6 +53,15 @@ def _fixed_seed(request: pytest.FixtureRequest) -> None:
     if torch.cuda.is_available():
         torch.cuda.manual_seed_all(0)
     torch.default_generator.manual_seed(0)
+
+
+@pytest.fixture
+def as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Users have no shape checks, which would refuse some wrong inputs before our code sees them."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -14,9 +14,8 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from killed_runs import killed_in
 from server_run import Running, running
-from tiny_run import build_run, build_target, contents, tiny_recipe
+from tiny_run import build_run, build_target, tiny_recipe
 
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.features import tap
@@ -37,7 +36,6 @@ from headstart.recipes import Recipe
 from headstart.recipes.other_commands import AdaptOptions
 from headstart.recipes.schema import TargetSection
 from headstart.trainers.refresh import command
-from headstart.trainers.refresh.candidate import Snapshot, train_candidate
 from headstart.trainers.refresh.command import Versions
 from headstart.trainers.refresh.judge import Verdict, decoded, judge
 from headstart.trainers.refresh.server import RefusedError, Server
@@ -73,7 +71,7 @@ def serving(recipe: Recipe, *more: str, settings: ServerSettings | None = None) 
 
 
 def options(server: Running, **changes: Any) -> AdaptOptions:
-    plain = AdaptOptions(server.url, None, steps=4, after=1, once=True, keep_traffic=False, roll_back=False)
+    plain = AdaptOptions(server.url, None, steps=4, after=1, once=True, roll_back=False)
     return replace(plain, **changes)
 
 
@@ -237,28 +235,6 @@ def test_a_planted_bad_candidate_is_refused(demo: tuple[DraftHead, list[Sample],
     assert judge(head, candidate, samples, 3, 2).is_better
     assert not judge(head, head, samples, 3, 2).is_better
     assert not judge(head, damaged(head, torch.zeros_like), samples[:4], 3, 2).is_better  # too few to tell
-
-
-def traffic_of(recipe: Recipe) -> Snapshot:
-    target = TargetModel.load(recipe.target, (2, 3, 4))
-    samples = texts_of(target, [(prompt, generate(target, prompt, 12).tokens) for prompt in PROMPTS[:16]])
-    return Snapshot("head", samples[4:], samples[:4])
-
-
-@pytest.mark.slow
-def test_an_interrupted_candidate_ends_in_the_same_weights(recipe: Recipe, tmp_path: Path) -> None:
-    head = load_head_for(recipe.head_dir, FrozenTarget.from_folder(Path(recipe.target.path), torch.float32))
-    taps, snapshot = head.taps, traffic_of(recipe)
-    assert taps == (1, 2, 3)
-    whole = train_candidate(recipe, tmp_path / "whole", recipe.head_dir, snapshot, 8)
-    assert contents(whole) != contents(recipe.head_dir)
-    snapshot.save(tmp_path / "cut" / "features", taps)
-    again = Snapshot.load(tmp_path / "cut" / "features", taps)
-    with killed_in(6):
-        train_candidate(recipe, tmp_path / "cut", recipe.head_dir, again, 8)
-    assert (tmp_path / "cut/checkpoints/step-4").is_dir()
-    resumed = train_candidate(recipe, tmp_path / "cut", recipe.head_dir, again, 8)
-    assert contents(resumed) == contents(whole)
 
 
 def test_a_better_candidate_is_served_and_rolled_back(

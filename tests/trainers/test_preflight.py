@@ -87,24 +87,6 @@ def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
     assert not (folder / "run").exists()
 
 
-WANDB = table("""
-a wrong mode | auto | WANDB_MODE=onlin => WANDB_MODE | onlin | online, offline, disabled is allowed | change
-the mode online | auto | WANDB_MODE=online => log.wandb | auto given | offline or disabled | log.wandb=offline
-""")
-
-
-@pytest.mark.parametrize("name", WANDB)
-def test_wandb_that_would_ask_for_a_key_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("wandb.login", lambda **options: False)
-    for variable in ("WANDB_API_KEY", "WANDB_MODE"):
-        monkeypatch.delenv(variable, raising=False)
-    (setting, *variables), facts = WANDB[name]
-    for variable in variables:
-        monkeypatch.setenv(*variable.split("="))
-    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, f"log.wandb={setting}")), facts)
-    refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline"))
-
-
 def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,5 @@
 """A candidate for the served head: what it is trained on, and its training from the served head's weights."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from headstart.common.files import read_json, whole_folder
 from headstart.data_pipelines.features.batches import Sample, SampleStore
-from headstart.data_pipelines.features.shard_files import ShardFile, stored_states, stored_tokens
-from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, shard_name, stored_taps, write_manifest
+from headstart.data_pipelines.features.shards import MANIFEST, FeatureStore, stored_taps
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
@@ -26,7 +22,6 @@ from headstart.trainers.step import TrainingInputs
 
 RATE = 0.1  # of the recipe's learning rates, which are those of a new head
 REPLAYED = 0.5  # share of a candidate's samples that come from the recipe's own features
-SPLITS = ("train", "heldout")
 
 
 class Samples(SampleStore):
@@ -56,33 +51,6 @@ class Snapshot:
     train: list[Sample]
     heldout: list[Sample]
 
-    def digest(self) -> str:
-        """Identifies the tokens; the states follow from them."""
-        parts = [sample.tokens.tolist() for samples in (self.train, self.heldout) for sample in samples]
-        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-    def save(self, folder: Path, taps: tuple[int, ...]) -> None:
-        """Write it as a store of features; the folder appears when it is whole."""
-        dtype = str(self.train[0].last_hidden.dtype).removeprefix("torch.")
-        names = []
-        with whole_folder(folder) as partial:
-            for split, samples in zip(SPLITS, (self.train, self.heldout), strict=True):
-                name = shard_name(split, 0)
-                file = ShardFile(partial / name, [len(sample.tokens) for sample in samples], self.served)
-                for number, sample in enumerate(samples):
-                    states = stored_states(taps, sample.taps, sample.last_hidden, dtype)
-                    file.put([number], stored_tokens(sample.tokens, sample.loss_mask) | states)
-                if samples:
-                    file.finish()
-                    names.append(name)
-            write_manifest(partial, names, {"taps": taps, "dtype": dtype, "served": self.served})
-
-    @classmethod
-    def load(cls, folder: Path, taps: tuple[int, ...]) -> "Snapshot":
-        stores = [FeatureStore(folder, split, taps) for split in SPLITS]
-        train, heldout = ([store[number] for number in range(len(store))] for store in stores)
-        return cls(read_json(folder / MANIFEST)["served"], train, heldout)
-
 
 def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapshot, steps: int) -> Path:
     """Train the served head on a snapshot and a share of the recipe's own features; returns the folder of the result.
@@ -95,8 +63,7 @@ def train_candidate(recipe: Recipe, folder: Path, served: Path, snapshot: Snapsh
     before = load_head_for(served, frozen)
     old = replayed(recipe, before, len(snapshot.train), snapshot.train[0].last_hidden.dtype)
     store, heldout = Samples([*snapshot.train, *old]), Samples(snapshot.heldout)
-    inputs = {"served": snapshot.served, "traffic": snapshot.digest(), "samples": len(store)}
-    stage = Stage("traffic", folder, inputs)
+    stage = Stage("traffic", folder, {"served": snapshot.served, "samples": len(store)})
     stage.finish({})
     checkpoints, start = run.open_checkpoints(stage, frozen, store)
     head = build_head(recipe, frozen, start)

@@ -22,7 +22,7 @@ import torch
 from headstart.common.errors import CONTINUES
 from headstart.common.files import append_jsonl, read_json, remove, write_text
 from headstart.common.run_lock import only_run_in
-from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
+from headstart.data_pipelines.features.shards import stored_taps
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import head_taps, load_head, load_head_for, save_head
 from headstart.heads.target_config import folder_of
@@ -140,14 +140,13 @@ class Learner:
 
     def look(self, waits: bool) -> None:
         """Let the server serve the chosen version, and make a candidate if there is enough new traffic."""
+        remove(self.candidate)  # left by a learner that was killed, or that lost its server
         facts = self.server.facts()
         served = self.begin(facts)
-        snapshot = self.kept_snapshot(served)
-        if snapshot is None:
-            if waits and facts["tokens"] - self.learned.get(facts["run"], 0) < self.options.after:
-                return
-            self.learned = {facts["run"]: facts["tokens"]}
-            snapshot = self.take_snapshot(served)
+        if waits and facts["tokens"] - self.learned.get(facts["run"], 0) < self.options.after:
+            return
+        self.learned = {facts["run"]: facts["tokens"]}
+        snapshot = self.take_snapshot(served)
         if snapshot is None:
             return
         made = train_candidate(self.recipe, self.candidate, served, snapshot, self.options.steps)
@@ -169,16 +168,6 @@ class Learner:
             self.server.serve(str(served))
         return served
 
-    def kept_snapshot(self, served: Path) -> Snapshot | None:
-        """The traffic of a candidate whose training was cut off, if it is on disk and still of use."""
-        folder = self.candidate / "features"
-        if (folder / MANIFEST).is_file():
-            snapshot = Snapshot.load(folder, self.taps)
-            if snapshot.served == served.name:
-                return snapshot
-        remove(self.candidate)
-        return None
-
     def take_snapshot(self, served: Path) -> Snapshot | None:
         """The server's traffic; None if it is too little to train on, or to judge by."""
         samples: dict[bool, list[Any]] = {False: [], True: []}
@@ -189,8 +178,6 @@ class Learner:
             found = f"{len(snapshot.train)} requests to train on and {len(snapshot.heldout)} held out"
             print(f"{found}; {LEAST} held out are needed: waiting for more traffic", flush=True)
             return None
-        if self.options.keep_traffic:
-            snapshot.save(self.candidate / "features", self.taps)
         return snapshot
 
     def offer(self, made: Path, snapshot: Snapshot) -> None:

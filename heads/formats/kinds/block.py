@@ -318,7 +318,6 @@ BLOCK = Layout(
     recognises=is_block,
     rules=dict.fromkeys(("vllm", "sglang"), RULES),
     commands={"vllm": vllm, "sglang": sglang},
-    head_rules=(slot_convention, mask_token, taps, own_lm_head, tensor_rules.names_and_shapes),
     steps=STEPS,
     shapes=shapes,
     optional=frozenset({"d2t", "t2d", "lm_head.weight", "embed_tokens.weight"}),

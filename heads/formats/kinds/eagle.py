@@ -234,7 +234,6 @@ RULES: tuple[Rule, ...] = (
 SPECULATORS: tuple[Rule, ...] = (*RULES, config_rules.speculators_sections, config_rules.speculators_verifier)
 STEPS: tuple[Step, ...] = (refuse_other_layers, infer_rope, infer_attention)
 EAGLE3_STEPS: tuple[Step, ...] = (*STEPS, infer_taps, infer_vocabulary, flatten_norms)
-HEAD_RULES: tuple[Rule, ...] = (config_rules.positions, tensor_rules.names_and_shapes)
 
 EAGLE1 = Layout(
     name="eagle1",
@@ -242,7 +241,6 @@ EAGLE1 = Layout(
     recognises=is_eagle1,
     rules=dict.fromkeys(("vllm", "sglang"), (*SHARED, other_embedding, eagle1_bias)),
     commands={"vllm": partial(commands.vllm_command, "eagle"), "sglang": partial(commands.sglang_command, "EAGLE")},
-    head_rules=HEAD_RULES,
     steps=(*STEPS, share_embedding),
     shapes=eagle1_shapes,
     optional=frozenset({"fc.bias", "embed_tokens.weight"}),
@@ -264,7 +262,6 @@ EAGLE3 = Layout(
         "tensorrt_llm": commands.tensorrt_llm_command,
         "llama_cpp": commands.llama_cpp_command,
     },
-    head_rules=(*HEAD_RULES, tensor_rules.vocabulary_map),
     steps=(*EAGLE3_STEPS, share_embedding),
     shapes=eagle3_shapes,
     optional=frozenset({"d2t", "t2d", "embed_tokens.weight"}),
@@ -284,7 +281,6 @@ PEAGLE = replace(
     recognises=is_peagle,
     rules={"vllm": (*RULES, mask_token)},  # no other engine has its drafting pass
     commands={"vllm": partial(commands.vllm_command, "eagle3", parallel_drafting=True)},
-    head_rules=(*EAGLE3.head_rules, mask_token),
     steps=(*EAGLE3.steps, refuse_mask_token),
     sizes=(*LAYER_SIZES, "num_hidden_layers"),
     architectures={"vllm": {*EAGLE3.architectures["vllm"], "PeagleLlamaForCausalLM", "PEagleDraftModel"}},

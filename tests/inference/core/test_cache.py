@@ -17,10 +17,9 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core import cache as cache_module
 from headstart.inference.core.cache import KVCache, Move, Slots
 from headstart.inference.core.request import Request
-from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.engine import batch as batch_module
-from headstart.inference.engine.loop import DecodeLoop, generate, loop_of
+from headstart.inference.engine.loop import generate, loop_of
 from headstart.inference.targets.model import TargetModel
 
 PROMPTS = [[5, 6, 7, 11, 3], [9, 9, 1], [*range(20, 31)]]
@@ -244,36 +243,6 @@ def set_page_size(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             monkeypatch.setattr(module, "PAGE_TOKENS", size)
 
     return set_size
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_cache_that_grows_changes_no_text(
-    target: TargetModel, make_head: Callable[..., Eagle3Head], set_page_size: Callable[[int], None], rows: int
-) -> None:
-    """A row that is in the middle of its text when the cache grows continues unchanged.
-
-    A cache of one row grows with its text, a cache of several when longer requests come.
-    """
-    sampling = Sampling(1.0, seed=2, frequency_penalty=0.5)
-    requests = [Request(prompt, count, sampling) for prompt, count in zip(PROMPTS, (35, 8, 20), strict=True)]
-    wanted = [generate(target, r.prompt, r.max_new_tokens, sampling).tokens for r in requests]
-    whole = [prompt + text for prompt, text in zip(PROMPTS, wanted, strict=True)]
-    set_page_size(4)
-    loop = DecodeLoop(target, DRAFTERS["half right head, tree"](Texts(target, whole, make_head)), max_batch=rows)
-    capacities: list[int] = []
-    for number in (1, 2, 0):
-        loop.submit(requests[number])
-        for _ in range(4):
-            loop.step()
-        capacities.append(loop.batch.cache.target.capacity)
-    while not loop.idle:
-        loop.step()
-        capacities.append(loop.batch.cache.target.capacity)
-    assert [generation.tokens for generation in loop.generations.values()] == [wanted[1], wanted[2], wanted[0]]
-    assert capacities[-1] > capacities[0]
-    assert capacities == sorted(capacities)
-    assert capacities[-1] <= 2 * loop.batch.limit  # room for a still longer one
 
 
 def num_bytes(cache: KVCache) -> int:

@@ -244,29 +244,6 @@ def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, sta
     loop.close()
 
 
-def test_a_row_may_end_or_grow_the_cache_while_a_prompt_is_read(
-    target: TargetModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The prompt is in the third place; its row moves to the first one, or its cache is copied, half read."""
-    monkeypatch.setattr("headstart.inference.core.cache.PAGE_TOKENS", 4)
-    monkeypatch.setattr("headstart.inference.engine.batch.PAGE_TOKENS", 4)
-    requests = [Request([3], 3), Request([5, 6], 4), Request(LONG[:60], 6)]
-    alone = [generate(target, r.prompt, r.max_new_tokens).tokens for r in requests]
-    loop = make_paced(target, None, 5)
-    for request in requests:
-        loop.submit(request)
-    finish(loop)
-    assert [loop.generations[number].tokens for number in range(3)] == alone
-    growing = make_paced(target, None, 5)
-    growing.submit(Request([3], 30))
-    growing.step()
-    growing.step()
-    growing.submit(requests[2])
-    finish(growing)
-    assert growing.generations[1].tokens == alone[2]
-    assert growing.generations[0].tokens == generate(target, [3], 30).tokens
-
-
 def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
     for shares_steps in (False, True):
         schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
@@ -301,54 +278,6 @@ def test_no_drafter_works_when_no_row_wants_drafts(
             loop.submit(replace(request, speculative=False))
         finish(loop)
         assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
-
-
-class Switch:
-    """In place of `SpeculationByLoad`: drafts pay while it is on."""
-
-    is_on = False
-
-    def pays(self, at: Any) -> bool:
-        return self.is_on
-
-    def observe(self, *_: Any) -> None:
-        """Learn nothing."""
-
-
-@pytest.mark.parametrize("event", ["another row ends", "the cache grows"])
-def test_what_a_drafter_has_read_moves_with_its_row(
-    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, event: str
-) -> None:
-    """The drafter catches up with the second row, in several steps without a draft, when it moves to another place."""
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
-    loop, switch = DecodeLoop(target, HeadDrafter(make_head(), Dynamic(3, 3, 8)), max_batch=2), Switch()
-    loop.decode_step.speculation = switch  # type: ignore[assignment]
-    loop.submit(Request([3], 20 if event == "another row ends" else 100, speculative=False))
-    loop.submit(Request([5, 6], 40))
-    while len(loop.batch.rows) < 2 or len(loop.batch.rows[1].text) < 20:
-        loop.step()
-    switch.is_on = True
-    for number in range(6):
-        if number == 2 and event == "the cache grows":
-            loop.submit(Request([5, 6], 200))
-        loop.step()
-        assert_drafter_has_read(loop)
-    assert len(loop.batch.rows) == (1 if event == "another row ends" else 2)
-    assert loop.batch.rows[-1].unread.start > 12
-
-
-@pytest.mark.parametrize("patience", [0, 1])
-def test_a_constraint_that_gives_up_on_drafts_changes_no_text(
-    target: TargetModel, make_head: MakeHead, patience: int
-) -> None:
-    """It gives up after `patience` draft tokens; once these are text, there is a way on."""
-    requests = [Request(each.prompt, 12, each.sampling, constraint=NoThirds()) for each in REQUESTS]
-    plain = generate_batch(target, requests)
-    whole = [request.prompt + found.tokens for request, found in zip(requests, plain, strict=True)]
-    drafts = [replace(request, constraint=NoThirds(patience)) for request in requests]
-    found = generate_batch(target, drafts, HeadDrafter(HalfRightHead(target, *whole), Dynamic(4, 3, 12)))
-    assert [each.tokens for each in found] == [each.tokens for each in plain]
-    assert any(each.stats.drafted for each in found) == (patience > 0)
 
 
 class Failure(Exception):

@@ -179,20 +179,6 @@ def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make
     assert loop.generations[numbers[2]].cached_tokens == 32
 
 
-def test_a_target_that_reads_nothing_side_by_side_reads_prompts_with_known_beginnings_apart(make_model: Any) -> None:
-    model = make_model()
-    model.set_attn_implementation("eager")
-    target = TargetModel(model, ())
-    assert not target.passes.allows_side_by_side
-    loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 3))
-    finish(loop)
-    numbers = [loop.submit(Request([*SYSTEM, last], 3)) for last in (60, 61)]
-    assert [block.number for block in loop.step()] == numbers[:1]
-    finish(loop)
-    assert [loop.generations[number].cached_tokens for number in numbers] == [32, 32]
-
-
 def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: TargetModel, make_head: Any) -> None:
     """The head reads the prefix then, from the hidden states that were kept for it; the next text finds it read."""
     drafter = HeadDrafter(make_head(), GROWTH)
@@ -208,42 +194,6 @@ def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: T
         assert loop.generations[number].cached_tokens == 64
         assert_as_alone(target, drafter, request, loop.generations[number])
     assert all(cached.head is not None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
-
-
-@some_parts
-def test_a_row_without_drafts_after_a_known_prefix_disturbs_no_row_that_drafts(
-    parts: tuple[TargetModel, Drafter],
-) -> None:
-    """Its prompt is read in pieces. The first step with drafts failed, as the row seemed to be longer than it was."""
-    target, drafter = parts
-    loop = DecodeLoop(target, drafter, 3, prefill_chunk=20, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 1))
-    finish(loop)
-    requests = [
-        Request([*SYSTEM, *range(3, 60)], 20, speculative=False),
-        Request([9, 8], 16),
-        Request([*SYSTEM, 7], 12),
-    ]
-    numbers = []
-    for request in requests:
-        numbers.append(loop.submit(request))
-        for _ in range(5):
-            loop.step()
-    finish(loop)
-    for number, request in zip(numbers, requests, strict=True):
-        assert loop.generations[number].tokens == generate(target, request.prompt, request.max_new_tokens).tokens
-
-
-def test_a_cancelled_request_leaves_what_it_has_read(target: TargetModel, make_head: Any) -> None:
-    drafter = HeadDrafter(make_head(), GROWTH)
-    loop = DecodeLoop(target, drafter, 2, prefill_chunk=20, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 12))
-    loop.step()
-    loop.cancel(0)
-    loop.submit(Request(SYSTEM, 12))
-    finish(loop)
-    assert loop.generations[1].cached_tokens == 16
-    assert_as_alone(target, drafter, Request(SYSTEM, 12), loop.generations[1])
 
 
 class Row(CachedRow):

@@ -114,24 +114,6 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert sum(at in always.trees for at in after) > 20
 
 
-def test_sampled_rows_that_the_head_has_yet_to_catch_up_with_end_no_step(
-    target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headstart.inference.engine.step.CATCH_UP_POSITIONS", 4)
-    loop = loop_of_given_acceptance(target, HeadDrafter(make_head(), GROWTH), monkeypatch)
-    requests = [replace(LONG, max_new_tokens=60, sampling=Sampling(1.0, seed=seed)) for seed in (1, 2)] + [SHORT]
-    for request in requests:
-        loop.submit(request)
-    behind = set()
-    while not loop.idle:
-        loop.step()
-        behind |= {row.unread.is_behind for row in loop.batch.rows} if len(loop.batch.rows) == 2 else set()
-    assert behind == {False, True}
-    for number, request in enumerate(requests):
-        alone = generate(target, request.prompt, request.max_new_tokens, request.sampling)
-        assert loop.generations[number].tokens == alone.tokens
-
-
 def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
     target: TargetModel, make_head: Callable[..., Any]
 ) -> None:

@@ -3,11 +3,10 @@
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jaxtyping
 import numpy
 import pytest
 import torch
@@ -16,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-import headstart
-from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.drafters.growth import Dynamic
@@ -25,22 +22,15 @@ from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection, TargetSection
+from headstart.recipes.schema import DecodeSection
+
+pytestmark = pytest.mark.usefixtures("as_in_production")
 
 DEMO = AutoTokenizer.from_pretrained(Path(__file__).parents[3] / "assets" / "demo_target")
 INF, NAN = float("inf"), float("nan")
 IDS = torch.tensor([[5, 6, 7, 11]])
 TWO = torch.tensor([[0, 5, 6], [7, 8, 9]])
 SAMPLE = {"do_sample": True}
-
-
-@pytest.fixture(autouse=True)
-def _as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Users have no shape checks, which would refuse some of these inputs before our code sees them."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.fixture(scope="module")
@@ -254,30 +244,3 @@ def test_the_parts_of_a_model_are_checked(
     ]
     for call, says in cases:
         assert_raises(call, says)
-
-
-def test_load_head_takes_two_folders_and_checks_them(folders: dict[str, Path], frozen: FrozenTarget) -> None:
-    load: Any = headstart.load_head
-    head = load(str(folders["head"]), str(folders["target"]))
-    assert type(head).__name__ == "Eagle3Head"
-    assert head.embedding.dtype == frozen.embedding.dtype
-    for folder, target, says in (
-        ("nowhere", folders["target"], Says("nowhere", "no config.json", "holds no head", "headstart train RECIPE")),
-        (folders["head"], "nowhere", Says("nowhere", "has neither model.safetensors nor", "", "save_pretrained(")),
-    ):
-        assert_raises(lambda folder=folder, target=target: load(folder, target), says)
-
-
-def test_overrides_of_a_recipe_are_a_list() -> None:
-    says = "overrides | 'train.steps=3' | a list of texts | write"
-    assert_raises(lambda: headstart.load_recipe("recipes/tiny.yaml", "train.steps=3"), says)
-
-
-def test_a_name_that_headstart_does_not_export_is_told_with_those_that_it_does() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'SpeculativModel'; it has .*SpeculativeModel"):
-        headstart.SpeculativModel  # noqa: B018
-
-
-def test_a_target_section_is_loaded_in_the_dtype_it_names(target_folder: Path) -> None:
-    section = TargetSection(path=str(target_folder), dtype="bfloat16", device="cpu")
-    assert TargetModel.load(section, ()).dtype == torch.bfloat16

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bad_inputs import Says, assert_raises
 from rich.console import Console
 from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command
-from headstart.chat import HELP, SHADES, Chat, first_ctrl_c, printable, read_command, token_style
+from headstart.chat import SHADES, Chat, first_ctrl_c, printable, token_style
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.vocab import DraftVocab
@@ -104,34 +103,12 @@ def answers(chat: Chat) -> list[str]:
     return [turn["content"] for turn in chat.turns if turn["role"] == "assistant"]
 
 
-def test_every_command_is_read_and_questions_are_not_commands() -> None:
-    assert read_command("why?") is None
-    assert read_command(" /usr/bin is what?") is None
-    assert read_command("/seed 7") == ("/seed", 7)
-    assert read_command("/temperature 0.5") == ("/temperature", 0.5)
-    for name, (value, _) in HELP.items():
-        assert value or read_command(name) == (name, None)
-
-
-WRONG = {
-    "/pain": Says("/pain", "not a command", "/plain, /draft", "did you mean /plain?"),
-    "/plain 3": Says("/plain", "'3' given", "no value is allowed", "write /plain alone"),
-    "/seed 1.5": Says("/seed", "'1.5' given", "a whole number is allowed", "write /seed 1"),
-    "/temperature warm": Says("/temperature", "'warm'", "a number is allowed", "write /temperature 0.7"),
-}
-
-
-@pytest.mark.parametrize("line", WRONG)
-def test_a_wrong_command_is_explained(line: str) -> None:
-    assert_raises(lambda: read_command(line), WRONG[line])
-
-
 def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetModel) -> None:
     chat, printed = make_chat(KnowsTheText(talker))
-    for line in ("/pain", "/temperature -1", "/temperature nan", "/seed 99999999999999999999", "/again", "x" * 200):
+    for line in ("/pain", "/plain 3", "/again", "x" * 200):
         assert chat.handle(line)
     told = printed.getvalue()
-    for part in ("did you mean /plain", "temperature: -1", "temperature: nan", "seed: 9999", "ask one first"):
+    for part in ("/pain: not a command; /plain, /draft", "/plain 3: not a command", "ask one first"):
         assert part in told
     assert "shorter question" in told
     assert chat.handle("the target")
@@ -303,19 +280,6 @@ def test_the_targets_own_settings_apply_to_a_chat_and_the_command_line_overrides
     path.write_text(json.dumps({"num_beams": 4}))
     with pytest.raises(SystemExit, match=r"the target's generation_config.json: num_beams: 4 given, 1 is allowed"):
         talk(monkeypatch, b"", *arguments)
-
-
-def test_a_message_names_options_where_no_recipe_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folders: Path
-) -> None:
-    shutil.copytree(folders / "target", tmp_path / "own_code")
-    path = tmp_path / "own_code" / "config.json"
-    auto_map = {"AutoConfig": "configuration.Own", "AutoModelForCausalLM": "modeling.Own"}
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "own", "auto_map": auto_map}))
-    said = r"^error: target.trust_remote_code: false given.*give a recipe with target.trust_remote_code in place of --t"
-    for target, message in ((tmp_path / "none", "^error: --target: .*none' is neither"), (path.parent, said)):
-        with pytest.raises(SystemExit, match=message):
-            talk(monkeypatch, b"", "--target", str(target), "--prompt", "a")
 
 
 def test_the_default_target_is_fetched_if_it_is_missing(

@@ -1,9 +1,8 @@
-"""Laws of comparing methods: intervals cover the truth, figures by category, token forcing, and the picture."""
+"""Laws of comparing methods: intervals cover the truth, figures by category, and token forcing."""
 
 import json
 import math
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy
 import pytest
@@ -19,7 +18,6 @@ from headstart.inference.report import forcing
 from headstart.inference.report.compare import Comparison, speedup
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
-from headstart.inference.report.picture import picture
 from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import Round, Run, able_to_batch, run_batch, run_rounds, seconds_and_tokens
 from headstart.inference.report.tables import low_to_high
@@ -233,15 +231,3 @@ def test_a_question_is_one_unit_of_the_interval_with_all_its_turns() -> None:
 
     rounds = [round_of(0, 1.0, 4), round_of(0, 2.0, 5), round_of(1, 4.0, 6)]
     assert seconds_and_tokens(rounds, 0) == ([3.0, 4.0], [9, 6])
-
-
-def test_the_picture_is_valid_svg_with_a_bar_for_each_method(target: TargetModel) -> None:
-    text = PROMPTS[0].tokens + generate(target, PROMPTS[0].tokens, 9).tokens
-    methods = [Method("plain"), Method("<fast> & new", Oracle(text, ahead=3))]
-    rounds = run_rounds(methods, target, PROMPTS[:1], 9, Sampling(), 0)
-    outcomes = Comparison(methods, rounds, forcing_of(target), 1).outcomes()
-    svg = ElementTree.fromstring(picture([outcomes, outcomes]))
-    texts = [element.text for element in svg.findall(".//{*}text")]
-    assert len(svg.findall(".//{*}rect")) == 4
-    assert texts.count("<fast> & new") == 2
-    assert texts.count("1.00 times plain, 1.00 tokens per step") == 2

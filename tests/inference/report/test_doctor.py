@@ -12,12 +12,11 @@ import pytest
 import torch
 from exported import edit_config, edit_tensors, exported, read_config, read_tensors
 from matrix import slow_unless
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional
 
 from headstart.inference.doctor import command as doctor
-from headstart.inference.doctor.command import Diagnosis, diagnose, main
+from headstart.inference.doctor.command import diagnose, main
 from headstart.inference.doctor.findings import other_template
 from headstart.recipes.other_commands import Options
 
@@ -72,15 +71,11 @@ def plant(folder: Path, change: Plant) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def categories(diagnosis: Diagnosis) -> list[str]:
-    return [finding.category for finding in diagnosis.findings]
-
-
 def test_a_good_head_and_its_export_have_no_findings(
     copied: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = diagnose(copied("head"), str(TARGET), copied("export"), OPTIONS)
-    assert found.findings == []
+    assert (found.findings, found.errors) == ([], [])
     assert found.served == found.trained
     assert found.trained[0] > 0.3
     monkeypatch.setattr(doctor, "diagnose", lambda *options: found)
@@ -119,42 +114,35 @@ def set_keys(**keys: Any) -> Plant:
     return lambda config, tensors: config.update(keys)
 
 
-# The category that is named, where the fault is planted, and what it changes.
-BOTH = ("export", "head")
-FAULTS: dict[str, tuple[str, tuple[str, ...], Plant]] = {
-    "taps off by one": ("taps", ("export",), name_taps),
-    "taps in another order": ("taps", ("head",), lambda config, tensors: config["headstart"].update(taps=[13, 8, 2])),
-    "d2t of ids": ("vocabulary map", BOTH, write_ids),
-    "another rope": ("RoPE base", ("export",), set_keys(**rope(50.0))),
-    "flag dropped": ("norm", BOTH, set_keys(norm_output=False)),
-    "norm missing": ("norm", BOTH, lambda config, tensors: tensors.pop("fc_norm.1.weight")),
-    "rounded weights": ("dtype", ("export",), round_coarsely),
-    "weights overflow": ("dtype", ("export",), overflow),
-    "infinite weight": ("dtype", ("head",), lambda config, tensors: tensors["norm.weight"][:1].fill_(float("inf"))),
-    "short context": ("context length", BOTH, set_keys(max_position_embeddings=32)),
+# The category of the finding, none if lint alone names it; what is changed in the export.
+FAULTS: dict[str, tuple[str | None, Plant]] = {
+    "taps off by one": ("taps", name_taps),
+    "d2t of ids": ("vocabulary map", write_ids),
+    "another rope": ("RoPE base", set_keys(**rope(50.0))),
+    "flag dropped": ("norm", set_keys(norm_output=False)),
+    "norm missing": (None, lambda config, tensors: tensors.pop("fc_norm.1.weight")),
+    "rounded weights": ("dtype", round_coarsely),
+    "weights overflow": (None, overflow),
+    "short context": (None, set_keys(max_position_embeddings=32)),
 }
-FAST = (  # one of each kind; the command's test has wrong taps
-    *(("another rope", "export"), ("rounded weights", "export")),
-    *(("taps in another order", "head"), ("infinite weight", "head")),
-)
-PLANTED = [(fault, folder) for fault, (_, folders, _) in FAULTS.items() for folder in folders]
+FAST = ("another rope", "rounded weights", "weights overflow")  # one of each kind; the command's test has wrong taps
+LINT = {
+    "d2t of ids": "tensor d2t",
+    "norm missing": "tensor fc_norm.1.weight",
+    "weights overflow": "tensor fc.weight",
+    "short context": "max_position_embeddings",
+}
 
 
-@pytest.mark.parametrize(("fault", "folder"), slow_unless(FAST, PLANTED))
-def test_a_planted_fault_is_named(copied: Callable[[str], Path], fault: str, folder: str) -> None:
-    category, _, change = FAULTS[fault]
-    head, export = copied("head"), copied("export") if folder == "export" else None
-    plant(export or head, change)
-    found = diagnose(head, str(TARGET), export, OPTIONS)
-    named = categories(found) if export else {*categories(found)} & {category}
-    assert [*named] == [category], [str(finding) for finding in found.findings]
-
-
-def test_if_several_rope_bases_guess_equally_well_the_target_s_is_named(tmp_path: Path) -> None:
-    shutil.copytree(HEAD, tmp_path / "head")
-    plant(tmp_path / "head", set_keys(**rope(50.0)))
-    [found] = diagnose(tmp_path / "head", str(TARGET), None, OPTIONS).findings
-    assert (found.found, found.right) == ("base 50 (default)", "it guesses best with 10000 (default)")
+@pytest.mark.parametrize("fault", slow_unless(FAST, FAULTS))
+def test_a_fault_planted_in_an_export_is_named(copied: Callable[[str], Path], fault: str) -> None:
+    category, change = FAULTS[fault]
+    export = copied("export")
+    plant(export, change)
+    found = diagnose(copied("head"), str(TARGET), export, OPTIONS)
+    assert [finding.category for finding in found.findings] == ([] if category is None else [category])
+    if fault in LINT:
+        assert any(LINT[fault] in error.where for error in found.errors), [str(error) for error in found.errors]
 
 
 def test_a_chat_template_that_changed_since_the_harvest_is_named(tmp_path: Path) -> None:
@@ -162,41 +150,11 @@ def test_a_chat_template_that_changed_since_the_harvest_is_named(tmp_path: Path)
     shutil.copytree(TARGET, target)
     digest = hashlib.sha256(b"None").hexdigest()  # of a missing template, as data_pipelines/prompts computes it
     manifest.write_text(json.dumps({"chat_template_sha256": digest}))
-    assert [*other_template(manifest, tmp_path / "none", target)] == []
+    assert [*other_template(manifest, target)] == []
     path = target / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": "{{ messages }}"}))
-    for found in other_template(manifest, tmp_path / "none", target), other_template(None, manifest, target):
-        assert [finding.category for finding in found] == ["template"]
-    assert [*other_template(None, tmp_path / "none", target)] == []
-
-
-def copy_the_token(tensors: Tensors) -> None:
-    """The head that training on tokens one place too far ahead gives: each index copies the token it reads."""
-    embedding = load_file(TARGET / "model.safetensors")["model.embed_tokens.weight"].float()
-    token, nothing = torch.eye(128), torch.zeros(128, 128)
-    for name in ("q_proj", "k_proj", "v_proj"):
-        scale = 1 if name == "v_proj" else 10
-        tensors[f"midlayer.self_attn.{name}.weight"] = torch.cat([scale * token, nothing], dim=1)
-    tensors["midlayer.self_attn.o_proj.weight"] = token.clone()
-    tensors["lm_head.weight"] = functional.normalize(embedding, dim=1)
-    for name in ("midlayer.input_layernorm.weight", "norm.weight"):
-        tensors[name] = torch.ones(128)
-    for name in ("fc.weight", "midlayer.mlp.down_proj.weight"):
-        tensors[name] = torch.zeros_like(tensors[name])
-
-
-SHORT = Options(count=3, new_tokens=32, depth=1)
-
-
-def test_a_head_trained_with_shifted_tokens_is_named(tmp_path: Path) -> None:
-    shutil.copytree(HEAD, tmp_path / "head")
-    edit_tensors(tmp_path / "head", copy_the_token)
-    findings = diagnose(tmp_path / "head", str(TARGET), None, SHORT).findings
-    found = findings[0]
-    assert len(findings) == 1, [str(finding) for finding in findings]
-    assert found.category == "token shift"
-    assert found.right == "the head guesses best with token t+2 beside feature t"
-    assert float(found.cost.split()[8]) >= 0.99
+    assert [finding.category for finding in other_template(manifest, target)] == ["template"]
+    assert [*other_template(tmp_path / "none", target)] == []
 
 
 @pytest.mark.parametrize(("kind", "layout"), [("eagle3", "speculators"), ("eagle1", "vllm"), ("medusa", "vllm")])
@@ -209,6 +167,7 @@ def test_exports_of_every_layout_have_no_findings_and_equal_accuracy(
     found = diagnose(tmp_path / "head", str(target_folder), export, Options(samples, new_tokens=24, depth=2))
     # A random head guesses nothing right, which is a finding of its own.
     assert [one for one in found.findings if one.category != "accuracy"] == [], [str(one) for one in found.findings]
+    assert found.errors == []
     assert found.served == found.trained
 
 

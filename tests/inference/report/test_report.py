@@ -48,7 +48,7 @@ def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe,
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
     assert (trained.report_dir / "report.md").read_text().count("| plain |") == len(trained.report.temperatures)
     files = {path.name for path in trained.report_dir.iterdir() if not path.name.startswith(".")}
-    assert files == {"report.json", "report.md", "report.svg"}
+    assert files == {"report.json", "report.md"}
 
 
 def test_a_tree_of_a_target_that_verifies_chains_alone_has_no_row_beside_the_chain(trained: Recipe) -> None:
