@@ -60,11 +60,11 @@ BUDGETS = {
     "headstart": 935,
     "inference": 269,
     "inference/core": 2_360,
-    "inference/doctor": 493,
+    "inference/doctor": 862,
     "inference/drafters": 2_006,
     "inference/engine": 1_690,
     "inference/generate": 1_130,
-    "inference/kernels": 1_215,
+    "inference/kernels": 1_443,
     "inference/report": 1_024,
     "inference/serve": 1_720,
     "inference/serve/api": 1_850,
@@ -72,7 +72,7 @@ BUDGETS = {
     "recipes": 1_913,
     "trainers": 1_955,
     "trainers/objectives": 851,
-    "trainers/parallel": 544,
+    "trainers/parallel": 545,
     "trainers/refresh": 499,
 }
 
