@@ -23,7 +23,6 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 from transformers.cache_utils import Cache
 
 from headstart.inference.core.cache import KVCache, Slots
@@ -327,13 +326,15 @@ def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
 
 
 def in_torch(node: Node, inputs: list[Node]) -> Operation:
-    """A node of a graph as a function of its tensors."""
+    """A node of a graph as a function of its tensors, `inputs`."""
     target: Any = node.target
-    args, kwargs = node.args, node.kwargs
+    args, kwargs = node.args, dict(node.kwargs)
+    if [each for each in args if isinstance(each, Node)] != inputs or args[: len(inputs)] != tuple(inputs):
+        raise CannotTrace(f"{target} whose first arguments are not its tensors")
+    constants = args[len(inputs) :]
 
     def run(*tensors: Tensor) -> Tensor:
-        given = dict(zip(inputs, tensors, strict=True))
-        found = target(*map_arg(args, given.__getitem__), **map_arg(kwargs, given.__getitem__))
+        found = target(*tensors, *constants, **kwargs)
         return (found[0] if isinstance(found, tuple) else found).contiguous()
 
     return run

@@ -146,6 +146,7 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
         remember_eight_bits(weight, None)
     if was_packed:
         order_products(model)
+        fuse_norms(model)
     return was_packed
 
 
@@ -184,6 +185,8 @@ class Fused:
     def __call__(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return type(self.module).forward(self.module, inputs)
+        if CURRENT.trace is not None:
+            return outside_graph(self.module, lambda module: module.forward.compute, [inputs], inputs.shape)
         return self.compute(inputs)
 
 
@@ -191,7 +194,25 @@ def fuse_norms(model: nn.Module) -> None:
     """Fuse the RMS norms that compute the usual formula: each is tried on made-up hidden states."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and is_usual(module):
-            vars(module)["forward"] = Fused(module, partial(normed, module, epsilon(module)))
+            compute = ordered_norm(module) if module.weight.is_cpu else partial(normed, module, epsilon(module))
+            vars(module)["forward"] = Fused(module, compute)
+
+
+def ordered_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """`normed` by our own kernel, in one call and with sums that compiled layers share."""
+    weight, eps, size = module.weight, epsilon(module), len(module.weight)
+    kernel = getattr(library(), f"normalize_{str(weight.dtype).removeprefix('torch.')}")
+    address = weight.data_ptr()
+
+    def compute(inputs: Tensor) -> Tensor:
+        if inputs.dtype != weight.dtype:
+            return normed(module, eps, inputs)
+        inputs = inputs.contiguous()
+        found = torch.empty_like(inputs)
+        kernel(inputs.data_ptr(), address, found.data_ptr(), inputs.numel() // size, size, eps)
+        return found
+
+    return compute
 
 
 def epsilon(module: nn.Module) -> float | None:

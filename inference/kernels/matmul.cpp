@@ -1,5 +1,7 @@
 // Matrix products whose sums have one order, of weights as they lie in memory. See matmul.py.
 
+#include <cmath>
+
 #include "vectors.h"
 
 namespace {
@@ -47,9 +49,41 @@ void matmul(const Shape& shape, const Number* left, const Number* right, Number*
     multiply_columns(shape, inputs, right, unit / blocks, unit % blocks * WIDTH, found);
 }
 
+// weight * (x / sqrt(mean(x^2) + epsilon)), rounded before the weight is applied; the sum has an order of its own.
+template <typename Number>
+void normalize(const Number* inputs, const Number* weight, Number* found, int64_t rows, int64_t size, float epsilon) {
+  static thread_local std::vector<float> numbers;
+  int64_t padded = padded_to(size, WIDTH);
+  numbers.resize(padded);
+  for (int64_t row = 0; row < rows; row++, inputs += size, found += size) {
+    widen(inputs, size, numbers.data(), padded);
+    Lanes low{}, high{};
+    for (int64_t n = 0; n < padded; n += WIDTH) {
+      Lanes first = lanes(Floats::loadu(&numbers[n])), second = lanes(Floats::loadu(&numbers[n + Floats::size()]));
+      low += first * first;
+      high += second * second;
+    }
+    low += high;
+    float sum = 0;
+    for (int64_t n = 0; n < Floats::size(); n++) sum += low[n];
+    float factor = 1 / std::sqrt(sum / size + epsilon);
+    for (int64_t n = 0; n < size; n++)
+      found[n] = static_cast<float>(weight[n]) * static_cast<float>(static_cast<Number>(numbers[n] * factor));
+  }
+}
+
 }  // namespace
 
 extern "C" {
+
+#define NORMALIZE(name, Number)                                                                                 \
+  void name(const Number* inputs, const Number* weight, Number* found, int64_t rows, int64_t size, float epsilon) { \
+    normalize(inputs, weight, found, rows, size, epsilon);                                                      \
+  }
+
+NORMALIZE(normalize_float32, float)
+NORMALIZE(normalize_bfloat16, BFloat16)
+NORMALIZE(normalize_float16, Half)
 
 void matmul_float32(const Shape* shape, const float* left, const float* right, float* found) {
   matmul(*shape, left, right, found);

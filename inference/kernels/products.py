@@ -73,6 +73,9 @@ def library() -> ctypes.CDLL | None:
             kernel.restype = None
             kernel = getattr(loaded, f"matmul_{number}")
             kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4, None
+            kernel = getattr(loaded, f"normalize_{number}")
+            kernel.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
+            kernel.restype = None
         return loaded
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
