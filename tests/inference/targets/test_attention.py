@@ -87,7 +87,7 @@ def test_scores_are_capped_and_sinks_take_their_share() -> None:
     scores = query @ key.repeat_interleave(3, 1).mT * 0.7
     scores = torch.cat([5 * torch.tanh(scores / 5), sinks.view(1, 9, 1, 1).expand(2, -1, 5, -1)], dim=-1)
     wanted = scores.softmax(-1)[..., :-1] @ value.repeat_interleave(3, 1)
-    assert_close(ordered_attention(query, key, value, mask, 0.7, cap=5, sinks=sinks), wanted.transpose(1, 2))
+    assert_close(ordered_attention(query, key, value, mask, 0.7, cap=5.0, sinks=sinks), wanted.transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", slow_unless(SOME_FAMILIES, FAMILIES))
