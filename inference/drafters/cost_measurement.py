@@ -299,9 +299,13 @@ def time_works(works: Mapping[Work, Callable[[], object]], device: torch.device)
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     started = time.perf_counter()
     work()
+    wait_for(device)
+    return time.perf_counter() - started
+
+
+def wait_for(device: torch.device) -> None:
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-    return time.perf_counter() - started
 
 
 def surface_from(times: Mapping[Work, float], short: int, long: int, most: int, batch: int, levels: int) -> CostSurface:
