@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -30,7 +30,7 @@ from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.cost_measurement import GREEDY, Bench
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.kernels.compiled import CompiledForward
-from headstart.inference.kernels.fast_layers import BlockedLinear, HalfLinear, JointLinear, PackedLinear
+from headstart.inference.kernels.fast_layers import JointLinear, PackedLinear
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
@@ -59,10 +59,9 @@ def products(target: TargetModel) -> list[PackedLinear]:
     return [each for each in [*modules, *joint.values()] if isinstance(each, PackedLinear)]
 
 
-def torchs(own: list[PackedLinear], dtype: torch.dtype) -> list[PackedLinear]:
+def torchs(own: list[PackedLinear], dtype: torch.dtype) -> list[nn.Linear]:
     """torch's products of the same sizes."""
-    kind = HalfLinear if dtype == torch.float32 else BlockedLinear
-    return [kind(nn.Linear(each.in_features, each.out_features, bias=False, dtype=dtype)) for each in own]
+    return [nn.Linear(each.in_features, each.out_features, bias=False, dtype=dtype) for each in own]
 
 
 def load(options: argparse.Namespace) -> TargetModel:
@@ -91,7 +90,7 @@ def passes(options: argparse.Namespace) -> dict[str, float]:
         tree = Tree(torch.arange(count)[None] + 300, torch.arange(count)[None] - 1)
         target.passes.tree(tree, cache)
 
-    def multiply(packed: list[PackedLinear], count: int) -> None:
+    def multiply(packed: Sequence[PackedLinear | nn.Linear], count: int) -> None:
         for product in packed:
             product(torch.zeros(1, count, product.in_features, dtype=target.dtype))
 

@@ -42,7 +42,7 @@ from headstart.smollm2 import fetch
 
 Turn = dict[str, str]
 HELP = {  # command -> what it does
-    "/plain": "decode without draft tokens: slower, but the same text (in bfloat16 a near-tie may differ)",
+    "/plain": "decode without draft tokens: slower, but the same text (on a GPU a near-tie may differ)",
     "/draft": "decode with draft tokens again",
     "/again": "answer the last question again, such as after /plain",
     "/reset": "begin a new conversation",

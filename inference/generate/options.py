@@ -40,7 +40,7 @@ def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
     parser.add_argument("--target", help=target)
     parser.add_argument("--head", type=Path, help=head)
     auto = "number format of the target; auto, the default, is bfloat16 where this machine computes in it"
-    exact = "in float32 texts are exactly those of plain decoding; in bfloat16 near-ties may fall either way"
+    exact = "texts are exactly those of plain decoding, but for near-ties in bfloat16 on a GPU"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=f"{auto}; {exact}")
 
 

@@ -114,8 +114,9 @@ def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear:
     if linear.weight.dtype != torch.float32:
         return PackedLinear(linear, linear.weight.detach())
     weight = exact_weight(linear)
-    is_wide = isinstance(weight, Tensor) and weight.dtype == torch.float32
-    return PackedLinear(linear, weight.half() if is_wide and not exact else weight)
+    if isinstance(weight, Tensor) and weight.dtype == torch.float32 and not exact:
+        weight = weight.half()
+    return PackedLinear(linear, weight)
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -161,8 +162,8 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
     return list(groups.values())
 
 
-def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Named]:
-    """The model's linear layers, each with its parent and its name there: torch's, or transformers' `Conv1D`."""
+def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Any]:
+    """The model's linear layers as `Named`: torch's, or transformers' `Conv1D`."""
     named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
     modules = {"Linear": "torch.nn.modules.linear", "Conv1D": "transformers.pytorch_utils"}
     return [each for each in named if (type(each[2]).__name__, type(each[2]).__module__) == (kind, modules[kind])]
@@ -170,7 +171,8 @@ def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Named]:
 
 def as_linear(layer: Any) -> nn.Linear:
     """GPT-2's kind of linear layer, whose weight lies transposed, as torch's."""
-    linear = nn.Linear(*layer.weight.shape, device="meta")
+    size, outputs = layer.weight.shape
+    linear = nn.Linear(size, outputs, device="meta")
     linear.weight = nn.Parameter(layer.weight.detach().T, requires_grad=False)
     linear.bias = nn.Parameter(layer.bias.detach(), requires_grad=False)
     return linear
@@ -194,15 +196,17 @@ def fuse_norms(model: nn.Module) -> None:
     """Fuse the RMS norms that compute the usual formula: each is tried on made-up hidden states."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm") and "forward" not in vars(module) and is_usual(module):
-            compute = ordered_norm(module) if module.weight.is_cpu else partial(normed, module, epsilon(module))
+            on_cpu = isinstance(module.weight, Tensor) and module.weight.is_cpu
+            compute = ordered_norm(module) if on_cpu else partial(normed, module, epsilon(module))
             vars(module)["forward"] = Fused(module, compute)
 
 
 def ordered_norm(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """`normed` by our own kernel, in one call and with sums that compiled layers share."""
-    weight, eps, size = module.weight, epsilon(module), len(module.weight)
+    weight, eps = module.weight, epsilon(module)
+    assert isinstance(weight, Tensor)
+    size, address = len(weight), weight.data_ptr()
     kernel = getattr(library(), f"normalize_{str(weight.dtype).removeprefix('torch.')}")
-    address = weight.data_ptr()
 
     def compute(inputs: Tensor) -> Tensor:
         if inputs.dtype != weight.dtype:

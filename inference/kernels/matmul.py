@@ -104,8 +104,9 @@ def order_products(model: nn.Module) -> None:
 
     So do modules with a gate of one number a token, which torch's sigmoid computes by the number of tokens.
     """
-    if hasattr(model, "set_experts_implementation"):
-        model.set_experts_implementation("eager")  # others hide their products in operations of their own
+    choose: Any = getattr(model, "set_experts_implementation", None)
+    if choose is not None:
+        choose("eager")  # others hide their products in operations of their own
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         axes = {each.ndim for each in tensors if each.is_cpu and not isinstance(module, nn.Embedding)}

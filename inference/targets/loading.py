@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from headstart.heads.target_config import folder_of
 from headstart.heads.target_ends import auto_class
-from headstart.inference.kernels import float32_is_as_fast
+from headstart.inference.kernels import float32_is_as_fast, has_kernels
 from headstart.inference.targets.architecture import attention_code
 from headstart.recipes.schema import TargetSection
 from headstart.recipes.target_sizes import text_section
@@ -66,8 +66,8 @@ def processor_name(device: torch.device) -> str:
 def fast_dtype(device: torch.device, eight_bits: bool = False) -> Literal["bfloat16", "float32"]:
     """The number format in which the device decodes fastest; float32 where both are as fast.
 
-    On a CPU a few products are measured: with packed weights float32 may be faster, and its texts do not depend on
-    drafts. With `eight_bits` the target has weights in 8 bits, which float32 layers read in that form.
+    On a CPU a few products are measured. With `eight_bits` the target has weights in 8 bits, as which float32 layers
+    read them.
     """
     if not has_bfloat16(device):
         return "float32"
@@ -84,6 +84,8 @@ def has_bfloat16(device: torch.device) -> bool:
 def slow_format(field: str, dtype: str, device: torch.device) -> str | None:
     """A hint if a CPU computes slowly in the number format of this field of the recipe, else None."""
     if device.type != "cpu" or dtype == "float32" or (dtype == "bfloat16" and has_bfloat16(device)):
+        return None
+    if field == "target.dtype" and has_kernels():  # they compute in float32
         return None
     return f"{field}: this CPU has no instructions for {dtype}; {field}=float32 is several times as fast here"
 

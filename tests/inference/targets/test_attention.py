@@ -63,7 +63,7 @@ def test_a_token_attends_with_the_same_bits_whatever_else_the_pass_reads(
     query, key, value = (torch.randn(*shape, generator=generator).to(dtype) for shape in shapes)
     causal = torch.ones(90, 90, dtype=torch.bool).tril().expand(1, 1, -1, -1)
     found = ordered_attention(query, key, value, None, None)
-    wanted = scaled_dot_product_attention(*(each.double() for each in (query, key, value)), causal, enable_gqa=True)
+    wanted = scaled_dot_product_attention(query.double(), key.double(), value.double(), causal, enable_gqa=True)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     assert_close(found.double(), wanted.transpose(1, 2), rtol=tolerance, atol=tolerance)
     added = torch.zeros(1, 1, 90, 90, dtype=dtype).masked_fill(~causal, torch.finfo(dtype).min)

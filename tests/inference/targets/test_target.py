@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.kernels import fast_model
+from headstart.inference.kernels import fast_model, has_kernels
 from headstart.inference.targets import loading
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import fast_dtype, slow_format
@@ -185,6 +185,8 @@ def test_a_cpu_computes_in_bfloat16_only_if_it_has_instructions_for_it(
     monkeypatch.setattr(loading, "float32_is_as_fast", lambda eight_bits: False)
     assert fast_dtype(torch.device("cpu")) == dtype
     assert fast_dtype(torch.device("meta")) == "float32"
+    assert not has_kernels() or slow_format("target.dtype", "bfloat16", torch.device("cpu")) is None
+    monkeypatch.setattr(loading, "has_kernels", lambda: False)
     hint = slow_format("target.dtype", "bfloat16", torch.device("cpu"))
     assert (hint is None) == (dtype == "bfloat16")
     assert hint is None or "target.dtype=float32" in hint
