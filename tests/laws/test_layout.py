@@ -64,7 +64,7 @@ BUDGETS = {
     "inference/drafters": 2_006,
     "inference/engine": 1_690,
     "inference/generate": 1_130,
-    "inference/kernels": 1_468,
+    "inference/kernels": 1_473,
     "inference/report": 1_024,
     "inference/serve": 1_720,
     "inference/serve/api": 1_850,
