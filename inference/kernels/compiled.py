@@ -9,10 +9,9 @@ Inductor adds fast what torch adds in another order, so sums, and functions that
 import atexit
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from inspect import signature
 from operator import getitem
 from queue import SimpleQueue
@@ -309,8 +308,7 @@ def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
         is_single = first is found or all(user.target is getitem and user.args[1] == 0 for user in node.users)
         if not is_single or first.dtype != inputs[0].meta["val"].dtype:
             raise CannotTrace(f"{node.target} with several results, or of another dtype")
-        run = in_torch(node, inputs)
-        trace.calls.append((None, partial(lambda run, owner: run, run)))
+        trace.calls.append((None, in_torch(node, inputs)))
         with graph.graph.inserting_before(node):
             size = [size_node(graph, inputs, length) for length in first.shape]
             call = graph.graph.call_function(
@@ -325,8 +323,8 @@ def leave_to_torch(graph: GraphModule, trace: Trace) -> None:
     graph.recompile()
 
 
-def in_torch(node: Node, inputs: list[Node]) -> Operation:
-    """A node of a graph as a function of its tensors, `inputs`."""
+def in_torch(node: Node, inputs: list[Node]) -> Callable[[Any], Operation]:
+    """What makes, for any owner, a node of a graph a function of its tensors, `inputs`."""
     target: Any = node.target
     args, kwargs = node.args, dict(node.kwargs)
     if [each for each in args if isinstance(each, Node)] != inputs or args[: len(inputs)] != tuple(inputs):
@@ -337,7 +335,7 @@ def in_torch(node: Node, inputs: list[Node]) -> Operation:
         found = target(*tensors, *constants, **kwargs)
         return (found[0] if isinstance(found, tuple) else found).contiguous()
 
-    return run
+    return lambda _: run
 
 
 def size_node(graph: GraphModule, inputs: list[Node], length: Any) -> Any:
