@@ -4,8 +4,8 @@
     python benchmarks/cpu_step.py --target models/SmolLM2-135M-Instruct --head assets/smollm2_head
 
 The table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
-products with packed weights alone, and torch's products of the same sizes (FBGEMM's with float16 weights, or oneDNN's
-in bfloat16). They take turns, and the figures are medians. A line compares drafting a tree to a plain step.
+products with packed weights alone, and torch's own layers of the same sizes. They take turns, and the figures are
+medians. A line compares drafting a tree to a plain step.
 """
 
 import argparse

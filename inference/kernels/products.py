@@ -1,7 +1,7 @@
-"""Products of hidden states with 16-bit and 8-bit weights, by our own kernels, compiled once for this processor.
+"""Products of hidden states with weights in 32, 16 and 8 bits, by our own kernels, compiled once for this processor.
 
-For up to a dozen tokens they take little longer than reading the weights from memory, 0.6 of the time of FBGEMM and
-oneDNN (docs/lab/LOG.md). A token's product has the same bits in every pass. The kernels are in products.cpp.
+For up to a dozen tokens they take little longer than reading the weights from memory (docs/lab/LOG.md). A token's
+product has the same bits in every pass. The kernels are in products.cpp.
 """
 
 import ctypes
