@@ -149,7 +149,7 @@ def test_a_target_split_by_layers_computes_the_same_states(harvested: Path) -> N
     tokens = torch.arange(20)[None]
     outputs = [TargetModel.load(section, (2, 4)).passes.forward(tokens) for section in (plain, spread)]
     for name, tensor in vars(outputs[0]).items():
-        assert_close(vars(outputs[1])[name], tensor)
+        assert_close(vars(outputs[1])[name], tensor, rtol=1e-3, atol=1e-3)  # by other kernels
 
 
 # Who writes the responses

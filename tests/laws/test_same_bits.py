@@ -1,6 +1,7 @@
 """The law of equal bits: a token's logits are a function of the tokens before it, whatever else a pass computes."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,11 +10,21 @@ from families import FAMILIES, OTHERS, STATEFUL, make_family
 from matrix import slow_unless
 from torch import Tensor, nn
 
+from headstart.heads.base import DraftHead
+from headstart.inference.core.request import Request
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.doctor import command
 from headstart.inference.doctor.bits import SameBits, Text, compare, in_lines
+from headstart.inference.drafters.build import load_drafting_head
+from headstart.inference.drafters.for_heads import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import pack_weights
 from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
+
+ASSETS = Path(__file__).parents[2] / "assets"
 
 # As those of real models: torch computes the end of a tensor by other code than whole vectors.
 SIZES = {"intermediate_size": 64, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
@@ -78,3 +89,39 @@ def test_the_command_prints_each_pass_and_the_operations_that_differ(
         assert end.value.code == code
         assert said in printed
         assert ("chain of 5" in printed) == bool(code)
+
+
+@pytest.mark.parametrize("dtype", slow_unless(["bfloat16"], ["float32", "bfloat16"]))
+def test_a_trained_target_writes_the_same_texts_with_drafts_in_batches_and_from_chunks(dtype: str) -> None:
+    """Near-ties are common in a trained model's texts: in bfloat16 one bit of a logit often decides a token."""
+    section = {"path": str(ASSETS / "demo_target"), "dtype": dtype, "device": "cpu", "compile": False}
+    target = TargetModel.load(TargetSection.model_validate(section), (2, 8, 13))
+    head = load_drafting_head(ASSETS / "demo_head", target)
+    check_texts(target, head, prompts_of(target, 4), 20)
+
+
+def prompts_of(target: TargetModel, count: int) -> list[list[int]]:
+    """Beginnings of unlike lengths that the target has written itself, so that texts go on like its training data."""
+    starts = [
+        Request([5 + 11 * number, 7 + number], 20 + number, Sampling(1.0, seed=number)) for number in range(count)
+    ]
+    return [each.prompt + text.tokens for each, text in zip(starts, generate_batch(target, starts), strict=True)]
+
+
+def check_texts(target: TargetModel, head: DraftHead, prompts: list[list[int]], count: int) -> None:
+    for sampling in (Sampling(), Sampling(1.0, seed=3)):
+        requests = [Request(prompt, count, sampling) for prompt in prompts]
+        wanted = [generate_batch(target, [each])[0].tokens for each in requests]
+        drafter = head_drafter(head, Dynamic(3, 4, 12))
+        for found in (
+            [generate_batch(target, [each], drafter)[0] for each in requests],
+            generate_batch(target, requests, max_batch=16),
+            generate_batch(target, requests, drafter, max_batch=16),
+        ):
+            assert [each.tokens for each in found] == wanted
+        loop = DecodeLoop(target, drafter, max_batch=4, prefill_chunk=7)
+        for each in requests:
+            loop.submit(each)
+        for _ in loop.run():
+            pass
+        assert [each.tokens for each in loop.generations.values()] == wanted
