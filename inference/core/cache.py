@@ -186,7 +186,7 @@ class Slots:
         return Slots(row, device=self.device, layers=self.parts)
 
     def end_row(self, moves: list[Move]) -> None:
-        """Take the last row out of use, after these moves, which are from `moves_to_end`."""
+        """Take the last row out of use, after these moves."""
         lengths = list(self.lengths)
         for source, goal in moves:
             self.move(source, goal, lengths[source] + 1)  # a draft model's root comes after it, and is read next

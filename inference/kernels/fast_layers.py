@@ -109,14 +109,16 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
 
 
 @torch.no_grad()
-def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear:
-    """The layer with packed weights, in 16 bits at most unless packing must be `exact`."""
+def weight_to_pack(linear: nn.Linear, exact: bool) -> Tensor | EightBits:
+    """A layer's weight in the fewest bits, 16 at most unless packing must be `exact`."""
     if linear.weight.dtype != torch.float32:
-        return PackedLinear(linear, linear.weight.detach())
+        return linear.weight.detach()
     weight = exact_weight(linear)
-    if isinstance(weight, Tensor) and weight.dtype == torch.float32 and not exact:
-        weight = weight.half()
-    return PackedLinear(linear, weight)
+    return weight.half() if isinstance(weight, Tensor) and weight.dtype == torch.float32 and not exact else weight
+
+
+def packed_linear(linear: nn.Linear, exact: bool) -> PackedLinear:
+    return PackedLinear(linear, weight_to_pack(linear, exact))
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -136,10 +138,12 @@ def pack_weights(model: nn.Module, exact: bool) -> bool:
     while groups:  # a group's own weights are freed as soon as it is packed
         layers = groups.pop(0)
         linears = [linear for *_, linear in layers]
-        packed = packed_linear(joined(linears) if len(layers) > 1 else linears[0], exact)
-        if len(layers) > 1 and packed.kernel.form == "torch.float32":  # each alone may need fewer bits
+        whole = joined(linears) if len(layers) > 1 else linears[0]
+        weight = weight_to_pack(whole, exact)
+        if len(layers) > 1 and getattr(weight, "dtype", None) == torch.float32:  # each alone may need fewer bits
             groups += [[layer] for layer in layers]
             continue
+        packed = PackedLinear(whole, weight)
         product = JointProduct(packed, [linear.out_features for linear in linears])
         for number, (parent, name, linear) in enumerate(layers):
             setattr(parent, name, JointLinear(product, number, linear) if len(layers) > 1 else packed)

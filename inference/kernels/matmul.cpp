@@ -1,4 +1,4 @@
-// Matrix products whose sums have one order, of weights as they lie in memory. See matmul.py.
+// Matrix products of weights as they lie in memory (see matmul.py), and RMS norms, whose sums have one order.
 
 #include <cmath>
 
@@ -76,24 +76,16 @@ void normalize(const Number* inputs, const Number* weight, Number* found, int64_
 
 extern "C" {
 
-#define NORMALIZE(name, Number)                                                                                 \
-  void name(const Number* inputs, const Number* weight, Number* found, int64_t rows, int64_t size, float epsilon) { \
-    normalize(inputs, weight, found, rows, size, epsilon);                                                      \
+#define KERNELS(number, Number)                                                                                      \
+  void matmul_##number(const Shape* shape, const Number* left, const Number* right, Number* found) {                 \
+    matmul(*shape, left, right, found);                                                                              \
+  }                                                                                                                  \
+  void normalize_##number(const Number* inputs, const Number* weight, Number* found, int64_t rows, int64_t size,     \
+                          float epsilon) {                                                                           \
+    normalize(inputs, weight, found, rows, size, epsilon);                                                           \
   }
 
-NORMALIZE(normalize_float32, float)
-NORMALIZE(normalize_bfloat16, BFloat16)
-NORMALIZE(normalize_float16, Half)
-
-void matmul_float32(const Shape* shape, const float* left, const float* right, float* found) {
-  matmul(*shape, left, right, found);
-}
-
-void matmul_bfloat16(const Shape* shape, const BFloat16* left, const BFloat16* right, BFloat16* found) {
-  matmul(*shape, left, right, found);
-}
-
-void matmul_float16(const Shape* shape, const Half* left, const Half* right, Half* found) {
-  matmul(*shape, left, right, found);
-}
+KERNELS(float32, float)
+KERNELS(bfloat16, BFloat16)
+KERNELS(float16, Half)
 }

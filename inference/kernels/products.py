@@ -67,15 +67,13 @@ def library() -> ctypes.CDLL | None:
         for name in ("float32", "float16", "bfloat16", "all_float16", "all_bfloat16", "tiles", "int8"):
             if (kernel := getattr(loaded, name, None)) is not None:
                 kernel.argtypes, kernel.restype = arguments + (scales if name == "int8" else []), None
-        for number in ("float32", "float16", "bfloat16"):
-            kernel = getattr(loaded, f"attend_{number}")
-            kernel.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_bool] + [ctypes.c_void_p] * 2 + [ctypes.c_float] * 2
-            kernel.restype = None
-            kernel = getattr(loaded, f"matmul_{number}")
-            kernel.argtypes, kernel.restype = [ctypes.c_void_p] * 4, None
-            kernel = getattr(loaded, f"normalize_{number}")
-            kernel.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 2 + [ctypes.c_float]
-            kernel.restype = None
+        pointer, size, real = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+        attend = [*[pointer] * 5, ctypes.c_bool, *[pointer] * 2, *[real] * 2]
+        kinds = {"attend": attend, "matmul": [pointer] * 4, "normalize": [*[pointer] * 3, *[size] * 2, real]}
+        for name, types in kinds.items():
+            for number in ("float32", "float16", "bfloat16"):
+                kernel = getattr(loaded, f"{name}_{number}")
+                kernel.argtypes, kernel.restype = types, None
         return loaded
     except subprocess.CalledProcessError as error:
         reason = next((line for line in error.stderr.splitlines() if "error" in line), error.stderr[-200:])
