@@ -67,6 +67,12 @@ class TargetSection(Section):
         description="On a CPU with a C++ compiler, compile the layers of target and head in the background during "
         "decoding, if their weights are packed.",
     )
+    exact: bool = Field(
+        default=False,
+        description="Refuse a target whose tokens do not get the same bits in every pass, and name the operation. On a "
+        "CPU with a C++ compiler most types get them anyway, so that drafts, other rows and chunks of a prompt change "
+        "no text; on a GPU this chooses kernels whose sums have one order.",
+    )
 
 
 class DataSection(Section):

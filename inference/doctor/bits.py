@@ -16,8 +16,8 @@ from torch import Tensor
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import Tree
-from headstart.inference.doctor.trace import Difference, Trace
 from headstart.inference.engine.prefill import chunk_part, prefill_chunk, prefill_prompts
+from headstart.inference.kernels import Difference, Trace
 from headstart.inference.targets.model import TargetModel
 
 WIDTHS = (2, 3, 5, 8, 16, 33, 64)  # nodes of a tree, tokens of a chunk

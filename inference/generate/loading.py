@@ -67,8 +67,9 @@ def target_section(options: ModelOptions) -> TargetSection:
         refuse_original_target(options.recipe)
         return options.recipe.target
     if options.dtype != "auto":
-        return TargetSection.model_validate({"path": options.target, "dtype": options.dtype})
-    section = TargetSection.model_validate({"path": options.target, "dtype": "float32"})
+        dtype = options.dtype
+        return TargetSection.model_validate({"path": options.target, "dtype": dtype, "exact": options.exact})
+    section = TargetSection.model_validate({"path": options.target, "dtype": "float32", "exact": options.exact})
     dtype = fast_dtype(pick_device("auto"), eight_bits=is_mostly_in_eight_bits(folder_of(section)))
     return section.model_copy(update={"dtype": dtype})
 

@@ -25,6 +25,7 @@ class ModelOptions:
     decode: DecodeSection
     recipe: Recipe | None  # its target section has all fields of the target
     dtype: str  # without a recipe; auto is the fast one for this machine
+    exact: bool = False  # without a recipe; target.exact
 
     @property
     def drafts(self) -> str:
@@ -40,17 +41,19 @@ def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
     parser.add_argument("--target", help=target)
     parser.add_argument("--head", type=Path, help=head)
     auto = "number format of the target; auto, the default, is bfloat16 where this machine computes in it"
-    exact = "texts are exactly those of plain decoding, but for near-ties in bfloat16 on a GPU"
-    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=f"{auto}; {exact}")
+    parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=auto)
+    exact = "refuse a target whose tokens do not get the same bits in every pass (target.exact)"
+    parser.add_argument("--exact", action="store_true", help=exact)
 
 
 def model_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> ModelOptions:
     """The target and head of the recipe or of the options; errors, such as giving both, exit the process."""
     if arguments.recipe is None:
         decode = LOOKUP if arguments.head is None else DRAFTS
-        return ModelOptions(arguments.target, arguments.head, decode, None, arguments.dtype or "auto")
-    for option, field in {"target": "target.path", "head": "decode.head", "dtype": "target.dtype"}.items():
-        if (value := getattr(arguments, option)) is not None:
+        return ModelOptions(arguments.target, arguments.head, decode, None, arguments.dtype or "auto", arguments.exact)
+    fields = {"target": "target.path", "head": "decode.head", "dtype": "target.dtype", "exact": "target.exact"}
+    for option, field in fields.items():
+        if (value := getattr(arguments, option)) not in (None, False):
             both = f"{value} given with the recipe {arguments.recipe}, one of the two is allowed"
             parser.error(f"--{option}: {both}; write {field}={value}, or leave the recipe out")
     try:

@@ -1,4 +1,5 @@
-"""Optional speed on a CPU behind one door: packed weights, products in C++, compiled layers, and the number of threads.
+"""Optional speed on a CPU behind one door: packed weights, products in C++, compiled layers, and the number of threads;
+and the search for operations whose bits differ.
 
 Code elsewhere imports only the names below, from here.
 """
@@ -14,12 +15,15 @@ from headstart.inference.kernels.fast_model import (
 from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
 from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, has_kernels, remember_eight_bits
 from headstart.inference.kernels.threads import Threads
+from headstart.inference.kernels.trace import Difference, Trace
 
 __all__ = [
     "SCALE_INPUTS",
+    "Difference",
     "EightBits",
     "FastForm",
     "Threads",
+    "Trace",
     "attention_outside_graph",
     "can_attend",
     "fast_form",

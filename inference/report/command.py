@@ -16,8 +16,10 @@ download data/spec_bench/question.jsonl from github.com/hemingkx/Spec-Bench. Lat
 each after plain decoding's answer to the one before, so that all methods continue the same text. The test.parquet that
 SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three.
 
-The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and token forcing: plain
-passes read each text, and a token is outside if it is neither the target's own choice at its position nor a near-tie.
+The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts equal
+plain decoding's. All must, where a token has the same bits in every pass. Where passes round differently the report
+says so, and token forcing judges the texts: plain passes read each one, and a token is outside if it is neither the
+target's own choice at its position nor a near-tie.
 
 Writes report.json and report.md to RUN_DIR/report. They also have the speed-up's 95 % interval, the acceptance rate by
 depth, figures by category, and the share of distinct tokens, which is low for texts that loop.
@@ -50,7 +52,7 @@ from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
-from headstart.inference.report.tables import COLUMNS, LEGEND, as_markdown, short_table
+from headstart.inference.report.tables import as_markdown, legend, short_table
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -111,10 +113,12 @@ class Benchmark:
             self.chat.next_turn,
             lambda run: progress.advance(len(run.texts), note),
         )
-        progress.advance(0, f"{note}, token forcing")
-        prompts = [prompt.tokens for prompt in self.prompts]
-        forcing = Forcing.measured(self.target, prompts, max_new_tokens, sampling)
-        return Comparison(methods, rounds, forcing, batch).outcomes()
+        forcing = None
+        if self.target.difference_in_bits is not None:
+            progress.advance(0, f"{note}, token forcing")
+            prompts = [prompt.tokens for prompt in self.prompts]
+            forcing = Forcing.measured(self.target, prompts, max_new_tokens, sampling)
+        return Comparison(methods, rounds, sampling, batch, forcing).outcomes()
 
 
 def main() -> None:
@@ -130,7 +134,7 @@ def report(recipe: Recipe) -> list[Outcome]:
         benchmark = Benchmark.load(recipe, folders)
         warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
         groups = measure(recipe, benchmark)
-        write_report(recipe, folders, groups)
+        write_report(recipe, folders, groups, exactness(benchmark.target))
         print(f"written to {shown(recipe.report_dir)}: report.json, report.md")
     return [outcome for group in groups for outcome in group]
 
@@ -145,7 +149,7 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
             sampling = Sampling(temperature, seed=recipe.seed)
             groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, WARMUP_PROMPTS, progress))
             progress.console.print(short_table(groups[-1]))
-        progress.console.print(LEGEND, highlight=False)
+        progress.console.print("\n".join([*legend(groups[-1]), exactness(benchmark.target)]), highlight=False)
     return groups
 
 
@@ -189,12 +193,19 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write_report(recipe: Recipe, folders: Mapping[str, Path], groups: list[list[Outcome]]) -> None:
+def exactness(target: TargetModel) -> str:
+    """Whether the texts must be the same in every way of decoding."""
+    found = target.difference_in_bits
+    return "a token has the same bits in every pass" if found is None else f"passes round differently: {found}"
+
+
+def write_report(recipe: Recipe, folders: Mapping[str, Path], groups: list[list[Outcome]], exact: str) -> None:
     """Write into the recipe's report folder; `folders` holds the heads' folders by name."""
     folder, about = recipe.report_dir, machine()
     other_heads = {name: str(path) for name, path in folders.items() if name != OWN_HEAD}
     content: dict[str, Any] = {
         "machine": about,
+        "same_bits": exact,
         "head": str(folders[OWN_HEAD]) if folders else None,
         "other_heads": other_heads,
         "recipe": recipe.model_dump(mode="json"),
@@ -204,5 +215,5 @@ def write_report(recipe: Recipe, folders: Mapping[str, Path], groups: list[list[
     heads = [f"{name} `{path}`" for name, path in {"Head": content["head"], **other_heads}.items()] if folders else []
     conditions = "; ".join([*heads, ", ".join(f"{name} {value}" for name, value in about.items())])
     tables = "\n".join(map(as_markdown, groups))
-    columns = "\n".join(f"- {name}: {meaning}" for name, meaning in COLUMNS.items())
-    write_text(folder / "report.md", f"{conditions}.\n\n{tables}\nColumns:\n\n{columns}\n")
+    columns = "\n".join(f"- {line}" for line in legend(groups[-1], short=False))
+    write_text(folder / "report.md", f"{conditions}; {exact}.\n\n{tables}\nColumns:\n\n{columns}\n")

@@ -8,9 +8,10 @@ import numpy
 from numpy.typing import NDArray
 
 from headstart.inference.core.request import DecodeStats
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.report.forcing import Forced, Forcing
 from headstart.inference.report.methods import Method
-from headstart.inference.report.rounds import Round, seconds_and_tokens, texts_of
+from headstart.inference.report.rounds import Round, plain_place, seconds_and_tokens, texts_of
 
 BOOTSTRAP_RESAMPLES = 2000
 
@@ -29,6 +30,7 @@ class CategoryFigures:
     """The figures of one method on the prompts of one category."""
 
     prompts: int
+    same: int | None  # as in Outcome
     forced: Forced | None  # as in Outcome
     acceptance_length: float
     tokens_per_second: float | None  # None if batches mix categories, and so share their time
@@ -44,7 +46,8 @@ class Outcome:
     batch: int
     stats: DecodeStats  # its seconds are wall time
     new_tokens: int
-    forced: Forced | None  # None for texts that were sampled with other random numbers than plain decoding's
+    same: int | None  # texts that equal plain decoding's; None if they were sampled with other random numbers
+    forced: Forced | None  # None in addition where a token has the same bits in every pass
     rounding: float  # gaps up to it are near-ties
     prompts: int
     distinct: float  # mean over prompts of (distinct tokens / tokens): low for a text that loops
@@ -71,58 +74,72 @@ class Comparison:
 
     methods: list[Method]
     rounds: Sequence[Round]
-    forcing: Forcing
+    sampling: Sampling
     batch: int
+    forcing: Forcing | None = None  # where passes round differently
 
     def outcomes(self) -> list[Outcome]:
         return [self.outcome(index) for index in range(len(self.methods))]
 
     def outcome(self, index: int) -> Outcome:
         """The outcome of the method at this index."""
-        method, sampling = self.methods[index], self.forcing.sampling
+        method, sampling = self.methods[index], self.sampling
         runs, texts = [each.runs[index] for each in self.rounds], texts_of(self.rounds, index)
         prompts = [prompt for each in self.rounds for prompt in each.prompts]
         stats = DecodeStats.sum_of(each for run in runs for each in run.stats)
         stats.seconds = sum(run.seconds for run in runs)
+        same: list[tuple[str, bool]] | None = None
         judged: list[tuple[str, Forced]] | None = None
         # Texts that transformers sampled with its own random numbers are equally likely, but different.
         if not method.transformers or sampling.temperature == 0:
-            pairs = zip(prompts, texts, strict=True)
-            judged = [(prompt.category, self.forcing.judge(prompt.tokens, text)) for prompt, text in pairs]
+            plain = texts_of(self.rounds, plain_place(self.methods))
+            same = [(prompt.category, text == own) for prompt, text, own in zip(prompts, texts, plain, strict=True)]
+            if self.forcing is not None:
+                pairs = zip(prompts, texts, strict=True)
+                judged = [(prompt.category, self.forcing.judge(prompt.tokens, text)) for prompt, text in pairs]
         return Outcome(
             method.name,
             sampling.temperature,
             self.batch,
             stats,
             new_tokens=sum(run.tokens for run in runs),
+            same=None if same is None else sum(is_same for _, is_same in same),
             forced=None if judged is None else Forced.sum_of(forced for _, forced in judged),
-            rounding=self.forcing.rounding,
+            rounding=0.0 if self.forcing is None else self.forcing.rounding,
             prompts=len(prompts),
             distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
             speedups=self.speedups(self.rounds, index),
             by_category={
-                name: self.in_category(name, index, judged) for name in dict.fromkeys(each.category for each in prompts)
+                name: self.in_category(name, index, same, judged)
+                for name in dict.fromkeys(each.category for each in prompts)
             },
             shortened=sum(prompt.left_out > 0 for prompt in prompts),
         )
 
-    def in_category(self, category: str, index: int, judged: list[tuple[str, Forced]] | None) -> CategoryFigures:
+    def in_category(
+        self,
+        category: str,
+        index: int,
+        same: list[tuple[str, bool]] | None,
+        judged: list[tuple[str, Forced]] | None,
+    ) -> CategoryFigures:
         """The figures of the method at this index on the prompts of one category."""
         parts = [part for each in self.rounds if (part := each.of_category(category)) is not None]
         stats = DecodeStats.sum_of(stats for part in parts for stats in part.runs[index].stats)
         prompts = sum(len(part.prompts) for part in parts)
+        equal = None if same is None else sum(is_same for name, is_same in same if name == category)
         forced = None if judged is None else Forced.sum_of(forced for name, forced in judged if name == category)
         if any({prompt.category for prompt in each.prompts} > {category} for each in self.rounds):
-            return CategoryFigures(prompts, forced, stats.acceptance_length, None, {})
+            return CategoryFigures(prompts, equal, forced, stats.acceptance_length, None, {})
         seconds, tokens = seconds_and_tokens(parts, index)
         rate, speedups = sum(tokens) / sum(seconds), self.speedups(parts, index)
-        return CategoryFigures(prompts, forced, stats.acceptance_length, rate, speedups)
+        return CategoryFigures(prompts, equal, forced, stats.acceptance_length, rate, speedups)
 
     def speedups(self, rounds: Sequence[Round], index: int) -> dict[str, Interval]:
         """The speed-up over each method without our drafters; a question with all of its turns counts as one unit."""
         measured = seconds_and_tokens(rounds, index)
         return {
-            method.name: speedup(*measured, *seconds_and_tokens(rounds, other), self.forcing.sampling.seed)
+            method.name: speedup(*measured, *seconds_and_tokens(rounds, other), self.sampling.seed)
             for other, method in enumerate(self.methods)
             if method.drafter is None
         }

@@ -16,19 +16,29 @@ COLUMNS = {
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",
     "95 % interval": "of the speed-up over plain decoding, from a bootstrap over prompts",
+    "same text": "texts that equal plain decoding's, of all",
     "token forcing": "tokens outside, of all: neither the choice of plain passes at their position nor a near-tie",
     "distinct tokens": "mean share of distinct tokens in a text; low for a text that loops",
 }
-SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "token forcing")  # the columns on a terminal
-LEGEND = "\n".join(f"{column}: {COLUMNS[column]}" for column in SHORT)
+SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "same text", "token forcing")  # on a terminal
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 
 Rows = list[list[str]]  # the first one is the header
 
 
+def columns_of(outcomes: list[Outcome]) -> list[str]:
+    """Tokens are forced only where texts may differ by rounding."""
+    is_forced = any(outcome.forced is not None for outcome in outcomes)
+    return [column for column in COLUMNS if is_forced or column != "token forcing"]
+
+
+def legend(outcomes: list[Outcome], short: bool = True) -> list[str]:
+    return [f"{column}: {COLUMNS[column]}" for column in columns_of(outcomes) if not short or column in SHORT]
+
+
 def main_table(outcomes: list[Outcome]) -> Rows:
-    baselines = [name for name in outcomes[0].speedups if name != "plain"]
-    rows = [[*COLUMNS, *(f"speed-up over {name} (95 % interval)" for name in baselines)]]
+    baselines, columns = [name for name in outcomes[0].speedups if name != "plain"], columns_of(outcomes)
+    rows = [[*columns, *(f"speed-up over {name} (95 % interval)" for name in baselines)]]
     for outcome in outcomes:
         over_plain = outcome.speedups["plain"]
         rows.append(
@@ -38,7 +48,8 @@ def main_table(outcomes: list[Outcome]) -> Rows:
                 f"{outcome.tokens_per_second:.1f}",
                 f"{over_plain.value:.2f}",
                 "" if outcome.method == "plain" else low_to_high(over_plain),
-                outside(outcome.forced),
+                same_of(outcome),
+                *([outside(outcome.forced)] if "token forcing" in columns else []),
                 f"{outcome.distinct:.2f}",
                 *(with_interval(outcome.speedups[name]) for name in baselines),
             ]
@@ -51,12 +62,13 @@ def tables_by_category(outcomes: list[Outcome]) -> list[Rows]:
     if len(outcomes[0].by_category) == 1:
         return []
     drafting = [each for each in outcomes if each.stats.tokens > each.stats.steps]  # others have a length of 1
-    judged = [each for each in outcomes if each.forced is not None]
+    same, judged = ([each for each in outcomes if getattr(each, name) is not None] for name in ("same", "forced"))
     timed = outcomes if all(figures.speedups for figures in outcomes[0].by_category.values()) else []
     columns: list[tuple[str, list[Outcome], Callable[[CategoryFigures], str]]] = [
         ("acceptance length", drafting, lambda figures: f"{figures.acceptance_length:.2f}"),
         ("tokens/s", timed, lambda figures: f"{figures.tokens_per_second:.1f}"),
         ("speed-up (95 % interval)", timed, lambda figures: with_interval(figures.speedups["plain"])),
+        ("same text", same, same_of),
         ("token forcing", judged, lambda figures: outside(figures.forced)),
     ]
     return [
@@ -74,9 +86,12 @@ def low_to_high(interval: Interval) -> str:
     return "?" if math.isnan(interval.low) else f"{interval.low:.2f}-{interval.high:.2f}"
 
 
+def same_of(figures: Outcome | CategoryFigures) -> str:
+    return "different random numbers" if figures.same is None else f"{figures.same} of {figures.prompts}"
+
+
 def outside(forced: Forced | None) -> str:
-    """The number of tokens outside, or the reason why none were judged."""
-    return "different random numbers" if forced is None else f"{forced.outside} of {forced.positions}"
+    return "not judged" if forced is None else f"{forced.outside} of {forced.positions}"
 
 
 def forcing_lines(outcomes: list[Outcome]) -> list[str]:
@@ -108,8 +123,9 @@ def heading(outcomes: list[Outcome]) -> str:
 
 def short_table(outcomes: list[Outcome]) -> Table:
     """The main columns, for the terminal; the caption counts near-ties."""
-    rows = [[row[list(COLUMNS).index(column)] for column in SHORT] for row in main_table(outcomes)]
-    rows[1:] = [[*figures, fill(forcing, HEADER_WIDTH)] for *figures, forcing in rows[1:]]
+    places = [number for number, column in enumerate(columns_of(outcomes)) if column in SHORT]
+    header, *rows = [[row[place] for place in places] for row in main_table(outcomes)]
+    rows = [header, *([fill(cell, HEADER_WIDTH) for cell in row] for row in rows)]
     table = rich_table(heading(outcomes), rows)
     table.caption, table.caption_justify = "\n".join(forcing_lines(outcomes)), "left"
     return table

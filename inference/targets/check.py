@@ -11,11 +11,13 @@ import transformers
 from torch import Tensor
 
 from headstart.inference.core.tree import Tree
+from headstart.inference.kernels import Trace
 from headstart.inference.targets.architecture import cache_layout
 from headstart.inference.targets.attention import keep_own_attention, own_attention_of
 from headstart.inference.targets.passes import DecodingMethod, Passes
 
 TRIAL_TOKENS, FIRST_PART, BOTH_PARTS = 12, 5, 8  # of the trial, of the prompt's first part, and of both parts
+EXACT_TOKENS = 64  # of a text whose bits are compared
 # Relative difference of logits up to which it is rounding. In half precision, other experts may be chosen.
 ROUNDING = {torch.float32: 0.01, torch.float64: 0.01}
 ROUNDING_IN_HALF = 0.25
@@ -83,6 +85,54 @@ def difference(passes: Passes) -> str | None:
     finally:
         passes.hidden.clear()
     return None
+
+
+@torch.inference_mode()
+def difference_in_bits(passes: Passes) -> str | None:
+    """The first operation that gives a token other bits in a pass of the method than when decoding plainly, and by how
+    much; None if every token has the same bits in every pass."""
+    tokens = (torch.arange(EXACT_TOKENS, device=passes.device).unsqueeze(0) * 7 + 5) % passes.config.vocab_size
+    text = tokens[0].tolist()
+    try:
+        with Trace(passes.model, text).running() as plain:
+            wanted = torch.cat([*one_by_one(passes, tokens)])
+        with Trace(passes.model, text, plain).running() as found:
+            for trials in (prompt_at_once(passes, tokens), TRIALS[passes.method](passes, tokens[:, :TRIAL_TOKENS])):
+                for name, logits, index in trials:
+                    for first in found.differences[:1]:
+                        return f"{first.operation} ({first.path}), in {name}, by up to {first.largest:.2g}"
+                    largest = (logits - wanted[index.start : index.stop]).abs().max()
+                    if largest != 0:
+                        return f"the logits, in {name}, by up to {float(largest):.2g}"
+    finally:
+        passes.hidden.clear()
+    return None
+
+
+def one_by_one(passes: Passes, tokens: Tensor) -> Iterator[Tensor]:
+    """The logits of each token of a text, in passes of one token."""
+    cache = passes.new_cache(EXACT_TOKENS + 4)
+    cache.set_lengths([0])
+    for place, token in enumerate(tokens[0].tolist()):
+        one = torch.tensor([[token]], device=passes.device)
+        if cache.recurrent is not None and not place:
+            yield passes.prefill(one, cache.row(0), 0, None).logits[0]
+            cache.set_lengths([1])
+            continue
+        passes.prepare_step(cache, drafts=False)
+        yield passes.tree(Tree.root_only(one), cache).logits[0]
+        cache.keep([[0]], [[token]])
+
+
+def prompt_at_once(passes: Passes, tokens: Tensor) -> Iterator[Trial]:
+    cache = passes.new_cache(EXACT_TOKENS + 4)
+    row = cache.row(0)
+    if cache.recurrent is None:
+        row.set_lengths([0])
+        output = passes.forward(tokens, cache=row)
+    else:
+        output = passes.prefill(tokens, row, 0, None)
+    yield "a prompt", output.logits[0], range(EXACT_TOKENS)
 
 
 def try_slots(passes: Passes, tokens: Tensor, tree: bool) -> Iterator[Trial]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
+from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
@@ -26,7 +27,7 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_method
+from headstart.inference.targets.check import choose_method, difference_in_bits
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
@@ -106,6 +107,15 @@ class TargetModel:
             target = cls(model, taps, None, folder)
             if packed:
                 target.speed_up(partial(cls.load, section, (), packed=False), compiles=section.compile)
+        if section.exact and (found := target.difference_in_bits) is not None:
+            allowed = "a target and device on which a token has the same bits in every pass is"
+            remedy = "leave it false, or choose another target or device (headstart doctor --bits names all operations)"
+            raise wrong_value(
+                "target.exact",
+                f"true with a {target.config.model_type!r} model, in which {found} differ",
+                allowed,
+                remedy,
+            )
         if target.device.type == "cuda" and MISSING_KERNELS.packages and target.ranks.rank == 0:
             packages = " ".join(sorted(MISSING_KERNELS.packages))
             print(
@@ -146,6 +156,11 @@ class TargetModel:
     def unpacked(self) -> "TargetModel":
         """This target as transformers runs it, for baselines: itself, or another copy if its weights are packed."""
         return self if self.load_unpacked is None else self.load_unpacked()
+
+    @cached_property
+    def difference_in_bits(self) -> str | None:
+        """The first operation whose bits depend on what else a pass computes; None if a token's logits never do."""
+        return difference_in_bits(self.passes)
 
     @property
     def may_capture(self) -> bool:

@@ -125,3 +125,15 @@ def check_texts(target: TargetModel, head: DraftHead, prompts: list[list[int]], 
         for _ in loop.run():
             pass
         assert [each.tokens for each in loop.generations.values()] == wanted
+
+
+def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs_and_by_how_much(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    section = {"path": str(ASSETS / "demo_target"), "dtype": "float32", "device": "cpu", "exact": True}
+    target = TargetModel.load(TargetSection.model_validate(section), ())
+    assert target.difference_in_bits is None
+    monkeypatch.setattr(type(target.model.model.layers[0].mlp.act_fn), "forward", ByCount.forward)
+    refused = r"^target\.exact: true with .* SiLU\w* \(model\.layers\.0\.mlp\.act_fn\), in a prompt, by up to \S+ diff"
+    with pytest.raises(ValueError, match=refused):
+        TargetModel.load(TargetSection.model_validate(section), ())

@@ -26,7 +26,6 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.report.command import report
-from headstart.inference.report.forcing import Forced
 from headstart.inference.targets.loading import model_without_weights
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -224,7 +223,7 @@ def test_the_head_is_reported_and_exported_only_with_the_tuned_target(tuned: Rec
             command(tuned)
     recipe = on_tuned(tuned)
     assert (export(recipe) / "model.safetensors").is_file()
-    assert all(o.forced == Forced(o.new_tokens) for o in report(recipe) if o.method != "generate")
+    assert all(o.same == o.prompts for o in report(recipe) if o.method != "generate")
 
 
 @pytest.mark.parametrize(

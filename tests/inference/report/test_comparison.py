@@ -67,13 +67,14 @@ def test_every_method_has_the_same_text_and_figures_by_category(target: TargetMo
     methods.append(Method("generate_lookup", transformers=True, lookup=3))
     methods = able_to_batch(methods, batch)
     rounds = run_rounds(methods, target, PROMPTS, 9, Sampling(), 1, batch)
-    found = {o.method: o for o in Comparison(methods, rounds, forcing_of(target), batch).outcomes()}
+    found = {o.method: o for o in Comparison(methods, rounds, Sampling(), batch, forcing_of(target)).outcomes()}
     assert set(found) == {"plain", "generate", "oracle", *(["generate_lookup"] if batch == 1 else [])}
-    assert all(o.forced == Forced(27) and o.prompts == 3 and o.batch == batch for o in found.values())
+    assert all(o.forced == Forced(27) and o.same == o.prompts == 3 and o.batch == batch for o in found.values())
     for method, length in (("oracle", 4), ("plain", 1)):
         by_category = found[method].by_category
         assert {name: each.acceptance_length for name, each in by_category.items()} == {"one": length, "two": length}
-        assert [(each.forced, each.prompts) for each in by_category.values()] == [(Forced(18), 2), (Forced(9), 1)]
+        judged = [(each.forced, each.same, each.prompts) for each in by_category.values()]
+        assert judged == [(Forced(18), 2, 2), (Forced(9), 1, 1)]
         assert (by_category["one"].tokens_per_second is None) == (batch == 2)  # the first batch mixes categories
     assert all(o.new_tokens == 27 for o in found.values())
     for outcome in found.values():
@@ -127,9 +128,9 @@ def test_a_text_that_rounds_more_than_the_first_prompts_was_outside(
 def test_texts_drawn_with_other_random_numbers_are_not_judged(target: TargetModel) -> None:
     methods, sampling = [Method("plain"), Method("generate", transformers=True)], Sampling(1.0)
     rounds = run_rounds(methods, target, PROMPTS, 9, sampling, 0)
-    plain, own = Comparison(methods, rounds, forcing_of(target, sampling), 1).outcomes()
-    assert (plain.forced, own.forced) == (Forced(27), None)
-    assert [each.forced for each in own.by_category.values()] == [None, None]
+    plain, own = Comparison(methods, rounds, sampling, 1, forcing_of(target, sampling)).outcomes()
+    assert (plain.forced, plain.same, own.forced, own.same) == (Forced(27), 3, None, None)
+    assert [(each.forced, each.same) for each in own.by_category.values()] == [(None, None)] * 2
 
 
 def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_later_turn_follows_plain_decodings_answer_for_every_method(make_model
     answer = tokenizer.decode(generate(target, prompts[0].tokens, 6, Sampling(1.0)).tokens, skip_special_tokens=True)
     assert rounds[1].prompts[0].said == ("a draft", answer, "and then")
     assert tokenizer.decode(rounds[1].prompts[0].tokens).endswith("[user]and then[assistant]")
-    outcomes = Comparison(methods, rounds, forcing_of(target, Sampling(1.0)), 2).outcomes()
+    outcomes = Comparison(methods, rounds, Sampling(1.0), 2).outcomes()
     assert [(o.prompts, o.new_tokens) for o in outcomes] == [(3, 18), (3, 18)]
 
 

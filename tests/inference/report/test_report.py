@@ -17,9 +17,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
-from headstart.inference.report.forcing import Forced
 from headstart.inference.report.methods import build_methods
-from headstart.inference.report.tables import COLUMNS, LEGEND, short_table
+from headstart.inference.report.tables import columns_of, legend, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
@@ -42,7 +41,7 @@ def outcomes(trained: Recipe) -> list[Outcome]:
 
 def test_every_method_writes_the_same_text_and_the_files_say_so(trained: Recipe, outcomes: list[Outcome]) -> None:
     assert {o.method for o in outcomes} == {"generate", "plain", "untrained", "chain", "tree"}
-    assert all(o.forced == Forced(o.new_tokens) for o in outcomes if o.method != "generate" or o.temperature == 0)
+    assert all(o.same == o.prompts for o in outcomes if o.method != "generate" or o.temperature == 0)
     written = json.loads((trained.report_dir / "report.json").read_text())
     assert [row["method"] for row in written["outcomes"]] == [o.method for o in outcomes]
     assert [row["tau"] for row in written["outcomes"]] == [o.stats.acceptance_length for o in outcomes]
@@ -119,7 +118,7 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     found = {(o.method, o.batch): o for o in report(recipe)}
     heads = {f"{name} {kind}".strip() for name in ("", *sections) for kind in ("chain", "tree")}
     assert found.keys() == {*product({"plain", *heads}, (1, 2)), ("generate_lookup", 1)}
-    assert all(o.forced == Forced(o.new_tokens) for o in found.values())
+    assert all(o.same == o.prompts for o in found.values())
     assert len(found["early tree", 1].stats.accepted_at_depth) <= 2
     assert found["medusa tree", 1].stats.drafted <= 2 * found["medusa tree", 1].stats.steps
     assert found["chain", 1].speedups.keys() == {"plain", "generate_lookup"}
@@ -135,11 +134,14 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
 def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:
     table = short_table([outcome for outcome in outcomes if outcome.temperature == 0])
     columns = [" ".join(str(column.header).split()) for column in table.columns]
-    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "token forcing"]
-    assert [line.partition(":")[0] for line in LEGEND.splitlines()] == columns
+    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "same text"]
+    assert [line.partition(":")[0] for line in legend(outcomes)] == columns
     assert [*table.columns[0].cells] == ["generate", "plain", "untrained", "chain", "tree"]
 
 
 def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
     written = (trained.report_dir / "report.md").read_text()
-    assert [column for column in COLUMNS if f"| {column} " not in written or f"\n- {column}: " not in written] == []
+    columns = columns_of(outcomes)
+    assert [column for column in columns if f"| {column} " not in written or f"\n- {column}: " not in written] == []
+    assert "token forcing" not in written
+    assert "a token has the same bits in every pass" in written

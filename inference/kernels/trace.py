@@ -35,7 +35,10 @@ class Trace:
 
     def __init__(self, model: nn.Module, text: list[int], wanted: "Trace | None" = None) -> None:
         self.model, self.text, self.wanted = model, torch.tensor(text, device=next(model.parameters()).device), wanted
-        self.names = {module: name for name, module in model.named_modules()}
+        # Experts call their activation for a few tokens at a time, in an order of their own.
+        experts = [each for each in model.modules() if any(own.ndim == 3 for own in each.parameters(recurse=False))]
+        inside = {part for each in experts for part in each.modules() if part is not each}
+        self.names = {module: name for name, module in model.named_modules() if module not in inside}
         self.values: dict[Place, Values] = {}
         self.differences: list[Difference] = []
 
