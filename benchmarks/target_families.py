@@ -3,6 +3,7 @@
     python benchmarks/target_families.py             # all of them: half an hour on two cores
     python benchmarks/target_families.py qwen3_next mamba
     python benchmarks/target_families.py --list differs
+    python benchmarks/target_families.py --bits     # renew only the column about bits, in both
     python benchmarks/target_families.py --write    # the last run as docs/targets.md and as the packaged table
 
 A tiny random model of each causal and image-text-to-text type (`tiny_targets.py`) gets prompts of 9, 40 and 23 tokens
@@ -17,6 +18,9 @@ differs                    another text: the first difference, and its margin
 crash                      any other exception, a dead process, or one that takes too long
 not built                  no tiny model, or its own `generate` fails on text alone
 
+In bfloat16, with packed weights, each token's logits must have the same bits in every pass of the method; otherwise the
+first operation that differs is named.
+
 An interrupted run continues where it stopped. Exit code 1 if a text differs or a process crashed.
 """
 
@@ -28,9 +32,9 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from multiprocessing.connection import Connection
 from operator import itemgetter
@@ -39,7 +43,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from target_page import STATES, UNKNOWN_CACHE, write_table
+from target_page import STATES, UNKNOWN_CACHE, write_files, write_table
 from tiny_targets import FIRST_WORD, TYPES, VOCAB, WORDS, make_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,10 +56,12 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels.fast_layers import pack_weights
 from headstart.inference.report.forcing import gaps
 from headstart.inference.targets.check import KNOWN_METHODS, choose_method
 from headstart.inference.targets.loading import in_one_line
 from headstart.inference.targets.model import TargetModel
+from headstart.targets import SAME, FamilyTable
 
 LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
@@ -128,6 +134,7 @@ def check(name: str) -> dict[str, Any]:
         found |= {"method": target.passes.method, "why": why_not_trees(target)}
         differences = list(differing(target, prompts, texts, target.passes.verifies_trees, found))
         found["harvest"] = harvests(target, prompts[1])
+        found["bits"] = bits(name)
     except ValueError as error:
         at = last_line(error)
         is_ours = str(at.line).startswith("raise ") and "site-packages" not in at.filename
@@ -163,6 +170,21 @@ def harvests(target: TargetModel, prompt: list[int]) -> str:
         message = " ".join(str(error).split()).removeprefix("target.path: ")
         return f"no: {message.partition('; such models cannot be trained for')[0]}"
     return "yes"
+
+
+def bits(name: str) -> str:
+    """SAME, or the first operation that gives a token other bits in another pass."""
+    model = make_target(name).bfloat16()
+    model.config.dtype = torch.bfloat16
+    pack_weights(model, exact=True)
+    return TargetModel(model, ()).difference_in_bits or SAME
+
+
+def only_bits(name: str) -> dict[str, Any]:
+    try:
+        return {"family": name, "bits": bits(name)}
+    except Exception as error:
+        return {"family": name, "bits": f"not tried: {in_one_line(error)}"}
 
 
 def own_texts(model: PreTrainedModel, prompt: list[int]) -> list[list[int]]:
@@ -238,7 +260,7 @@ def last_line(error: Exception) -> traceback.FrameSummary:
     return traceback.extract_tb(error.__traceback__)[-1]
 
 
-def answer(name: str, to: Connection) -> None:
+def answer(check: Callable[[str], dict[str, Any]], name: str, to: Connection) -> None:
     """Check one type in this process, which may die or hang of it."""
     for stream in (sys.stdout, sys.stderr):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -246,12 +268,12 @@ def answer(name: str, to: Connection) -> None:
     to.send(check(name))
 
 
-def check_apart(name: str) -> dict[str, Any]:
+def check_apart(name: str, check: Callable[[str], dict[str, Any]] = check) -> dict[str, Any]:
     """`check` in a process of its own."""
     started = time.monotonic()
     context = multiprocessing.get_context("forkserver")
     ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=answer, args=(name, theirs), daemon=True)
+    process = context.Process(target=answer, args=(check, name, theirs), daemon=True)
     process.start()
     theirs.close()
     found: dict[str, Any] = {"family": name}
@@ -264,12 +286,14 @@ def check_apart(name: str) -> dict[str, Any]:
     return {**found, "seconds": round(time.monotonic() - started, 1)}
 
 
-def check_all(names: list[str], jobs: int, results: Path | None) -> list[dict[str, Any]]:
+def check_all(
+    names: list[str], jobs: int, results: Path | None, check: Callable[[str], dict[str, Any]] = check
+) -> list[dict[str, Any]]:
     """Check these types, and append each result to the file as it comes; those that it holds are not checked again."""
     found = read(results) if results is not None and results.exists() else []
     left = [name for name in names if name not in {each["family"] for each in found}]
     with ThreadPoolExecutor(jobs) as pool, Progress("types", len(names), "types", len(found)) as bar:
-        futures = [pool.submit(check_apart, name) for name in left]
+        futures = [pool.submit(check_apart, name, check) for name in left]
         try:
             for future in as_completed(futures):
                 found.append(future.result())
@@ -296,6 +320,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="TYPE", help="the types to check; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
     parser.add_argument("--list", metavar="OUTCOME", help="list the last run's types with this outcome")
+    parser.add_argument("--bits", action="store_true", help="renew the column about bits in both")
     parser.add_argument("--write", action="store_true", help="write docs/targets.md and the packaged table of it")
     options = parser.parse_args()
     if unknown := {*options.names} - {*TYPES}:
@@ -307,6 +332,15 @@ def main() -> None:
         parser.error(
             f"no run of transformers {transformers.__version__} in {FOLDER}; first check all types, without options"
         )
+    if options.bits:
+        table, partial = FamilyTable.packaged(), FOLDER / "bits.partial"
+        FOLDER.mkdir(exist_ok=True)
+        names = [name for name, family in table.families.items() if family.is_target]
+        found = {each["family"]: each.get("bits") for each in check_all(names, options.jobs, partial, only_bits)}
+        families = {name: replace(family, bits=found.get(name)) for name, family in table.families.items()}
+        write_files(replace(table, families=families))
+        partial.unlink()
+        return
     if options.write:
         write_table(read(results), TYPES, transformers.__version__, date.fromtimestamp(results.stat().st_mtime))
         return

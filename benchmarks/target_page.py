@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 from headstart.heads.formats.config_rules import refusing
 from headstart.heads.target_config import TargetConfig
-from headstart.targets import TABLE, Family, FamilyTable
+from headstart.targets import SAME, TABLE, Family, FamilyTable
 
 PAGE = Path(__file__).parents[1] / "docs/targets.md"
 STATES = "it keeps recurrent states, which cannot be cut back to an earlier token"
@@ -25,7 +25,10 @@ def write_table(results: list[dict[str, Any]], types: list[str], version: str, d
     """Write both files; a type without a result was not tried."""
     found = {each["family"]: family_of(each) for each in results}
     absent = Family("not tried", "no result yet")
-    table = FamilyTable(version, str(day), {name: found.get(name, absent) for name in sorted(types)})
+    write_files(FamilyTable(version, str(day), {name: found.get(name, absent) for name in sorted(types)}))
+
+
+def write_files(table: FamilyTable) -> None:
     families = {  # without what is not known
         name: {field: value for field, value in asdict(family).items() if value is not None}
         for name, family in table.families.items()
@@ -55,7 +58,7 @@ def family_of(result: dict[str, Any]) -> Family:
     harvest, decoder = result.get("harvest"), decoder_of(result["family"])
     if decoder is not None and harvest == "yes":
         harvest = "on text alone"
-    return Family(outcome, why, harvest, decoder)
+    return Family(outcome, why, harvest, decoder, result.get("bits"))
 
 
 def by_difference(text: str) -> str:
@@ -110,14 +113,15 @@ def reasons(table: FamilyTable) -> Iterator[str]:
 def rows(table: FamilyTable) -> Iterator[str]:
     """Every family."""
     yield "## The table\n"
-    yield "| model type | decodes by | heads can be trained | EAGLE-3 refused by | why not by trees |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "| model type | decodes by | same bits | heads can be trained | EAGLE-3 refused by | why not by trees |"
+    yield "| --- | --- | --- | --- | --- | --- |"
     for name, family in table.families.items():
-        trained, engines, why = "-", "-", "see above"
+        bits, trained, engines, why = "-", "-", "-", "see above"
         if family.is_target:
+            bits = "yes" if family.bits == SAME else cell(family.bits or "not tried")
             trained, why = cell(family.harvest or "not tried"), cell(family.why)
             engines = ", ".join(label.partition(" ")[0] for label in refusing(family.decoder or name))
-        yield f"| {name} | {family.method} | {trained} | {engines} | {why} |"
+        yield f"| {name} | {family.method} | {bits} | {trained} | {engines} | {why} |"
 
 
 def cell(text: str | None) -> str:

@@ -37,6 +37,7 @@ HEADS = {
     "on text alone": "can be trained for it, on text alone: images and sounds are not read",
     None: "training was not tried; a harvest checks it before its first sample",
 }
+SAME = "same"
 NOT_TARGETS = ("refused", "wrong", "not tried")
 
 
@@ -48,6 +49,7 @@ class Family:
     why: str | None = None  # why nothing better, where the method itself does not say it
     harvest: str | None = None  # whether heads can be trained: yes, on text alone, or why not; None: not tried
     decoder: str | None = None  # the model type of its language model, if it is another
+    bits: str | None = None  # SAME, or the first operation that gives a token other bits in another pass
 
     @property
     def is_target(self) -> bool:
@@ -131,4 +133,7 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
             yield "exports", model.engines(family.decoder or model_type)
         else:
             yield "heads", f"cannot be trained for it: {str(family.harvest).removeprefix('no: ')}"
+    if family.bits is not None:
+        holds = "a token has the same ones in every pass, in bfloat16 on a CPU"
+        yield "bits", holds if family.bits == SAME else f"a token's depend on the pass: {family.bits}"
     yield "known from", f"{table.source}; loading a model tries its own weights"

@@ -198,3 +198,22 @@ def ragged_keys(slots: Slots, block: PendingTokens, window: Window | None) -> Bo
 def size_bucket(nodes: int) -> int:
     """The next power of two: few tree sizes, so few graphs."""
     return 1 << (nodes - 1).bit_length()
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the keys of each token of a block lie: by position up to the row's start, then along a path."""
+
+    starts: Int[Tensor, " rows"]  # tokens that the slots hold
+    depths: Int[Tensor, "rows block"]  # positions relative to the start; one row may stand for all
+    firsts: Int[Tensor, "rows block"]  # the first position that each token attends to
+    paths: Int[Tensor, "rows block pending"]  # the pending token at each position from the start on; one row may too
+
+    @classmethod
+    def of(cls, slots: Slots, block: PendingTokens, window: Window | None) -> "Places":
+        visible = block.visible
+        depths = visible.sum(-1) - 1 if block.depths is None else block.depths[:, -visible.shape[1] :]
+        positions = slots.starts.unsqueeze(1) + depths
+        firsts = torch.zeros_like(positions) if window is None else first_visible(positions, window).clamp(min=0)
+        paths = visible.byte().argsort(dim=-1, descending=True, stable=True)
+        return cls(slots.starts, depths.contiguous(), firsts.contiguous(), paths.contiguous())

@@ -180,7 +180,7 @@ def situations(
     if passes.verifies_drafts:
         yield f"{batches[-1]} rows with drafts", partial(in_rows, rows=batches[-1], nodes=5)
     yield "kept prefix, moved row", from_kept_prefix
-    if passes.verifies_trees:
+    if passes.verifies_trees and not passes.by_position:
         yield "prompts together", prompts_together
     if passes.allows_side_by_side:
         yield "next to a prompt's chunk", side_by_side

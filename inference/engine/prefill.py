@@ -135,7 +135,8 @@ class Prefill:
         tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
         if len(chunks) == 1:
             return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
-        if any(chunk.before or chunk.is_scored for chunk in chunks):
+        by_position = self.target.passes.by_position  # then each prompt's keys lie from the first slot on
+        if by_position or any(chunk.before or chunk.is_scored for chunk in chunks):
             return self.target.passes.side_by_side(self.parts(chunks))
         return prefill_prompts(self.target, tokens, rows)
 

@@ -12,6 +12,7 @@ from headstart.inference.kernels.fast_model import (
     float32_is_as_fast,
     is_packed_linear,
 )
+from headstart.inference.kernels.matmul import on_gpu
 from headstart.inference.kernels.outside_graph import attention_outside_graph, is_tracing
 from headstart.inference.kernels.products import SCALE_INPUTS, EightBits, has_kernels, remember_eight_bits
 from headstart.inference.kernels.threads import Threads
@@ -32,6 +33,7 @@ __all__ = [
     "is_packed_linear",
     "is_tracing",
     "join_linears",
+    "on_gpu",
     "ordered_attention",
     "own_layers_of",
     "remember_eight_bits",

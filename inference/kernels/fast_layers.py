@@ -11,9 +11,11 @@ rounded where transformers rounds. Only the order of sums changes. In training t
 On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -167,10 +169,23 @@ def siblings(layers: Sequence[Named]) -> list[list[Named]]:
 
 
 def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Any]:
-    """The model's linear layers as `Named`: torch's, or transformers' `Conv1D`."""
-    named = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()]
+    """The model's linear layers as `Named`: torch's, or transformers' `Conv1D`.
+
+    Those whose weights their parent's own code reads, as Mamba's does, stay as they are.
+    """
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    named = [each for each in children if each[1] not in weights_read_by(type(each[0]))]
     modules = {"Linear": "torch.nn.modules.linear", "Conv1D": "transformers.pytorch_utils"}
     return [each for each in named if (type(each[2]).__name__, type(each[2]).__module__) == (kind, modules[kind])]
+
+
+@cache
+def weights_read_by(kind: type) -> set[str]:
+    """The layers of a class of modules whose weights its code reads, instead of calling them."""
+    try:
+        return {*re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(kind))}
+    except (OSError, TypeError):
+        return set()
 
 
 def as_linear(layer: Any) -> nn.Linear:

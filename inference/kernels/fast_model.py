@@ -18,6 +18,7 @@ from headstart.inference.kernels.fast_layers import (
     pack_weights,
     packed_linear,
 )
+from headstart.inference.kernels.matmul import order_products
 from headstart.inference.kernels.products import EightBits, cpp_compiler, kernel_name, library, remember_eight_bits
 
 CACHED_WEIGHT_BYTES = 32 * 2**20  # float32 weights, or the same number of bfloat16 ones, that a processor caches
@@ -30,6 +31,7 @@ class FastForm:
 
     is_packed: bool = False  # linear layers keep their weights packed for this processor
     compiler: Compiler | None = None  # of layers on a CPU
+    by_position: bool = False  # attention on a GPU adds keys in the order of positions, by our kernel
 
     def apply_to(self, head: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Pack a head's weights and compile its decoder layers like the target's.
@@ -54,7 +56,7 @@ class FastForm:
         return [kernel_name(), *sorted({each.kernel.form for each in packed if isinstance(each, PackedLinear)})]
 
 
-def fast_form(model: nn.Module, layers: Sequence[nn.Module], compiles: bool) -> FastForm:
+def fast_form(model: nn.Module, layers: Sequence[nn.Module], compiles: bool, exact: bool = False) -> FastForm:
     """Give a target the fastest form on its device that changes no weight; `layers` are its decoder layers.
 
     On a CPU its weights are packed, and then, if it `compiles` and is not small, its layers are compiled in the
@@ -62,6 +64,9 @@ def fast_form(model: nn.Module, layers: Sequence[nn.Module], compiles: bool) -> 
     """
     if next(model.parameters()).device.type == "cuda":
         fuse_norms(model)
+        if exact:
+            order_products(model)
+            return FastForm(by_position=True)
         join_linears(model)
         torch.cuda.empty_cache()  # of the weights before they were joined
     compiles = compiles and gains_by_packing(model) and cpp_compiler() is not None

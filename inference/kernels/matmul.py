@@ -7,6 +7,7 @@ token's result does not depend on the number of tokens.
 import ctypes
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -18,6 +19,13 @@ from headstart.inference.kernels.outside_graph import CURRENT, CannotTrace
 from headstart.inference.kernels.products import library
 
 SHAPE = ctypes.c_int64 * 7
+
+
+def on_gpu() -> Any:
+    """The module of Triton kernels."""
+    return import_module("headstart.inference.kernels.ordered_gpu")
+
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -25,6 +33,15 @@ def ordered_matmul(left: Tensor, right: Tensor) -> Tensor:
     """left [..., rows, size] times right [..., size, columns], like torch.matmul; at least two axes each."""
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     rows, (size, columns) = left.shape[-2], right.shape[-2:]
+    if not left.is_cpu:
+        return (
+            on_gpu()
+            .matmul(
+                left.expand(*batch, rows, size).reshape(-1, rows, size),
+                right.expand(*batch, size, columns).reshape(-1, size, columns),
+            )
+            .view(*batch, rows, columns)
+        )
     left = left.expand(*batch, rows, size).contiguous()
     if 1 not in right.stride()[-2:]:
         right = right.contiguous()
@@ -77,7 +94,8 @@ class OrderedProducts(TorchFunctionMode):
         ordered = ORDERED.get(getattr(func, "__name__", ""))
         kwargs = kwargs or {}
         tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        is_plain = all(each.is_cpu and each.dtype == tensors[0].dtype and each.dtype in DTYPES for each in tensors)
+        first = (tensors[0].device, tensors[0].dtype) if tensors else None
+        is_plain = all((each.device, each.dtype) == first and each.dtype in DTYPES for each in tensors)
         if ordered is None or not is_plain or not {*kwargs} <= {"bias", "weight", "input", "other", "mat2"}:
             return func(*args, **kwargs)
         return ordered(*args, *kwargs.values())
@@ -109,7 +127,7 @@ def order_products(model: nn.Module) -> None:
         choose("eager")  # others hide their products in operations of their own
     for module in model.modules():
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        axes = {each.ndim for each in tensors if each.is_cpu and not isinstance(module, nn.Embedding)}
+        axes = {each.ndim for each in tensors if not isinstance(module, nn.Embedding)}
         children = [*module.children()]
         is_gated = any(getattr(child, "out_features", None) == 1 for child in children)  # a gate of shared experts
         if (3 in axes or (2 in axes and not children) or is_gated) and "forward" not in vars(module):

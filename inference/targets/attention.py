@@ -19,7 +19,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from headstart.heads.layers import fold_heads, fold_mask
 from headstart.inference.core.side_by_side import PackedMask
-from headstart.inference.kernels import attention_outside_graph, can_attend, has_kernels, is_tracing, ordered_attention
+from headstart.inference.kernels import (
+    attention_outside_graph,
+    can_attend,
+    has_kernels,
+    is_tracing,
+    on_gpu,
+    ordered_attention,
+)
 
 PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
 GPU_PARTS_MAX = 8  # a power of two
@@ -55,7 +62,10 @@ def grouped_attention(
             for queries, (keys, values), mask in parts
         ]
         return torch.cat(attended).unsqueeze(0), None
+    places = vars(attention_mask).get("places") if isinstance(attention_mask, Tensor) else None
     is_plain, more = options.get("position_bias") is None, (options.get("softcap"), options.get("s_aux"))
+    if is_plain and more == (None, None) and places is not None:
+        return on_gpu().attention(query, key, value, places, scaling), None
     if is_plain and can_attend(query, key, value, attention_mask):
         is_causal = options.get("is_causal")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -106,7 +106,7 @@ class TargetModel:
             model = with_eight_bits(load(), folder, remember=packed and device.type == "cpu").to(device)
             target = cls(model, taps, None, folder)
             if packed:
-                target.speed_up(partial(cls.load, section, (), packed=False), compiles=section.compile)
+                target.speed_up(partial(cls.load, section, (), packed=False), section.compile, section.exact)
         if section.exact and (found := target.difference_in_bits) is not None:
             allowed = "a target and device on which a token has the same bits in every pass is"
             remedy = "leave it false, or choose another target or device (headstart doctor --bits names all operations)"
@@ -142,14 +142,16 @@ class TargetModel:
         names = " and ".join(map(repr, template.tokenizer.convert_ids_to_tokens(new)))
         return f"texts also end at {names}, an end token of its tokenizer or chat template, not of its configuration"
 
-    def speed_up(self, load_unpacked: "Callable[[], TargetModel]", compiles: bool = False) -> None:
+    def speed_up(self, load_unpacked: "Callable[[], TargetModel]", compiles: bool = False, exact: bool = False) -> None:
         """Decode with the fastest form of the layers; `load_unpacked` loads the same target as transformers does.
 
-        If it `compiles`, packed layers are compiled in the background.
+        If it `compiles`, packed layers are compiled in the background. On a GPU, `exact` chooses kernels that give a
+        token the same bits in every pass.
         """
         if self.device.type == "cpu":
             assert self.frozen is not None  # made while the lm_head still has its own weights
-        self.fast_form = fast_form(self.model, self.layers, compiles)
+        self.fast_form = fast_form(self.model, self.layers, compiles, exact)
+        self.passes.by_position = self.fast_form.by_position
         self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
 
     @cached_property

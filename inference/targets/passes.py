@@ -18,7 +18,7 @@ from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.recurrent import WINDOW, LayerStates, OwnCaches, after_windows
 from headstart.inference.core.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
-from headstart.inference.core.tree import PendingTokens, Tree, block_mask, causal_block, padded_rows, take
+from headstart.inference.core.tree import PendingTokens, Places, Tree, block_mask, causal_block, padded_rows, take
 from headstart.inference.core.verify import count_drafted
 from headstart.inference.targets.architecture import CacheLayout, attention_windows
 from headstart.inference.targets.attention import GROUPED
@@ -66,6 +66,7 @@ class Passes:
         accepted = signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.selects_logits = "logits_to_keep" in accepted
+        self.by_position = False  # masks say where the keys of each position lie
         self.layout: CacheLayout
         self.method: DecodingMethod
         self.hidden: dict[int, Tensor] = {}  # what the hooks have left of the last pass, by tap
@@ -127,6 +128,8 @@ class Passes:
         `last_only` computes logits for the last token alone, `logits_at` for the tokens at these indices. With
         target.split layers, arguments and results are on the first device.
         """
+        if self.by_position and mask is None and isinstance(cache, KVCache):
+            mask = self.masks(cache.target, causal_block(tokens.shape[1], self.device))
         return self._run(tokens, positions, mask, cache, [tokens.shape[1] - 1] if last_only else logits_at)[0]
 
     def _run(
@@ -327,7 +330,10 @@ class Passes:
         return one_or_all(masks) if len(masks) == 1 else {**masks, **dict.fromkeys(self.unmasked)}
 
     def _masks_by_kind(self, slots: Slots, block: PendingTokens) -> dict[str, Tensor]:
-        return {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        masks = {kind: block_mask(slots, block, self.dtype, window) for kind, window in self.windows.items()}
+        for kind, mask in masks.items() if self.by_position else ():
+            vars(mask)["places"] = Places.of(slots, block, self.windows[kind])
+        return masks
 
 
 def one_stream(hidden: Tensor, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq hidden"]:

@@ -6,7 +6,7 @@ from typing import Literal
 import pytest
 import torch
 from shared_fixtures import ModelFactory
-from torch import nn
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 from headstart.heads.kinds.block import BlockHead
@@ -323,3 +323,23 @@ def test_fused_layers_compute_what_transformers_own_do_and_give_way_to_them(make
             assert not any("forward" in vars(module) for module in model.modules())
             assert_close(model(tokens).logits, wanted, rtol=1e-4, atol=1e-4)
     assert "forward" in vars(model.model.norm)
+
+
+class ReadsWeight(nn.Module):
+    """Multiplies with a layer's weight itself, as Mamba's layers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.called(inputs) @ self.read.weight.T
+
+
+@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+def test_a_packed_mamba_had_no_weight_where_its_own_code_reads_one() -> None:
+    module, inputs = ReadsWeight().requires_grad_(False), torch.randn(3, 8)
+    wanted = module(inputs)
+    assert pack_weights(module, exact=True)
+    torch.testing.assert_close(module(inputs), wanted)
+    assert isinstance(module.called, PackedLinear)

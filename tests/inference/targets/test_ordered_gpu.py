@@ -1,0 +1,99 @@
+"""Laws of the GPU's kernels with sums of one order, run by Triton's interpreter on the CPU, in a process of its own."""
+
+import importlib
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import pytest
+import torch
+from families import make_family
+from torch import Tensor
+
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.tree import PendingTokens, Places, Tree, block_mask, causal_block
+from headstart.inference.kernels import fast_model, matmul
+from headstart.inference.targets import attention, check
+from headstart.inference.targets.model import TargetModel
+
+PARENTS = [[-1, 0, 0, 1, 2, 2, 5], [-1, 0, 1, 1, 1, 4, 5]]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Iterator[ModuleType]:
+    """The kernels, with blocks so small that a short text has several."""
+    if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
+        pytest.skip("runs in the process that the last test starts")
+    module = importlib.import_module("headstart.inference.kernels.ordered_gpu")
+    before = module.BLOCK, module.SPLIT
+    module.BLOCK, module.SPLIT = 8, 2
+    yield module
+    module.BLOCK, module.SPLIT = before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_product_of_one_token_has_the_bits_that_it_has_among_others(gpu: ModuleType, dtype: torch.dtype) -> None:
+    inputs, weight = torch.randn(1, 20, 30, dtype=dtype), torch.randn(1, 40, 30, dtype=dtype)
+    found = gpu.matmul(inputs, weight.mT)
+    wanted = (inputs.float() @ weight.mT.float()).to(dtype)
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+    for rows in ([0], [19], [3, 17], [*range(9)]):
+        assert torch.equal(gpu.matmul(inputs[:, rows], weight.mT), found[:, rows])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("lengths", [[20, 37], [30, 30], [5, 0]], ids=str)
+def test_attention_by_position_is_masked_attention(gpu: ModuleType, window: int | None, lengths: list[int]) -> None:
+    parents = torch.tensor(PARENTS)
+    tree = Tree(parents, parents)
+    block = PendingTokens(tree.ancestors, tree.depths)
+    slots = Slots([torch.randn(1, 2, 2, 2, 50, 12)], 2)
+    slots.set_lengths(lengths)
+    mask, places = block_mask(slots, block, torch.float32, window), Places.of(slots, block, window)
+    query, key, value = torch.randn(2, 6, 7, 12), torch.randn(2, 2, 7, 12), torch.randn(2, 2, 7, 12)
+    keys, values = slots.append(0, key, value)
+    found = gpu.attention(query, keys, values, places, None)
+    wanted = attention.attention_with_caps(query, keys, values, mask[..., : keys.shape[2]] == 0, None, None, None)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_wrong_path_would_be_seen(gpu: ModuleType) -> None:
+    slots, block = Slots([torch.randn(1, 2, 1, 1, 30, 8)]), causal_block(4, torch.device("cpu"))
+    slots.set_lengths([9])
+    keys, values = slots.append(0, *torch.randn(2, 1, 1, 4, 8))
+    places, query = Places.of(slots, block, None), torch.randn(1, 1, 4, 8)
+    right = gpu.attention(query, keys, values, places, None)
+    wrong = Places(places.starts, places.depths, places.firsts, places.paths.flip(-1))
+    assert not torch.equal(gpu.attention(query, keys, values, wrong, None), right)
+
+
+def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "EXACT_TOKENS", 18)
+    target = TargetModel(make_family("llama"), ())
+    target.passes.by_position = True
+    for each in (attention, matmul):
+        monkeypatch.setattr(each, "on_gpu", lambda: gpu)
+
+    def ordered(left: Tensor, right: Tensor) -> Tensor:
+        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+        parts = [each.expand(*shape, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (left, right)]
+        found: Tensor = gpu.matmul(*parts)
+        return found.view(*shape, *found.shape[-2:])
+
+    monkeypatch.setattr(matmul, "ordered_matmul", ordered)
+    fast_model.order_products(target.model)
+    assert target.difference_in_bits is None
+
+
+@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is that process")
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
+def test_the_laws_above_hold_in_the_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__]
+    found = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+    assert "1 skipped" in found.stdout  # this one
