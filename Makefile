@@ -7,6 +7,9 @@ RECIPE ?= recipes/tiny.yaml
 PEERS ?=
 # Without a number accelerate gives a process one thread, which is enough on a GPU but slow on a CPU.
 THREADS ?= $(shell nproc 2>/dev/null || sysctl -n hw.physicalcpu)
+# On a CPU two processes train the small head 1.5 times as fast as one with twice the threads.
+PROCESSES ?= $(shell [ "$$(uname)" = Linux ] && [ $(THREADS) -gt 1 ] && ! nvidia-smi -L >/dev/null 2>&1 && echo 2 || echo 1)
+ALONE := --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench bench-llamacpp check-targets check-vllm \
@@ -29,8 +32,9 @@ about-demo: # the first line, before the installation
 	@echo "Trains a draft head for the small bundled target ($(RECIPE)), then measures it: 5 to 10 minutes on two cores."
 
 demo: about-demo $(INSTALLED) ## train a head for the bundled target and report its speed-up (RECIPE=recipes/tiny.yaml)
-	$(BIN)/accelerate launch --quiet --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-		--num_cpu_threads_per_process $(THREADS) trainers/eagle.py $(RECIPE)
+	$(BIN)/accelerate launch --quiet --num_processes $(PROCESSES) \
+		$(if $(filter 1,$(PROCESSES)),$(ALONE),--config_file recipes/launch/ddp.yaml) \
+		--num_cpu_threads_per_process $$(($(THREADS) / $(PROCESSES))) trainers/eagle.py $(RECIPE)
 	$(BIN)/headstart report $(RECIPE)
 	@echo "Next: make chat-cli talks with a real chat model; 'Train a head for your model' in README.md says how to go on."
 

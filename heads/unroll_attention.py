@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn import functional
 
 from headstart.heads.attention_kernels import Documents, kernel_for
 
@@ -102,10 +103,14 @@ class UnrollCache:
         self.documents = documents
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """A later step may run for the last indices alone."""
         assert mask is None
         if layer == len(self.keys):
             self.keys.append([])
             self.values.append([])
+        left_out = self.keys[layer][0].shape[2] - key.shape[2] if self.keys[layer] else 0
+        if left_out:  # the kernels align queries with keys from the first index on
+            query, key, value = (functional.pad(each, (0, 0, left_out, 0)) for each in (query, key, value))
         self.keys[layer].append(key)
         self.values[layer].append(value)
-        return unroll_attention(query, self.keys[layer], self.values[layer], self.documents)
+        return unroll_attention(query, self.keys[layer], self.values[layer], self.documents)[:, :, left_out:]

@@ -38,6 +38,7 @@ MULTIPLIERS = torch.logspace(-0.6, 0.7, 53)  # to try: 0.25 to 5
 GUMBEL_WEIGHTS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.85, 1.0)  # tried with every fourth multiplier
 SAMPLED_AT = (0.7, 1.0)  # temperatures of the sampled texts
 USUAL_CHILDREN = 4  # of a node: scores are fitted only where drafting usually gets to, which is easier text
+FITTED_POSITIONS = 128  # of each text and depth, evenly spaced; each takes up to 130 softmaxes over the vocabulary
 MAX_RANKS = 16  # guesses per depth that the searched tree may hold
 TREE_NODES = 64  # of the searched tree; a smaller tree is made of its first nodes
 
@@ -164,12 +165,14 @@ def tally_text(tally: Tally, levels: Iterator[LevelScores], unit: float = 1.0) -
     for level, scored in enumerate(levels):
         in_vocab = scored.columns >= 0
         drafted = scored.written if drafted is None else drafted[: len(in_vocab)]
-        counted = drafted & in_vocab  # a token outside the draft vocabulary says nothing about the scores
+        counted = (drafted & in_vocab).nonzero().flatten()  # one outside the draft vocabulary says nothing about scores
+        counted = counted[:: -(-len(counted) // FITTED_POSITIONS) or 1]
+        columns = scored.columns[counted]
         for number, weight in enumerate(tally.weights[level].tolist()):
             scores = scored.scores(weight)
+            logits = scores[counted] * unit
             for column, multiplier in enumerate(tally.multipliers.tolist()):
-                logits = scores[counted] * unit * multiplier
-                loss = torch.nn.functional.cross_entropy(logits, scored.columns[counted], reduction="sum")
+                loss = torch.nn.functional.cross_entropy(logits * multiplier, columns, reduction="sum")
                 tally.losses[level, number, column] += loss.cpu()
         chosen = scores.gather(1, scored.columns.clamp(min=0).unsqueeze(1))
         ranks = torch.where(in_vocab, (scores > chosen).sum(1), len(scores[0]))

@@ -82,6 +82,7 @@ def held_out_metrics(unrolled: HeadInTraining, store: SampleStore, batch_size: i
         numbers = range(start, min(start + batch_size, len(store)))
         store.expect([numbers])
         batch = store.batch_of(numbers).to(embedding.device, embedding.dtype)
+        batch = unrolled.teacher.with_drafted(store, numbers, batch)
         supervision = unrolled.supervise(batch, HELD_OUT)
         scores = unrolled(batch, supervision, supervision.counts(unroll))
         total += scores.sums().cpu()

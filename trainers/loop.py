@@ -62,10 +62,11 @@ def train(
             if step + 1 < section.steps:  # read while this step is computed
                 expect_step(training, order.of_step(step + 1, section.batch_size))
             with tf32_allowed(accelerator.device):
-                result = train_step(training, step, numbers, interrupts.received is not None)
+                logged = (step + 1) % LOG_EVERY == 0
+                result = train_step(training, step, numbers, interrupts.received is not None, logged)
             seconds += time.perf_counter() - started
             num_tokens += result.num_tokens
-            if (step + 1) % LOG_EVERY == 0:
+            if logged:
                 metrics = step_metrics(result, section.learning_rate * factor, num_tokens / seconds)
                 seconds, num_tokens = 0.0, 0
                 tracker.log(step + 1, metrics, progress_text(metrics, recipe.unroll))

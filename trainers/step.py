@@ -140,14 +140,16 @@ def refuse_nothing_to_learn(training: Training) -> None:
 class StepResult:
     """The measurements of a step, summed over all ranks."""
 
-    sums: Tensor  # [4, unroll], see UnrollScores.sums
+    sums: Tensor  # [4, unroll], see UnrollScores.sums; two rows are zeros where hits were not counted
     num_tokens: int  # tokens read, without padding
     gradient_norm: float  # before clipping
     interrupted: bool  # whether any rank received a signal to stop
     divergence: float | None  # KL(original || tuned) in nats per token; None unless Medusa-2 tunes the target
 
 
-def train_step(training: Training, step: int, numbers: list[int], interrupted: bool = False) -> StepResult:
+def train_step(
+    training: Training, step: int, numbers: list[int], interrupted: bool = False, counts_hits: bool = True
+) -> StepResult:
     """Update the weights once from the samples of a global batch; with `interrupted`, every rank stops after it.
 
     The loss is a sum over supervised tokens divided by their number in the global batch, so it does not depend on the
@@ -160,6 +162,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
         counts = torch.stack([each.supervision.counts(unroll) for each in micro_batches]).sum(0)
         counts = accelerator.reduce(counts, "sum")  # [unroll], known before the first gradient is taken
     num_tokens = sum(sum(each.lengths) for each in micro_batches)
+    head.unrolled.counts_hits = counts_hits
     sums, divergences = torch.zeros(4, unroll, device=accelerator.device), []
     while micro_batches:  # backwards: the features of the last one counted are still in memory
         micro_batch = with_features(training, micro_batches.pop())
@@ -171,6 +174,7 @@ def train_step(training: Training, step: int, numbers: list[int], interrupted: b
         sums += scores.sums()
         if scores.divergence is not None:  # only where one process trains the target too, so it needs no reduction
             divergences.append(float(scores.divergence))
+    head.unrolled.counts_hits = True
     more = torch.tensor([num_tokens, interrupted], device=accelerator.device, dtype=sums.dtype)
     *flat, num_tokens, stops = accelerator.reduce(torch.cat([sums.flatten(), more]), "sum").tolist()
     refuse_non_finite(training, "loss", sum(flat), step, numbers)
@@ -232,8 +236,11 @@ def with_features(training: Training, micro_batch: MicroBatch) -> MicroBatch:
 
 def read_features(training: Training, numbers: list[int]) -> Batch:
     """A batch of these samples on the rank's device."""
-    batch = training.inputs.train.batch_of(numbers, training.recipe.train.pack_tokens)
-    return batch.to(training.accelerator.device, training.inputs.frozen.embedding.dtype)
+    store, limit = training.inputs.train, training.recipe.train.pack_tokens
+    batch = store.batch_of(numbers, limit).to(training.accelerator.device, training.inputs.frozen.embedding.dtype)
+    packing = pack([*batch.lengths], limit)
+    with training.autocast():
+        return training.head.unrolled.teacher.with_drafted(store, numbers, batch, packing)
 
 
 def draw_input_noise(training: Training, step: int, micro_batch: MicroBatch) -> Tensor | None:

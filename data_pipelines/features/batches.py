@@ -89,6 +89,7 @@ class Batch:
     last_hidden: Float[Tensor, "batch seq hidden"]
     documents: Documents | None = None  # where each sample lies in packed rows; None without packing
     lengths: tuple[int, ...] = ()  # tokens of each sample, in the order given
+    drafted: Bool[Tensor, "batch seq"] | None = None  # whether the target's next token is in the draft vocabulary
 
     @classmethod
     def collate(
@@ -122,6 +123,13 @@ class Batch:
         documents = None if batch.documents is None else batch.documents.to(device)
         taps, last_hidden = batch.taps.to(dtype=dtype), batch.last_hidden.to(dtype=dtype)
         return replace(batch, taps=taps, last_hidden=last_hidden, documents=documents)
+
+    @property
+    def places(self) -> Int[Tensor, "*batch seq"]:
+        """The position of each token in its sample; without packing the same in every row."""
+        if self.documents is not None:
+            return self.documents.places
+        return torch.arange(self.tokens.shape[1], device=self.tokens.device)
 
     def pinned(self) -> "Batch":
         """The batch in memory that a GPU copies from at full speed."""
@@ -160,6 +168,15 @@ def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
         rows[row].append(number)
         room[row] -= lengths[number]
     return rows
+
+
+def of_samples(rows: Tensor, lengths: tuple[int, ...], packing: list[list[int]] | None) -> list[Tensor]:
+    """The inverse of `in_rows`: the per-token tensors of the samples, by number."""
+    found = {}
+    for row, numbers in zip(rows, packing or [[number] for number in range(len(lengths))], strict=True):
+        used = [lengths[number] for number in numbers]
+        found |= dict(zip(numbers, row[: sum(used)].split(used), strict=True))
+    return [found[number] for number in range(len(lengths))]
 
 
 def in_rows(tensors: list[Tensor], packing: list[list[int]] | None) -> Tensor:

@@ -124,6 +124,8 @@ def refuse_other_start(stage: Stage, rows: PromptRows) -> None:
     """Raise ValueError unless the existing prompts are the first of the new ones; print how many are new."""
     existing = {split: list(read_jsonl(stage.folder / f"{split}.jsonl")) for split in ("train", "heldout")}
     first = len(existing["train"])
+    if (now := len(rows.train)) < first and rows.train == existing["train"][:now]:
+        stage.refuse(f"the recipe gives {now} prompts and the run has {first}: prompts can be added, not taken away")
     if rows.train[:first] != existing["train"] or rows.heldout != existing["heldout"]:
         stage.refuse(f"its first {first} prompts differ from the prompts of the run, so it cannot continue from them")
     new = len(rows.train) - first

@@ -7,11 +7,9 @@ from pathlib import Path
 from headstart.common.files import read_jsonl
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.generate.model import SpeculativeModel, with_fast_dtype
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.gguf import is_mostly_in_eight_bits
-from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
@@ -69,9 +67,8 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.dtype != "auto":
         dtype = options.dtype
         return TargetSection.model_validate({"path": options.target, "dtype": dtype, "exact": options.exact})
-    section = TargetSection.model_validate({"path": options.target, "dtype": "float32", "exact": options.exact})
-    dtype = fast_dtype(pick_device("auto"), eight_bits=is_mostly_in_eight_bits(folder_of(section)))
-    return section.model_copy(update={"dtype": dtype})
+    fields = {"path": options.target, "dtype": "float32", "exact": options.exact}
+    return with_fast_dtype(TargetSection.model_validate(fields))
 
 
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix

@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for
-from headstart.heads.target_config import locate_target
+from headstart.heads.target_config import folder_of, locate_target
 from headstart.inference.core.constraint import masked_roots
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.history import History
@@ -49,6 +49,8 @@ from headstart.inference.generate.settings import (
     target_fields,
 )
 from headstart.inference.generate.text_rules import TextRulesState
+from headstart.inference.targets.gguf import is_mostly_in_eight_bits
+from headstart.inference.targets.loading import fast_dtype, pick_device
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
@@ -115,8 +117,8 @@ class SpeculativeModel:
         Without a head, drafts come from the `decode.drafter` that is given, such as draft_model, or by prompt lookup.
         They stop while they do not pay, by step times that are measured once for a machine. `decode` also gives the
         shape of drafts and max_batch. `section` holds fields of the recipe's target section, such as dtype (default
-        float32), device or attention. With `last_hidden` the target also gives its last hidden state, which training
-        needs.
+        float32; auto is the fast one for the machine), device or attention. With `last_hidden` the target also gives
+        its last hidden state, which training needs.
 
         Raises ValueError if the head does not fit the target.
         """
@@ -268,15 +270,29 @@ class SpeculativeModel:
 
 def read_section(target: str | Path, section: dict[str, Any]) -> TargetSection:
     """The target section for `from_folders`; raises one ValueError that names every wrong field of it."""
+    fields = {"path": str(target), "dtype": "float32", **section}
+    dtype = str(fields["dtype"]).removeprefix("torch.")
     try:
-        return TargetSection(**{"path": str(target), "dtype": "float32", **section})
+        if dtype == "auto":
+            return with_fast_dtype(TargetSection(**{**fields, "dtype": "float32"}))
+        return TargetSection(**{**fields, "dtype": dtype})
     except ValidationError as error:
-        wrong = "; ".join(
-            f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
-            for each in error.errors()
-        ).replace("Extra inputs are not permitted", "but there is no such field")
+        wrong = (
+            "; ".join(
+                f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
+                for each in error.errors()
+            )
+            .replace("Extra inputs are not permitted", "but there is no such field")
+            .replace("Input should be", "allowed:")
+        )
         known = ", ".join(TargetSection.model_fields)
         raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
+
+
+def with_fast_dtype(section: TargetSection) -> TargetSection:
+    """The section with the number format that is fast for this target on its device."""
+    dtype = fast_dtype(pick_device(section.device), eight_bits=is_mostly_in_eight_bits(folder_of(section)))
+    return section.model_copy(update={"dtype": dtype})
 
 
 def by_step(rows: list[Float[Tensor, "_ vocab"]]) -> tuple[Float[Tensor, "rows vocab"], ...]:

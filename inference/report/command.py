@@ -59,7 +59,7 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 
-WARMUP_PROMPTS = 3  # decoded before timing starts
+WARMUP_PROMPTS = 3  # decoded before timing starts at the first temperature; one is enough for the others
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,8 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
     with Progress("report", turns * num_methods * len(section.temperatures), "texts") as progress:
         for temperature, batch in product(section.temperatures, section.batches):
             sampling = Sampling(temperature, seed=recipe.seed)
-            groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, WARMUP_PROMPTS, progress))
+            warmup = WARMUP_PROMPTS if temperature == section.temperatures[0] else 1
+            groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, warmup, progress))
             progress.console.print(short_table(groups[-1]))
         progress.console.print("\n".join([*legend(groups[-1]), exactness(benchmark.target)]), highlight=False)
     return groups

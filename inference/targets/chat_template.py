@@ -53,7 +53,7 @@ class ChatTemplate:
                 f"target.chat_template_kwargs: {taken} given, names of the template's own variables are allowed, such "
                 "as enable_thinking; leave it out"
             )
-        self.source = str(tokenizer.chat_template or "")
+        self._call_forms: dict[str, tuple[str | None, type]] = {}  # by the template's source
         added = tokenizer.added_tokens_decoder.values()
         special = {*tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
         self.marks = sorted(special, key=len, reverse=True)
@@ -124,7 +124,7 @@ class ChatTemplate:
         template, which is a program of its own.
         """
         options = {"add_generation_prompt": ask, "continue_final_message": continued}
-        turns = [self._as_read(message) for message in messages]
+        turns = [self._as_read(message, tools) for message in messages]
         return str(self._apply(turns, tools, variables, tokenize=False, **options))
 
     @cached_property
@@ -160,7 +160,7 @@ class ChatTemplate:
         self, turns: list[Json], tools: list[Json] | None, variables: Mapping[str, Any] | None, **options: Any
     ) -> Any:
         values, functions = {**self.settings, **(variables or {})}, cast(Any, tools)
-        source = self.tokenizer.get_chat_template(tools=functions)
+        source = self.source(tools)
         if values.get(DATE) is not None:
             source = with_date(source, day_of(values[DATE]))
         if all(turn["content"] is not None for turn in turns):
@@ -170,14 +170,22 @@ class ChatTemplate:
         rendered: Any = render_jinja_template([turns], tools=functions, chat_template=source, **options, **values)
         return rendered[0][0]  # of the texts and the generation indices
 
-    def _as_read(self, message: Json) -> Json:
-        """A message in the form that this template reads."""
-        turn = dict(message)
-        if turn["role"] == "developer" and "developer" not in self.source:
+    def _as_read(self, message: Json, tools: list[Json] | None) -> Json:
+        """A message in the form that the template reads which renders a conversation with these tools."""
+        turn, source = dict(message), self.source(tools)
+        if turn["role"] == "developer" and "developer" not in source:
             turn["role"] = "system"
         if turn.get("reasoning_content"):
             turn = {"thinking": turn["reasoning_content"], **turn}  # for gpt-oss; transformers 5.17 does not add it
-        return self._with_calls(turn, *self.call_form) if turn.get("tool_calls") else turn
+        if not turn.get("tool_calls"):
+            return turn
+        if source not in self._call_forms:
+            self._call_forms[source] = self.call_form(tools)
+        return self._with_calls(turn, *self._call_forms[source])
+
+    def source(self, tools: list[Json] | None) -> str:
+        """The template for a conversation; a tokenizer may have another one for those with tools."""
+        return str(self.tokenizer.get_chat_template(tools=cast(Any, tools)))
 
     @staticmethod
     def _with_calls(message: Json, empty: str | None, kind: type) -> Json:
@@ -195,14 +203,13 @@ class ChatTemplate:
         except Exception:  # a template may raise anything for a tool that it does not understand
             return True
 
-    @cached_property
-    def call_form(self) -> tuple[str | None, type]:
-        """The first form in which this template writes a call's arguments as an object; the first if it writes none."""
+    def call_form(self, tools: list[Json] | None = None) -> tuple[str | None, type]:
+        """The first form in which the template writes a call's arguments as an object; the first if it writes none."""
         call = {"type": "function", "id": "probe0000", "function": {"name": "probe_name", "arguments": PROBE}}
         for form in CALL_FORMS:
             turn = self._with_calls({"role": "assistant", "content": "", "tool_calls": [call]}, *form)
             try:
-                text = str(self._apply([{"role": "user", "content": "probe"}, turn], None, None, tokenize=False))
+                text = str(self._apply([{"role": "user", "content": "probe"}, turn], tools, None, tokenize=False))
             except Exception:  # a template may raise anything for a form that it does not read
                 continue
             is_python_or_escaped = "'probe_key'" in text or '\\"probe_key' in text

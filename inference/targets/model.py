@@ -1,5 +1,6 @@
 """Any Hugging Face causal LM as a target, unpatched: tree masks, cache and taps only use public interfaces."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -41,6 +42,7 @@ from headstart.inference.targets.ranks import Ranks, TensorParallel, refuse_spli
 from headstart.recipes.schema import TargetSection
 
 Singleton = TypeVar("Singleton")
+QUIET_BYTES_MAX = 10**9  # loading more weights takes long enough to say so
 
 
 class TargetModel:
@@ -85,6 +87,9 @@ class TargetModel:
         """
         folder: Path = folder_of(section)
         config = load_config(folder, section.trust_remote_code)
+        size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        if size > QUIET_BYTES_MAX and Ranks().rank == 0:
+            print(f"loading {section.path}: {size / 1e9:.1f} GB", file=sys.stderr, flush=True)
         load = partial(
             load_weights,
             folder,

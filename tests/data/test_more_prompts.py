@@ -152,8 +152,9 @@ def test_rows_that_are_refused_leave_the_prompts_that_are_there_as_they_are(fold
 
 
 def test_fewer_prompts_than_before_are_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.num_prompts: made with 12, the recipe says 11"):
+    with pytest.raises(ValueError, match=r"data\.num_prompts: made with 12, the recipe says 11") as refusal:
         harvest(tiny_recipe(folder, "data.num_prompts=11"))
+    assert "the recipe gives 11 prompts and the run has 12: prompts can be added, not taken away" in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -492,3 +492,18 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
 @given(messages=conversations())
 def test_tokens_before_each_answer_are_the_served_prompt(name: str, messages: list[dict[str, Any]]) -> None:
     check_rows_are_as_served(name, messages)
+
+
+def test_calls_took_the_form_of_the_template_for_conversations_without_tools() -> None:
+    """A tokenizer with a template for tools: its calls have text arguments, and the default one has no calls."""
+    found = template(CHATML)
+    found.tokenizer.chat_template = {"default": CHATML, "tool_use": REASONING}
+    tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
+    call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert '<|calls|>look\n{"at": "sky"}<|eos|>' in found.render(turns, tools)
+    assert "look" not in found.render(turns)
+    developer = [{"role": "developer", "content": "b"}]
+    found.tokenizer.chat_template = {"default": CHATML, "tool_use": CHATML + "{# developer #}"}
+    assert found.render(developer, tools, ask=False) == "<|im_start|>developer\nb<|im_end|>\n"
+    assert found.render(developer, ask=False) == "<|im_start|>system\nb<|im_end|>\n"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -67,11 +68,30 @@ def test_the_fitted_gumbel_weight_reflects_how_often_the_target_follows_the_gumb
 
     def fitted_weight(choices: Tensor) -> float:
         tally = Tally.empty(torch.tensor([GUMBEL_WEIGHTS]), 4, every=4)
-        tally_text(tally, iter([LevelScores(log_q, gumbel, choices, torch.ones(count, dtype=torch.bool))]))
+        for text in torch.arange(count).split(100):
+            written = torch.ones(len(text), dtype=torch.bool)
+            tally_text(tally, iter([LevelScores(log_q[text], gumbel[text], choices[text], written)]))
         return tally.best()[1][0]
 
     assert (fitted_weight(ignoring), fitted_weight(following)) == (0.0, 1.0)
     assert 0.0 < fitted_weight(mixed) < 1.0
+
+
+def test_every_position_of_a_long_text_was_scored_with_every_multiplier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes up to 130 softmaxes over the draft vocabulary, at the end of every training."""
+    scored, cross_entropy = list[int](), torch.nn.functional.cross_entropy
+
+    def counting(logits: Tensor, *rest: Tensor, **more: str) -> Tensor:
+        scored.append(len(logits))
+        return cross_entropy(logits, *rest, **more)
+
+    monkeypatch.setattr(torch.nn.functional, "cross_entropy", counting)
+    for count, most in ((7, 7), (1000, 128)):
+        tally, scores = Tally.empty(torch.ones(1, 1), 4), torch.zeros(count, 6)
+        columns, written = torch.zeros(count, dtype=torch.long), torch.ones(count, dtype=torch.bool)
+        tally_text(tally, iter([LevelScores(scores, scores, columns, written)]))
+        assert scored.pop() <= most
+        assert float(tally.tried[0]) == count  # ranks are counted at all of them
 
 
 def test_estimated_chances_near_temperature_zero_equal_those_of_greedy_decoding(make_head: MakeHead) -> None:

@@ -15,7 +15,7 @@ from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.losses import OBJECTIVES
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective
-from headstart.trainers.objectives.unrolled import HeadInTraining, Teacher, weighted
+from headstart.trainers.objectives.unrolled import HeadInTraining, Teacher
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TrainedBlocks(HeadInTraining):
             written = written & (places[rows, columns + 1] == blocks.positions(device) + levels + 1)
         reached = written.long().cumprod(0).bool()  # a level whose text begins with another one is never reached
         last_hidden = batch.last_hidden[rows, columns]
-        drafted = self.teacher.can_draft(last_hidden[reached])
+        drafted = self.teacher.can_draft(batch, rows[reached], columns[reached])
         predicted = reached.clone()
         predicted[reached] = drafted
         return BlockSupervision(
@@ -90,10 +90,9 @@ class TrainedBlocks(HeadInTraining):
     def unroll(self, batch: Batch, supervision: Any, noise: Tensor | None) -> Tensor:
         """The head's hidden state at each level of each block. [levels, blocks, hidden]"""
         assert noise is None
-        head, places = self.head, torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+        head = self.head
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, head.target.num_layers))
-        positions = places if batch.documents is None else batch.documents.places
-        hidden = head.blocks_of(features, positions, batch.tokens, supervision.blocks, self.checkpointing)
+        hidden = head.blocks_of(features, batch.places, batch.tokens, supervision.blocks, self.checkpointing)
         return hidden.transpose(0, 1)
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -102,7 +101,7 @@ class TrainedBlocks(HeadInTraining):
         log_p = self.teacher.log_p(supervision.last_hidden[:, part])  # [levels, chunk, draft_vocab]
         log_q = at_least_float32(head.logits(hidden, before)).log_softmax(-1)
         losses = self.losses(log_q, log_p, supervision.text[:, part])  # [levels, chunk]
-        return weighted(weights, losses, log_q, log_p, supervision.predicted[:, part])
+        return self.weighted(weights, losses, log_q, log_p, supervision.predicted[:, part])
 
     def losses(self, log_q: Tensor, log_p: Tensor, text: Tensor) -> Tensor:
         """The objective and the cross-entropy to the text, by their weights. [levels, chunk]"""

@@ -15,7 +15,7 @@ from headstart.data_pipelines.features.batches import Batch, tapped
 from headstart.heads.frozen import at_least_float32
 from headstart.heads.kinds.block_attention import BlockCache, Blocks, Reach
 from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, PEagleHead
-from headstart.heads.losses import OBJECTIVES, acceptance
+from headstart.heads.losses import OBJECTIVES
 from headstart.heads.unroll_attention import UnrollCache
 from headstart.trainers.objectives.block import blocks_at, shuffled, texts_of
 from headstart.trainers.objectives.unrolled import UnrolledHead
@@ -63,7 +63,8 @@ class TrainedChains(UnrolledHead):
         depths, rows, columns = torch.cat(entries, dim=1)
         states = batch.last_hidden.flatten(0, 1)  # [batch * seq, hidden]
         places, shared = torch.unique(rows * batch.tokens.shape[1] + columns, return_inverse=True)
-        inside = self.teacher.can_draft(states[places])[shared]
+        seq = batch.tokens.shape[1]
+        inside = self.teacher.can_draft(batch, places // seq, places % seq)[shared]
         scored = inside.nonzero().flatten()
         return ChainSupervision(
             chains=chains,
@@ -84,7 +85,8 @@ class TrainedChains(UnrolledHead):
             )
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, head.target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
-        hidden, cache = read(0, features, batch.tokens.roll(-1, dims=1), UnrollCache(documents=batch.documents))
+        tokens = batch.tokens.roll(-1, dims=1)
+        hidden, cache = read(0, features, tokens, batch.places, UnrollCache(documents=batch.documents))
         found = []
         for masks, blocks in enumerate(supervision.chains):
             rows, anchors = blocks.indices(hidden.device)
@@ -106,8 +108,7 @@ class TrainedChains(UnrolledHead):
         log_q = at_least_float32(self.head.logits(hidden[0])).log_softmax(-1)  # [chunk, draft_vocab]
         losses = self.objective.weight * OBJECTIVES[self.objective.name](log_q, log_p)  # [chunk]
         with torch.no_grad():
-            hits = (log_q.argmax(-1) == log_p.argmax(-1)).to(losses.dtype)
-            each = torch.stack([losses, hits, acceptance(log_q, log_p).to(losses.dtype)])
+            each = torch.stack([losses, *self.hits_and_acceptances(log_q, log_p)])
             sums = each.new_zeros(3, len(weights)).index_add_(1, depths, each)
         return (weights[depths, 0] * losses).sum(), sums
 

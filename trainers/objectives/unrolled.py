@@ -2,6 +2,7 @@
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from headstart.data_pipelines.features.batches import Batch, in_rows, tapped
+from headstart.data_pipelines.features.batches import Batch, SampleStore, in_rows, of_samples, tapped
 from headstart.heads.base import DraftHead, LevelHead
 from headstart.heads.frozen import FrozenTarget, at_least_float32
 from headstart.heads.losses import OBJECTIVES, acceptance, feature_distance
@@ -59,6 +60,7 @@ class Teacher:
         self.frozen, self.vocab = frozen, vocab
         self.within_vocab = frozen.within(vocab)
         self.column = vocab.columns().to(frozen.embedding.device)  # [vocab]
+        self.drafted: dict[tuple[SampleStore, int], Tensor] = {}  # of the samples read so far, see `Batch.drafted`
 
     @torch.no_grad()
     def supervise(self, batch: Batch) -> Supervision:
@@ -70,7 +72,7 @@ class Teacher:
         rows, columns = written.nonzero(as_tuple=True)
         places = columns if batch.documents is None else batch.documents.places[rows, columns]
         last_hidden = batch.last_hidden[rows, columns]  # [positions, hidden]
-        inside = self.can_draft(last_hidden)
+        inside = self.can_draft(batch, rows, columns)
         return Supervision(
             rows=rows[inside],
             columns=columns[inside],
@@ -79,11 +81,35 @@ class Teacher:
             outside=int((~inside).sum()),
         )
 
-    @torch.no_grad()
-    def can_draft(self, last_hidden: Tensor) -> Tensor:
-        """Whether the target's choice after each position is in the draft vocabulary. [positions]"""
+    def with_drafted(
+        self, store: SampleStore, numbers: Sequence[int], batch: Batch, packing: list[list[int]] | None = None
+    ) -> Batch:
+        """The batch of these samples with `drafted`, computed when a sample is read first.
+
+        The logits over a vocabulary of 262,144 tokens can take 20 times as long as the rest of a training step.
+        """
         if self.vocab.is_full:
-            return torch.ones(len(last_hidden), dtype=torch.bool, device=last_hidden.device)
+            return batch
+        keys = [(store, number) for number in numbers]
+        if not all(key in self.drafted for key in keys):
+            drafted = torch.zeros_like(batch.loss_mask)
+            before = batch.loss_mask.roll(-1, dims=1)  # only what precedes a token to learn is ever asked about
+            drafted[before] = self.in_vocab(batch.last_hidden[before])
+            self.drafted |= zip(keys, of_samples(drafted.cpu(), batch.lengths, packing), strict=True)
+        drafted = in_rows([self.drafted[key] for key in keys], packing)
+        return replace(batch, drafted=drafted.to(batch.tokens.device))
+
+    def can_draft(self, batch: Batch, rows: Tensor, columns: Tensor) -> Tensor:
+        """Whether the target's choice after each of these positions is in the draft vocabulary."""
+        if self.vocab.is_full:
+            return torch.ones_like(rows, dtype=torch.bool)
+        if batch.drafted is not None:
+            return batch.drafted[rows, columns]
+        return self.in_vocab(batch.last_hidden[rows, columns])
+
+    @torch.no_grad()
+    def in_vocab(self, last_hidden: Tensor) -> Tensor:
+        """Whether the target's choice after each hidden state is in the draft vocabulary. [positions]"""
         chunk = max(min(CHUNK_LOGITS // self.vocab.target_size, CHOOSING_POSITIONS), 1)
         choices = torch.cat([self.frozen.choices(part) for part in last_hidden.split(chunk)])
         return self.column[choices] >= 0
@@ -117,6 +143,7 @@ class HeadInTraining(nn.Module, ABC):
 
     head: DraftHead
     learns_from: str = "one"  # the tokens of a text that a token to learn has to be among
+    counts_hits: bool = True  # scores have hits and acceptances; without them a step reads its logits less often
 
     def __init__(self, head: Any, teacher: Teacher, objective: Objective, section: TrainSection | None = None) -> None:
         """`section` is the recipe's; without it nothing is computed again."""
@@ -149,6 +176,24 @@ class HeadInTraining(nn.Module, ABC):
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
         """The weighted loss of a chunk of positions, and its sums [3, unroll] of losses, hits and acceptances."""
 
+    def weighted(
+        self, weights: Tensor, losses: Tensor, log_q: Tensor, log_p: Tensor, predicted: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted loss of a chunk, and the sums [3, unroll] of what counts of its losses, hits and acceptances."""
+        losses = losses.where(predicted, 0.0)
+        with torch.no_grad():
+            found = (losses, *self.hits_and_acceptances(log_q, log_p))
+            sums = torch.stack([each.where(predicted, 0.0).sum(1) for each in found])
+        return (weights * losses).sum(), sums
+
+    @torch.no_grad()
+    def hits_and_acceptances(self, log_q: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each position; zeros if they are not counted."""
+        if not self.counts_hits:
+            zeros = log_q.new_zeros(log_q.shape[:-1])
+            return zeros, zeros
+        return (log_q.argmax(-1) == log_p.argmax(-1)).to(log_q.dtype), acceptance(log_q, log_p)
+
 
 class UnrolledHead(HeadInTraining):
     """A head that drafts a level in each call, unrolled on its own features."""
@@ -159,24 +204,27 @@ class UnrolledHead(HeadInTraining):
         head, target, cache = self.head, self.head.target, UnrollCache(documents=batch.documents)
         features = head.project(tapped(batch.taps, batch.last_hidden, head.taps, target.num_layers))
         features = features if noise is None else features + noise.to(features.dtype)  # [batch, seq, feature]
-        step, scored = self.run_step, []
+        step, scored, places, first = self.run_step, [], batch.places, 0
         if self.checkpointing:
             step = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
         for k in range(self.objective.unroll):
+            if k == 1 and len(supervision.columns):  # what lies before all scored indices was needed as step 0's keys
+                first = int((supervision.columns - supervision.places.clamp(max=self.objective.unroll)).min())
+                features, places = features[:, first:], places[..., first:]
             # Index t takes the ground-truth token t + 1 + k. At a sample's end `roll` brings in tokens from the row's
             # start or the next sample; only the sample's later indices see them, and none of those is scored.
-            tokens = batch.tokens.roll(-1 - k, dims=1)
-            hidden, cache = step(k, features, tokens, cache)
+            tokens = batch.tokens.roll(-1 - k, dims=1)[:, first:]
+            hidden, cache = step(k, features, tokens, k + places, cache)
             # A position that step k cannot predict takes index 0 of its sample here, and `score` masks it out.
-            scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k)])
+            scored.append(hidden[supervision.rows, supervision.columns - supervision.places.clamp(max=1 + k) - first])
             features = head.feedback(hidden, features)
         return torch.stack(scored)
 
-    def run_step(self, k: int, features: Tensor, tokens: Tensor, cache: UnrollCache) -> tuple[Tensor, UnrollCache]:
+    def run_step(
+        self, k: int, features: Tensor, tokens: Tensor, positions: Tensor, cache: UnrollCache
+    ) -> tuple[Tensor, UnrollCache]:
         """The hidden state at every index, and a cache with this step's keys; pure, for activation checkpointing."""
         grown = UnrollCache(cache.keys, cache.values, cache.documents)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        positions = k + (places if cache.documents is None else cache.documents.places)
         return self.head(features, tokens, positions, cache=grown, level=k), grown
 
     def score(self, supervision: Any, weights: Tensor, hidden: Tensor, part: slice) -> tuple[Tensor, Tensor]:
@@ -188,16 +236,7 @@ class UnrolledHead(HeadInTraining):
             feature = self.head.project(last_hidden)  # the last hidden state is this head's only tap
             distance = feature_distance(at_least_float32(hidden), at_least_float32(feature))
             losses = losses + objective.regression_weight * distance
-        return weighted(weights, losses, log_q, log_p, supervision.can_predict(objective.unroll)[:, part])
-
-
-def weighted(weights: Tensor, losses: Tensor, log_q: Tensor, log_p: Tensor, predicted: Tensor) -> tuple[Tensor, Tensor]:
-    """The weighted loss of a chunk, and the sums [3, unroll] of its losses, hits and acceptances that count."""
-    losses = losses.where(predicted, 0.0)
-    with torch.no_grad():
-        hits, accepted = (log_q.argmax(-1) == log_p.argmax(-1)).float(), acceptance(log_q, log_p)
-        sums = [each.where(predicted, 0.0).sum(1) for each in (losses, hits, accepted)]
-    return (weights * losses).sum(), torch.stack(sums)
+        return self.weighted(weights, losses, log_q, log_p, supervision.can_predict(objective.unroll)[:, part])
 
 
 def positions_at_once(logits: int, device: torch.device) -> int:

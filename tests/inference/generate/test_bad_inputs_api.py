@@ -21,6 +21,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.targets.loading import fast_dtype
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection
 
@@ -188,6 +189,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
         "head | prompt_lookup | with decode.drafter head | no head with another drafter",
     ),
     "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, revision, dtype | correct or remove it"),
+    "a number format that is not known": ({"dtype": "half"}, "dtype | 'half' given | allowed: 'float32' | correct"),
     "a device that torch does not know": ({"device": "gpu"}, "device | 'gpu' | did you mean cuda?"),
     "a searched tree that the head lacks": (
         {"decode": DecodeSection(growth="searched")},
@@ -212,6 +214,22 @@ def test_from_folders_names_the_argument(symptom: str, folders: dict[str, Path])
         folder = folders[fields["decode"].split()[0]]
         fields["decode"] = DecodeSection(drafter="draft_model", draft_model=str(folder))
     assert_raises(lambda: SpeculativeModel.from_folders(**fields), says)
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float32])
+def test_from_folders_refused_the_automatic_number_format(dtype: object, folders: dict[str, Path]) -> None:
+    model = SpeculativeModel.from_folders(folders["target"], folders["head"], device="cpu", dtype=dtype)
+    assert model.target.dtype == (torch.float32 if dtype != "auto" else getattr(torch, fast_dtype(torch.device("cpu"))))
+
+
+def test_loading_a_large_target_was_silent(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for most, says in ((10**9, ""), (1000, f"loading {folders['target']}: 0.0 GB\n")):
+        monkeypatch.setattr("headstart.inference.targets.model.QUIET_BYTES_MAX", most)
+        SpeculativeModel.from_folders(folders["target"], device="cpu")
+        assert says in (said := capsys.readouterr().err)
+        assert ("loading" in said) == bool(says)
 
 
 def test_a_target_that_computes_nan_is_refused_with_and_without_a_head(folders: dict[str, Path]) -> None:
