@@ -277,14 +277,11 @@ def read_section(target: str | Path, section: dict[str, Any]) -> TargetSection:
             return with_fast_dtype(TargetSection(**{**fields, "dtype": "float32"}))
         return TargetSection(**{**fields, "dtype": dtype})
     except ValidationError as error:
-        wrong = (
-            "; ".join(
-                f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
-                for each in error.errors()
-            )
-            .replace("Extra inputs are not permitted", "but there is no such field")
-            .replace("Input should be", "allowed:")
-        )
+        wrong = "; ".join(
+            f"{'.'.join(map(str, each['loc']))}: {each['input']!r} given, {each['msg'].removeprefix('Value error, ')}"
+            for each in error.errors()
+        ).replace("Extra inputs are not permitted", "but there is no such field")
+        wrong = wrong.replace("Input should be", "allowed:")
         known = ", ".join(TargetSection.model_fields)
         raise ValueError(f"{wrong}; fields of the target section are allowed: {known}; correct or remove it") from error
 
