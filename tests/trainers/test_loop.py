@@ -208,7 +208,7 @@ def test_a_run_that_ends_where_it_was_stopped_was_not_measured_there(
 ) -> None:
     rarely = "train.checkpoint_every=100", "train.warmup_steps=1"
     stopped, train_step = make_recipe("run", *rarely), loop.train_step
-    monkeypatch.setattr(loop, "train_step", lambda a, b, c, _: train_step(a, b, c, True))
+    monkeypatch.setattr(loop, "train_step", lambda a, b, c, *_: train_step(a, b, c, True))
     monkeypatch.setattr(loop.Interrupts, "number", signal.SIGTERM, raising=False)
     with pytest.raises(SystemExit):
         run(stopped)
