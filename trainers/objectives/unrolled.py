@@ -41,6 +41,7 @@ class Supervision:
     places: Tensor  # [positions], j: index within the sample
     last_hidden: Tensor  # [positions, hidden]; the target's distributions are computed from it a chunk at a time
     outside: int  # positions left out because the target's choice is not in the draft vocabulary
+    first_column: int  # no position's column is smaller
 
     def counts(self, unroll: int) -> Tensor:
         """The number of positions that each unroll step can predict. [unroll]"""
@@ -79,6 +80,7 @@ class Teacher:
             places=places[inside],
             last_hidden=last_hidden[inside],
             outside=int((~inside).sum()),
+            first_column=int(columns.min()) if len(columns) else 0,
         )
 
     def with_drafted(
@@ -95,9 +97,8 @@ class Teacher:
             drafted = torch.zeros_like(batch.loss_mask)
             before = batch.loss_mask.roll(-1, dims=1)  # only what precedes a token to learn is ever asked about
             drafted[before] = self.in_vocab(batch.last_hidden[before])
-            self.drafted |= zip(keys, of_samples(drafted.cpu(), batch.lengths, packing), strict=True)
-        drafted = in_rows([self.drafted[key] for key in keys], packing)
-        return replace(batch, drafted=drafted.to(batch.tokens.device))
+            self.drafted |= zip(keys, of_samples(drafted, batch.lengths, packing), strict=True)
+        return replace(batch, drafted=in_rows([self.drafted[key] for key in keys], packing))
 
     def can_draft(self, batch: Batch, rows: Tensor, columns: Tensor) -> Tensor:
         """Whether the target's choice after each of these positions is in the draft vocabulary."""
@@ -208,8 +209,8 @@ class UnrolledHead(HeadInTraining):
         if self.checkpointing:
             step = partial(checkpoint, self.run_step, use_reentrant=False, preserve_rng_state=False)
         for k in range(self.objective.unroll):
-            if k == 1 and len(supervision.columns):  # what lies before all scored indices was needed as step 0's keys
-                first = int((supervision.columns - supervision.places.clamp(max=self.objective.unroll)).min())
+            if k == 1:  # what lies before all scored indices was needed as step 0's keys
+                first = max(supervision.first_column - self.objective.unroll, 0)
                 features, places = features[:, first:], places[..., first:]
             # Index t takes the ground-truth token t + 1 + k. At a sample's end `roll` brings in tokens from the row's
             # start or the next sample; only the sample's later indices see them, and none of those is scored.

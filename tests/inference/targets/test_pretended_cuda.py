@@ -395,7 +395,7 @@ def trained(
 
 
 # The positions to learn and the blocks of a batch, the sums of a step and the size of its gradient, and measurements.
-MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "TrainedBlocks.supervision_of", "texts_of"}
+MAY_WAIT_IN_TRAINING = {"Teacher.supervise", "Teacher.with_drafted", "TrainedBlocks.supervision_of", "texts_of"}
 MAY_WAIT_IN_TRAINING |= {"TrainedChains.supervision_of", "ChainSupervision.counts"}
 MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
 
