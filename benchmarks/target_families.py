@@ -336,8 +336,8 @@ def main() -> None:
         table, partial = FamilyTable.packaged(), FOLDER / "bits.partial"
         FOLDER.mkdir(exist_ok=True)
         names = [name for name, family in table.families.items() if family.is_target]
-        found = {each["family"]: each.get("bits") for each in check_all(names, options.jobs, partial, only_bits)}
-        families = {name: replace(family, bits=found.get(name)) for name, family in table.families.items()}
+        known = {each["family"]: each.get("bits") for each in check_all(names, options.jobs, partial, only_bits)}
+        families = {name: replace(family, bits=known.get(name)) for name, family in table.families.items()}
         write_files(replace(table, families=families))
         partial.unlink()
         return

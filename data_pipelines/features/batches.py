@@ -172,7 +172,7 @@ def pack(lengths: list[int], limit: int | None) -> list[list[int]] | None:
 
 def of_samples(rows: Tensor, lengths: tuple[int, ...], packing: list[list[int]] | None) -> list[Tensor]:
     """The inverse of `in_rows`: the per-token tensors of the samples, by number."""
-    found = {}
+    found = dict[int, Tensor]()
     for row, numbers in zip(rows, packing or [[number] for number in range(len(lengths))], strict=True):
         used = [lengths[number] for number in numbers]
         found |= dict(zip(numbers, row[: sum(used)].split(used), strict=True))

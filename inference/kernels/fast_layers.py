@@ -180,7 +180,7 @@ def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Any]:
 
 
 @cache
-def weights_read_by(kind: type) -> set[str]:
+def weights_read_by(kind: Any) -> set[str]:
     """The layers of a class of modules whose weights its code reads, instead of calling them."""
     try:
         return {*re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(kind))}

@@ -500,7 +500,10 @@ def test_calls_took_the_form_of_the_template_for_conversations_without_tools() -
     found.tokenizer.chat_template = {"default": CHATML, "tool_use": REASONING}
     tools = [{"type": "function", "function": {"name": "look", "description": "", "parameters": {}}}]
     call = {"type": "function", "function": {"name": "look", "arguments": {"at": "sky"}}}
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    turns: list[dict[str, Any]] = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
     assert '<|calls|>look\n{"at": "sky"}<|eos|>' in found.render(turns, tools)
     assert "look" not in found.render(turns)
     developer = [{"role": "developer", "content": "b"}]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def gpu() -> Iterator[ModuleType]:
     """The kernels, with blocks so small that a short text has several."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
         pytest.skip("runs in the process that the last test starts")
-    module = importlib.import_module("headstart.inference.kernels.ordered_gpu")
+    module: Any = importlib.import_module("headstart.inference.kernels.ordered_gpu")
     before = module.BLOCK, module.SPLIT
     module.BLOCK, module.SPLIT = 8, 2
     yield module
