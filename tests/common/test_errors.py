@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 import wandb
-from bad_inputs import type_command
+from bad_inputs import Typed
 from huggingface_hub.errors import LocalEntryNotFoundError
 from matrix import slow
 from tiny_run import build_run, quiet_environment
@@ -142,7 +142,7 @@ ARGUMENTS = {
 
 @pytest.mark.parametrize("command", INTERRUPTED)
 def test_ctrl_c_is_one_line_and_exit_code_130(
-    command: str, harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     function, said = INTERRUPTED[command]
 
@@ -158,20 +158,18 @@ def test_ctrl_c_is_one_line_and_exit_code_130(
     if command == "harvest":
         recipe = [str(harvested / "recipe.yaml"), f"run_dir={tmp_path}/run"]
     arguments = [word.replace("FEATURES", f"{harvested}/run/features") for word in ARGUMENTS.get(command, recipe)]
-    outcome = type_command([command, *arguments], monkeypatch, capsys)
+    outcome = typed(command, *arguments)
     assert outcome.code == 130, outcome.text
     assert "Traceback" not in outcome.text
     assert outcome.err.strip() == f"interrupted; the same command {said}"
 
 
-def test_ctrl_c_while_a_command_is_loading_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_while_a_command_is_loading_is_one_line(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     def interrupted(module: str) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("headstart.cli.import_module", interrupted)
-    outcome = type_command(["lint", "HEAD", "--target", "TARGET"], monkeypatch, capsys)
+    outcome = typed("lint", "HEAD", "--target", "TARGET")
     assert outcome.code == 130
     assert outcome.err.strip() == "interrupted before the work began; run the same command again"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import type_command
+from bad_inputs import Typed
 from matrix import slow, slow_unless
 from safetensors import SafetensorError
 from tiny_run import build_run, contents
@@ -65,10 +65,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def typed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Type:
+def typed(folder: Path, tmp_path: Path, typed: Typed) -> Type:
     def run(code: int, command: str, *overrides: str) -> str:
         arguments = [command, str(folder / "recipe.yaml"), f"run_dir={tmp_path}/run", *overrides]
-        outcome = type_command(arguments, monkeypatch, capsys)
+        outcome = typed(*arguments)
         assert "Traceback" not in outcome.text
         assert outcome.code == code, outcome.text
         return outcome.err

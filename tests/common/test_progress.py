@@ -10,7 +10,7 @@ from logging import StreamHandler, getLogger
 from pathlib import Path
 
 import pytest
-from bad_inputs import type_command
+from bad_inputs import Typed
 from families import make_family
 from tiny_run import build_run, quiet_environment
 from transformers.utils import logging
@@ -104,13 +104,11 @@ def test_other_ranks_say_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_every_stage_says_in_a_log_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_stage_says_in_a_log_how_far_it_is(tmp_path: Path, typed: Typed) -> None:
     recipe = str(build_run(tmp_path))
-    said = type_command(["train", recipe], monkeypatch, capsys)
+    said = typed("train", recipe)
     report = ["report", recipe, "report.num_prompts=2", "report.baselines=[plain, chain]", "report.temperatures=[0.0]"]
-    said_by_report = type_command(report, monkeypatch, capsys)
+    said_by_report = typed(*report)
     assert said.code == said_by_report.code == 0
     lines = (said.out + said_by_report.out).splitlines()
     for stage, what in (("responses", "16 samples"), ("features", "16 samples"), ("training", "8 steps")):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from bad_inputs import Says, assert_refused, type_command
+from bad_inputs import Says, Typed, assert_refused
 from matrix import slow
 from tiny_run import build_run
 
@@ -166,11 +166,11 @@ def test_a_folder_that_cannot_be_made_was_tried_forever(kind: str, tmp_path: Pat
 
 @pytest.mark.parametrize("command", ["train", "prompts", slow("inspect"), slow("calibrate"), slow("harvest")])
 def test_no_command_writes_into_a_run_that_another_process_writes(
-    command: str, tmp_path: Path, hold: Hold, other: Owner, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+    command: str, tmp_path: Path, hold: Hold, other: Owner, typed: Typed
 ) -> None:
     build_run(tmp_path)
     (tmp_path / "run").mkdir()
     hold(tmp_path / "run", other)
-    outcome = type_command([command, str(tmp_path / "recipe.yaml")], monkeypatch, capsys)
+    outcome = typed(command, str(tmp_path / "recipe.yaml"))
     assert_refused(outcome, Says(str(tmp_path / "run"), f"process {other.pid}", "one command at a time", "wait for it"))
     assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK, OWNER}

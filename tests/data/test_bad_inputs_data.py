@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bad_inputs import Says, assert_raises, assert_refused, assert_told, filled, table, type_command
+from bad_inputs import Says, Typed, assert_raises, assert_refused, assert_told, filled, table
 from tiny_run import VOCAB_SIZE, build_tokenizer
 
 from headstart.data_pipelines.prompts.prompts import read_prompts
@@ -152,8 +152,8 @@ Command = Callable[..., Any]
 
 
 @pytest.fixture
-def headstart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    return lambda *arguments: type_command(list(arguments), monkeypatch, capsys)
+def headstart(typed: Typed) -> Command:
+    return lambda *arguments: typed(*list(arguments))
 
 
 def test_prompts_that_are_no_dataset_are_named(place: Path, headstart: Command) -> None:

@@ -165,9 +165,6 @@ def test_arrow_data_is_read_as_json_or_named(tmp_path: Path, kind: Any, value: A
         parse_row({"prompt": first["x"]})
 
 
-# Unusable rows
-
-
 # Prompts for the target to answer
 
 

@@ -298,9 +298,6 @@ def test_a_resumed_harvest_refuses_a_bad_shard(copied: Recipe, damage: Callable[
         harvest(copied)
 
 
-# Batches
-
-
 # Prompts
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from bad_inputs import assert_told, type_command
+from bad_inputs import Typed, assert_told
 from matrix import slow
 from test_harvest import start
 from tiny_run import build_run, contents, modified, tiny_recipe, write_prompts
@@ -48,13 +48,13 @@ def fresh(folder: Path, *overrides: str) -> dict[str, bytes]:
     ],
 )
 def test_adding_prompts_keeps_the_whole_shards_and_ends_like_a_fresh_harvest(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rows: int, count: int
+    folder: Path, typed: Typed, rows: int, count: int
 ) -> None:
     """shards of 5   before: 5 5 2    kept: 5 5, and the 2 responses of the third    after: as many as fresh"""
     before = modified(folder / "run")
     grow(folder, rows)
     override = f"data.num_prompts={count}"
-    outcome = type_command(["harvest", str(folder / "recipe.yaml"), override], monkeypatch, capsys)
+    outcome = typed("harvest", str(folder / "recipe.yaml"), override)
     unchanged = f"prompts: 12 are unchanged, and their responses and features are reused; {count - 12} are new"
     responses = f"responses: 16 of {count + 4} are reused, {count - 12} are new"
     assert_told(outcome, f"{unchanged} | {responses} | features: 3 of ")

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from accelerate import PartialState
-from bad_inputs import Says, assert_raises, assert_refused, type_command
+from bad_inputs import Says, Typed, assert_raises, assert_refused
 from tiny_run import build_run, contents, quiet_environment, tiny_recipe, write_prompts
 
 from headstart.common.process import running_code
@@ -146,10 +146,10 @@ def test_a_worker_that_differs_from_the_driver_is_refused_by_name(
 
 
 def test_without_ray_the_command_says_how_to_get_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     monkeypatch.setattr("headstart.data_pipelines.harvest.find_spec", lambda name: None)
-    outcome = type_command(["harvest", str(folder / "recipe.yaml"), "--on", "ray"], monkeypatch, capsys)
+    outcome = typed("harvest", str(folder / "recipe.yaml"), "--on", "ray")
     assert_refused(outcome, Says("--on", "ray given", "not installed", "pip install -e '.[ray]'"))
 
 

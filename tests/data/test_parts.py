@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from accelerate import PartialState
-from bad_inputs import Says, assert_raises, assert_refused, assert_told, type_command
+from bad_inputs import Says, Typed, assert_raises, assert_refused, assert_told
 from matrix import slow
 from tiny_run import contents, recipe_values, tiny_recipe
 
@@ -95,25 +95,21 @@ def test_parts_go_on_with_more_prompts(folder: Path, harvested: Path) -> None:
 # Company
 
 
-def test_a_part_that_runs_twice_is_refused_by_name(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_part_that_runs_twice_is_refused_by_name(folder: Path, typed: Typed) -> None:
     with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
         command = ["harvest", str(folder / "recipe.yaml"), "--part"]
-        twice = type_command([*command, "2/3"], monkeypatch, capsys)
+        twice = typed(*command, "2/3")
         assert_refused(twice, Says("2-of-3", "harvest --part 2/3 as process", "one command at a time", "wait for it"))
-        others = type_command([*command, "2/4"], monkeypatch, capsys)
+        others = typed(*command, "2/4")
         assert_refused(others, Says("run", "harvest --part 2/3 as process", "parts of the same division", "SIGTERM"))
         assert not (folder / "run/prompts").exists()
-        assert_told(type_command([*command, "1/3"], monkeypatch, capsys), "part 1/3 is made | the last part to finish")
+        assert_told(typed(*command, "1/3"), "part 1/3 is made | the last part to finish")
 
 
 @pytest.mark.parametrize("command", ["harvest", "train", "prompts"])
-def test_no_other_command_writes_beside_a_part(
-    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_other_command_writes_beside_a_part(folder: Path, command: str, typed: Typed) -> None:
     with only_run_in(locks_of(folder / "run") / "2-of-3", "harvest --part 2/3"):
-        outcome = type_command([command, str(folder / "recipe.yaml")], monkeypatch, capsys)
+        outcome = typed(command, str(folder / "recipe.yaml"))
         assert_refused(outcome, Says(f"{folder / 'run'}", "harvest --part 2/3 as process", "parts", "wait for them"))
         assert not (folder / "run/prompts").exists()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from bad_inputs import Outcome, assert_raises, assert_refused, assert_told, table, type_command
+from bad_inputs import Outcome, Typed, assert_raises, assert_refused, assert_told, table
 from exported import LIMITED, edit_config, edit_tensors
 from safetensors.torch import load_file, save_file
 from tiny_run import build_target, build_tokenizer, recipe_values, write_prompts
@@ -64,14 +64,12 @@ def copied(place: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def type_in(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[[str], Outcome]:
+def type_in(place: Path, tmp_path: Path, typed: Typed) -> Callable[[str], Outcome]:
     """type_in(line): run `headstart LINE`, in which {place} and {tmp} stand for the folders of the test."""
 
     def run(line: str) -> Outcome:
         arguments = [word.format(place=place, tmp=tmp_path) for word in shlex.split(line)]
-        return type_command(arguments, monkeypatch, capsys)
+        return typed(*arguments)
 
     return run
 

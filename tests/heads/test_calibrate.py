@@ -13,24 +13,9 @@ from headstart.inference.calibrate import GUMBEL_WEIGHTS, LevelScores, Tally, fi
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
-from headstart.inference.engine.loop import generate
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
-
-
-def test_a_calibration_changes_no_text(target: TargetModel, make_head: MakeHead) -> None:
-    head = make_head()
-    wanted = generate(target, [5, 6, 7], 20, Sampling(1.0, seed=4)).tokens
-    for calibration in (
-        Calibration(),
-        Calibration((3.0,), (0.3,)),
-        Calibration((0.4, 2.0), (2.0, 1.0, 0.5), (0.0, 0.7)),
-    ):
-        head.calibration = calibration
-        assert (
-            generate(target, [5, 6, 7], 20, Sampling(1.0, seed=4), HeadDrafter(head, Dynamic(4, 3, 9))).tokens == wanted
-        )
 
 
 def test_a_depth_that_was_never_scored_keeps_multiplier_1(target: TargetModel, make_head: MakeHead) -> None:

@@ -140,15 +140,6 @@ def test_eagle_1_reads_what_hugging_face_calls_the_last_hidden_state(
     torch.testing.assert_close(head.logits(features), output.logits, atol=1e-4, rtol=1e-5)
 
 
-def test_each_sample_of_a_batch_may_have_its_own_positions(head: Eagle3Head) -> None:
-    features, tokens = head.project(random_taps(head)), random_tokens(head)
-    positions = torch.stack([torch.arange(SEQ), torch.arange(SEQ) * 3])
-    together = head(features, tokens, positions)
-    for row in range(BATCH):
-        alone = head(features[row : row + 1], tokens[row : row + 1], positions[row])
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["fc_norm", "norm_output"])
 def test_each_eagle_3_1_option_changes_only_what_it_names(make_head: MakeHead, name: str) -> None:
     plain, switched = make_head(), make_head(**{name: True})

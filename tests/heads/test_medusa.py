@@ -264,15 +264,9 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     assert growth.nodes == 10
 
 
-# Files
-
-
 def test_exports_of_low_rank_heads_hold_full_lm_heads(make_head: MakeHead, frozen: FrozenTarget) -> None:
     head = make_head("medusa", lm_head_rank=4)
     config, tensors = FORMATS["vllm"].files(head, ServedTarget("target", [], 3))
     whole = head_from_files(Path("vllm"), config, tensors, frozen)
     assert whole.shape == replace(head.shape, lm_head_rank=None)
     torch.testing.assert_close(logits(whole), logits(head), atol=1e-4, rtol=1e-4)
-
-
-# The whole run

@@ -10,7 +10,6 @@ import pytest
 import torch
 from drafting import OTHER_TEXTS, PENALTIES, TEXT, Naive, a_sample, draft, new_cache, verified
 from exported import EVERY_HEAD, exported, files_in_memory, read_config, read_tensors
-from families import FAMILIES
 from matrix import slow_unless
 from scripted import paths
 from torch import Tensor
@@ -25,12 +24,9 @@ from headstart.heads.kinds.checkpoint import load_head_for, new_head, save_head
 from headstart.heads.kinds.peagle import KEEP_RATIO, KEEP_SHARE_MIN, MASK_TOKEN_KEYS, PEagleHead
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Slots
-from headstart.inference.core.drafter import NoDrafter
-from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
-from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import PEagleSection
 from headstart.recipes.schema_train import TrainSection
@@ -264,24 +260,6 @@ def test_rows_of_a_batch_draft_as_alone(target: TargetModel, make_head: MakeHead
         new_cache(target, drafter, 3),
     )
     assert paths(tree) == [Naive(head, target, text, Sampling()).tree(growth) for text in texts]
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("name", slow_unless(("gemma3", "int8"), FAMILIES))
-def test_decoding_is_lossless_for_every_family(name: str) -> None:
-    """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
-    target = TargetModel(FAMILIES[name](), ())
-    section = PEagleSection(kind="peagle", depths=4, num_layers=2, taps=(0, 1, 2), num_heads=4, num_kv_heads=2)
-    head = new_head(section, target.frozen, DraftVocab.full(target.frozen.config.vocab_size), seed=1)
-    assert isinstance(head, PEagleHead)
-    target = TargetModel(target.model, head.taps)
-    prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
-    samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
-    requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
-    plain = generate_batch(target, requests, NoDrafter(), 4)
-    drafted_texts = generate_batch(target, requests, head_drafter(head.eval(), Dynamic(3, 12, 60)), 4)
-    assert [each.tokens for each in drafted_texts] == [each.tokens for each in plain]
-    assert any(each.stats.acceptance_length > 1 for each in drafted_texts)
 
 
 def test_a_tree_deeper_than_trained_is_refused(make_head: MakeHead) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, export_recipe, heldout_prompts
+from served_heads import CASES, DRAFT_TOKENS, TARGET, WORK, Case, export_recipe, heldout_prompts
 
 from headstart.common.files import read_jsonl
 from headstart.heads.formats.export import export
@@ -47,7 +47,7 @@ def main() -> None:
     for name in given.names or list(CASES):
         source = CASES[name].make(frozen)
         texts, *mine = decode(source, prompts)
-        theirs = in_vllm(given.python, export(export_recipe(source, CASES[name])), CASES[name].method, prompts)
+        theirs = in_vllm(given.python, export(export_recipe(source, CASES[name])), CASES[name], prompts)
         versions = theirs["versions"]
         same = sum(text == ours == its for text, ours, its in zip(alone, texts, theirs["texts"], strict=True))
         rows.append((name, *mine, theirs["drafts"], theirs["accepted_at_depth"], same))
@@ -84,12 +84,13 @@ def decode(head: Path, prompts: list[list[int]]) -> tuple[list[list[int]], int, 
     return texts, steps, accepted
 
 
-def in_vllm(python: str, folder: Path, method: str | None, prompts: list[list[int]]) -> dict[str, Any]:
+def in_vllm(python: str, folder: Path, case: Case, prompts: list[list[int]]) -> dict[str, Any]:
     job, result = WORK / "job.json", WORK / "result.json"
     content = {
         "target": str(TARGET),
         "head": str(folder),
-        "method": method,
+        "method": case.method,
+        "parallel": case.parallel,
         "draft_tokens": DRAFT_TOKENS,
         "prompts": prompts,
         "max_new_tokens": NEW_TOKENS,

@@ -3,7 +3,8 @@
     python tests/interop/serve_in_vllm.py job.json
 
 The job file holds target, head, method (null for the layout of speculators, which names its target itself),
-draft_tokens, prompts (lists of token ids), max_new_tokens and result (the file to write).
+parallel (whether a pass drafts all tokens), draft_tokens, prompts (lists of token ids), max_new_tokens and result (the
+file to write).
 """
 
 import json
@@ -22,6 +23,8 @@ def main() -> None:
 
     job: dict[str, Any] = json.loads(Path(sys.argv[1]).read_text())
     speculative = {"method": job["method"], "model": job["head"], "num_speculative_tokens": job["draft_tokens"]}
+    if job["parallel"]:
+        speculative["parallel_drafting"] = True
     named = job["method"] is not None
     model = LLM(
         model=job["target"] if named else job["head"],

@@ -1,7 +1,7 @@
 """The heads that the checks in other engines serve: one of every kind for the bundled target, with its export format.
 
-Most are the bundled head with one part changed. The EAGLE-1, Medusa and block heads, in runs/interop, are briefly
-trained first if they are missing.
+Most are the bundled head with one part changed. The EAGLE-1, P-EAGLE, Medusa and block heads, in runs/interop, are
+briefly trained first if they are missing.
 """
 
 import dataclasses
@@ -38,11 +38,12 @@ TRAIN_BRIEFLY = (
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A head, its export format and the speculative method that vLLM serves it with."""
+    """A head, its export format, the speculative method that vLLM serves it with, and whether in one pass."""
 
     make: Callable[[FrozenTarget], Path]
     format: str = "vllm"
     method: str | None = "eagle3"
+    parallel: bool = False
 
 
 def demo(frozen: FrozenTarget) -> Path:
@@ -110,6 +111,13 @@ def eagle1(frozen: FrozenTarget) -> Path:
     return trained("eagle1", "trainers/eagle.py", "recipes/tiny_eagle1.yaml")
 
 
+def peagle(frozen: FrozenTarget) -> Path:
+    """Two layers that draft four levels in one pass, one more than vLLM is asked for."""
+    head = "head={kind: peagle, num_layers: 2, depths: 4, norms: true}"
+    fields = ("train.unroll=4", f"decode.depth={DRAFT_TOKENS}", f"data.folder={WORK / 'peagle'}")
+    return trained("peagle", "trainers/eagle.py", "recipes/tiny.yaml", head, *fields)
+
+
 def medusa(frozen: FrozenTarget) -> Path:
     """Four Medusa heads; vLLM uses one per draft token and takes the likeliest token of each."""
     return trained("medusa", "trainers/medusa.py", "recipes/tiny_medusa.yaml", f"data.folder={WORK / 'medusa'}")
@@ -173,6 +181,7 @@ CASES = {
     "speculators' layout, reduced": Case(reduced, "speculators", None),
     "speculators' layout, four taps": Case(four_taps, "speculators", None),
     "EAGLE-1": Case(eagle1, method="eagle"),
+    "P-EAGLE": Case(peagle, parallel=True),
     "Medusa, vLLM's layout": Case(medusa, method="medusa"),
     "DFlash": Case(dflash, method="dflash"),
     "DFlash, one layer, reduced": Case(dflash_reduced, method="dflash"),

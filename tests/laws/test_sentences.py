@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from bad_inputs import filled, type_command
+from bad_inputs import Typed, filled
 from tiny_run import build_run
 
 # What is typed after `headstart`, its words joined by " | ", and below it the message, without the place of a mistake.
@@ -93,10 +93,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("command", "sentence"), cases().items(), ids=cases())
-def test_a_mistake_is_told_in_this_sentence(
-    command: str, sentence: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_told_in_this_sentence(command: str, sentence: str, folder: Path, typed: Typed) -> None:
     places = {"recipe": folder / "recipe.yaml", "folder": folder}
-    outcome = type_command(filled(command, **places).split(" | "), monkeypatch, capsys)
+    outcome = typed(*filled(command, **places).split(" | "))
     assert outcome.code != 0
     assert filled(sentence, **places) in " ".join(outcome.err.split())

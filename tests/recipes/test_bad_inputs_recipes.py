@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from bad_inputs import Outcome, filled, type_command
+from bad_inputs import Outcome, Typed, filled
 from tiny_run import build_run
 
 from headstart.recipes import RecipeError, load_recipe
@@ -129,8 +129,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def train(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Train:
-    return lambda *arguments: type_command(["train", *map(str, arguments)], monkeypatch, capsys)
+def train(typed: Typed) -> Train:
+    return lambda *arguments: typed("train", *map(str, arguments))
 
 
 def assert_names(field: str, message: str) -> None:

@@ -1,7 +1,6 @@
 """Recipe fields that no other test sets reach the code that they are for."""
 
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +10,8 @@ import torch
 import wandb
 from tiny_run import tiny_recipe
 
-from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.inference.report.command import report
 from headstart.recipes import Recipe
-from headstart.trainers import run
-from headstart.trainers.loop import SampleOrder
 from headstart.trainers.tracking import Tracker
 
 
@@ -44,21 +40,3 @@ def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(
     with Tracker(make_recipe("run", "log.wandb=offline"), 0, True):
         pass
     assert (settings["project"], settings["mode"]) == ("drafts", "offline")
-
-
-def test_training_announces_each_sample_once_an_epoch_in_its_order(
-    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shards of 5, 5 and 2 samples: an epoch is 4 steps of 3 samples."""
-    announced: list[int] = []
-
-    def expect(store: FeatureStore, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
-        announced.extend(chain(*batches) if len(store) == 12 else [])  # the held-out store has 4 samples
-
-    monkeypatch.setattr(FeatureStore, "expect", expect)
-    recipe = make_recipe("run", "train.steps=4")
-    run(recipe)
-    store = FeatureStore(recipe.features_dir, "train")
-    assert sorted(announced) == list(range(12))
-    order = SampleOrder(store.shard_sizes, recipe.seed)
-    assert announced == [number for step in range(4) for number in order.of_step(step, recipe.train.batch_size)]

@@ -55,8 +55,11 @@ class Outcome:
         return self.out + self.err
 
 
+Typed = Callable[..., Outcome]  # the fixture `typed`
+
+
 def type_command(
-    arguments: Sequence[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: Sequence[object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Outcome:
     """Run `headstart ARGUMENTS`; an exception other than SystemExit is what a user sees as a traceback."""
     monkeypatch.setattr(sys, "argv", ["bin/headstart", *map(str, arguments)])

@@ -11,6 +11,7 @@ import jaxtyping
 import pytest
 import shape_checks
 import torch
+from bad_inputs import Typed, type_command
 from sound_loop import assert_sound
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -62,6 +63,12 @@ def as_in_production(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
     jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Typed:
+    """typed(*words): run `headstart WORDS` in this process."""
+    return lambda *words: type_command(words, monkeypatch, capsys)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from bad_inputs import Says, assert_refused, type_command
+from bad_inputs import Says, Typed, assert_refused
 from saved_tensors import SavedForBackward, storage_of
 from tiny_run import build_run, write_config
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel, Qwen3Config
@@ -176,26 +176,24 @@ def test_planned_activations_are_about_what_a_backward_pass_keeps(
         assert planned < 1.3 * saved.num_bytes
 
 
-def test_a_plan_for_devices_that_are_not_here(
-    middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plan_for_devices_that_are_not_here(middling: Path, typed: Typed) -> None:
     command = ["train", middling / "recipe.yaml", "train.batch_size=8", "head.draft_vocab_size=256"]
-    outcome = type_command([*command, "train.dry_run=true", "--device-memory", "8x2GB"], monkeypatch, capsys)
+    outcome = typed(*command, "train.dry_run=true", "--device-memory", "8x2GB")
     assert outcome.code == 0, outcome.text
     assert "ranks: 8" in outcome.out
     assert "of 2.0 GB" in outcome.out
 
 
 def test_a_run_that_does_not_fit_its_gpu_is_refused_before_the_harvest(
-    middling: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    middling: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed
 ) -> None:
     small = Machine(1, torch.device("cuda"), 40 * 10**6)
     monkeypatch.setattr(Machine, "running", lambda *_: small)
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
     command = ["train", middling / "recipe.yaml", "head.draft_vocab_size=256", "data.response_tokens=512"]
     says = Says("train.accumulate", "1 given", "up to 40.0 MB is allowed", "write train.")
-    assert_refused(type_command(command, monkeypatch, capsys), says)
-    outcome = type_command([*command, "train.dry_run=true"], monkeypatch, capsys)
+    assert_refused(typed(*command), says)
+    outcome = typed(*command, "train.dry_run=true")
     assert_refused(outcome, says)
     assert "memory: activations, about" in outcome.out
     assert not (middling / "run").exists()

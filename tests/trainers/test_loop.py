@@ -3,8 +3,9 @@
 import json
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -120,16 +121,21 @@ def test_measuring_and_logging_do_not_change_the_weights(
 def test_every_step_trains_on_its_samples_in_the_shuffled_order(
     make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe, seen, train_step = make_recipe("run"), [], loop.train_step
+    """So are they announced to the store, which reads ahead."""
+    recipe, seen, announced, train_step = make_recipe("run"), [], list[int](), loop.train_step
+
+    def expect(store: FeatureStore, batches: Sequence[Sequence[int]], limit: int | None = None) -> None:
+        announced.extend(chain(*batches) if len(store) == 12 else [])  # the held-out store has 4 samples
 
     def watching(*arguments: Any) -> Any:
         seen.extend(next(argument for argument in arguments if isinstance(argument, list) and argument[0] in range(99)))
         return train_step(*arguments)
 
     monkeypatch.setattr(loop, "train_step", watching)
+    monkeypatch.setattr(FeatureStore, "expect", expect)
     run(recipe)
     order = SampleOrder([5, 5, 2], recipe.seed)
-    assert seen == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
+    assert seen == announced == [order[place] for place in range(recipe.train.steps * recipe.train.batch_size)]
 
 
 def test_a_checkpoint_of_another_recipe_is_refused_by_field(make_recipe: Callable[..., Recipe]) -> None:

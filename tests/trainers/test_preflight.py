@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from bad_inputs import Says, assert_raises, assert_refused, filled, table, type_command
+from bad_inputs import Says, Typed, assert_raises, assert_refused, filled, table
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 
 from headstart.inference.core import cache_memory
@@ -147,11 +147,11 @@ no questions | report.prompts=/gone.jsonl => report.prompts | /gone.jsonl given 
 
 @pytest.mark.parametrize("name", [*QUESTIONS, *REPORT])
 def test_a_report_that_cannot_work_is_refused_before_the_target_is_loaded(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: Typed, name: str
 ) -> None:
     monkeypatch.setattr("headstart.inference.targets.model.TargetModel.load", None)
     rows, overrides = (['{"prompt": "import os"}'], REPORT[name][0]) if name in REPORT else (QUESTIONS[name][0], [])
     (tmp_path / "questions.jsonl").write_text("\n".join(rows) + "\n")
     options = ["report.baselines=[plain]", f"report.prompts={tmp_path}/questions.jsonl", f"run_dir={tmp_path}/run"]
-    outcome = type_command(["report", str(folder / "recipe.yaml"), *options, *overrides], monkeypatch, capsys)
+    outcome = typed("report", str(folder / "recipe.yaml"), *options, *overrides)
     assert_refused(outcome, (REPORT | QUESTIONS)[name][1])

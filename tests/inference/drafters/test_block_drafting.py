@@ -1,23 +1,24 @@
-"""Laws of drafting with a block head: every tree is the one that its conditional scores define, text stays lossless."""
+"""Laws of drafting all levels in one pass: a block head's tree follows its conditional scores, text stays lossless."""
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from drafting import TEXT, Naive, draft, new_cache, read_taps, verified
+from drafting import TEXT, Naive, draft, new_cache, verified
 from families import FAMILIES
 from matrix import slow_unless
 from scripted import paths
 from torch.testing import assert_close
 
+from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block import BlockHead
-from headstart.heads.kinds.block_attention import Blocks
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.calibrate import fit_calibration, score_text
+from headstart.inference.calibrate import score_text
 from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -26,7 +27,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema_heads import BlockSection
+from headstart.recipes.schema_heads import BlockSection, HeadSection, PEagleSection
 
 MakeHead = Callable[..., BlockHead]
 
@@ -53,11 +54,17 @@ def test_without_its_markov_head_a_tree_is_one_of_marginals(target: TargetModel,
     assert paths(tree)[0] == set(sorted(scored, key=lambda path: -scored[path])[:9])
 
 
-def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
+IN_ONE_PASS: dict[str, HeadSection] = {
+    "DSpark": BlockSection(kind="block", block_size=4, markov_rank=6, **SIZES),
+    "DFlash": BlockSection(kind="block", block_size=4, markov_rank=0, **SIZES),
+    "P-EAGLE": PEagleSection(kind="peagle", depths=4, num_layers=2, taps=(0, 1, 2), **SIZES),
+}
+
+
+def varied_head(frozen: FrozenTarget, kind: str) -> DraftHead:
     """A head for any target, with no weight at zero."""
-    section = BlockSection(kind="block", block_size=4, markov_rank=markov_rank, num_heads=4, num_kv_heads=2)
-    head = new_head(section, frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
-    assert isinstance(head, BlockHead)
+    head = new_head(IN_ONE_PASS[kind], frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -66,15 +73,12 @@ def varied_head(frozen: FrozenTarget, markov_rank: int = 6) -> BlockHead:
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(
-    "name",
-    slow_unless(("gemma3", "int8"), [name for name in FAMILIES if name != "gpt_oss"]),  # its rope type is refused
-)
-@pytest.mark.parametrize("markov_rank", [6, 0], ids=["DSpark", "DFlash"])
-def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> None:
+@pytest.mark.parametrize("name", slow_unless(("gemma3", "int8"), FAMILIES))
+@pytest.mark.parametrize("kind", IN_ONE_PASS)
+def test_decoding_is_lossless_for_every_family(name: str, kind: str) -> None:
     """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
     target = TargetModel(FAMILIES[name](), ())
-    head = varied_head(target.frozen, markov_rank)
+    head = varied_head(target.frozen, kind)
     target = TargetModel(target.model, head.taps)
     prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
     samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
@@ -87,7 +91,8 @@ def test_decoding_is_lossless_for_every_family(name: str, markov_rank: int) -> N
 
 def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
     target = TargetModel(FAMILIES["gpt_oss"](), ())
-    head = varied_head(target.frozen)
+    head = varied_head(target.frozen, "DSpark")
+    assert isinstance(head, BlockHead)
     assert head.target.rope.kind == "yarn"
     wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
     assert torch.equal(head.rotary, wanted)
@@ -104,19 +109,3 @@ def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_h
             wanted = Naive(head, target, prefix, Sampling()).logits(tuple(path))[0, 0]
             assert_close(found.without_noise[row], wanted, atol=1e-4, rtol=1e-4)
             assert int(found.columns[row]) == TEXT[row + 2 + depth]
-
-
-def test_a_calibration_can_be_fitted(target: TargetModel, make_head: MakeHead) -> None:
-    head = make_head("block", markov_rank=6)
-    calibration = fit_calibration(target, head, [[5, 6, 7], [1, 2]], depth=3, new_tokens=6)
-    assert len(calibration.greedy) == len(calibration.sampled) == 3
-    assert calibration.tree is not None
-
-
-def test_the_shared_states_of_a_text_are_those_of_one_block_each(target: TargetModel, make_head: MakeHead) -> None:
-    head = make_head("block")
-    features, tokens = head.project(read_taps(target, [*TEXT, 0])), torch.tensor([TEXT])
-    together = head.text_states(features, tokens, Blocks.at_every_position(len(TEXT)))
-    for anchor in range(1, len(TEXT)):
-        alone = head.text_states(features, tokens, Blocks((0,), (anchor,), (0,)))
-        assert_close(together[anchor - 1], alone[0], atol=1e-5, rtol=1e-5)

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
-from bad_inputs import Says, assert_refused, table, type_command
+from bad_inputs import Says, Typed, assert_refused, table
 from families import make_family
 from tiny_run import build_target, quiet_environment
 
@@ -40,32 +40,28 @@ an empty name | --target x --served-model-name= => --served-model-name | '' | a 
 
 
 @pytest.mark.parametrize("symptom", WRONG)
-def test_a_wrong_command_line_is_refused(
-    symptom: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_command_line_is_refused(symptom: str, monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     (options,), facts = WRONG[symptom]
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     port = [] if "--port" in options else ["--port", "0"]
-    assert_refused(type_command(["serve", *options.split(), *port], monkeypatch, capsys), facts)
+    assert_refused(typed("serve", *options.split(), *port), facts)
 
 
-def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_refused(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.chdir(ROOT)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        outcome = type_command(["serve", "--target", "assets/demo_target", "--port", port], monkeypatch, capsys)
+        outcome = typed("serve", "--target", "assets/demo_target", "--port", port)
     assert_refused(outcome, Says("--port", port, "a free port", "another --port"))
 
 
-def test_keys_come_from_the_environment_too(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setenv("HEADSTART_API_KEY", "one,two")
     assert serve_options(None, ["--target", "x"]).settings.api_keys == ("one", "two")
     assert serve_options(None, ["--target", "x", "--api-key", "three"]).settings.api_keys == ("three",)
     monkeypatch.setenv("HEADSTART_API_KEY", "one, two")
-    refused = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    refused = typed("serve", "--target", "x")
     assert_refused(refused, Says("HEADSTART_API_KEY", "with spaces", "visible ASCII characters", "change"))
 
 
@@ -124,11 +120,9 @@ def test_a_second_signal_ends_the_server_at_once(tmp_path: Path) -> None:
     assert not found
 
 
-def test_packages_that_are_missing_are_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch, typed: Typed) -> None:
     monkeypatch.setattr("headstart.inference.serve.options.PACKAGES", ("uvicorn", "no_such_package"))
-    outcome = type_command(["serve", "--target", "x"], monkeypatch, capsys)
+    outcome = typed("serve", "--target", "x")
     assert_refused(outcome, Says("no_such_package", "not installed", "needed to serve", "pip install -e '.[serve]'"))
 
 
