@@ -191,8 +191,8 @@ def nothing(_: dict[str, Any]) -> None:
 
 NAMED = """
 midlayer.hidden_norm.weight is missing | norm.weight is missing | layers.1.mlp.up_proj.weight is unknown
-    | midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32]; exactly the tensors that config.json describes
-    are allowed: copy or export the head again
+    | midlayer.mlp.up_proj.weight is [40, 31] but should be [40, 32] | exactly the tensors that config.json
+    describes are allowed: copy or export the head again
 hidden_act 'gelu' | tensor norm.weight: missing; shape [32] is required | tensor extra: [2] found
 hidden_act 'gelu': only 'silu' is allowed | num_hidden_layers 2: only 1 is allowed | parallel_draft_step 4
     | layer_types with sliding_attention | rope_type 'longrope' | eagle_config's [2, 3, 4] name different
