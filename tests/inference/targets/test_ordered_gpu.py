@@ -1,10 +1,7 @@
-"""Laws of the GPU's kernels with sums of one order, run by Triton's interpreter on the CPU, in a process of its own."""
+"""Laws of the GPU's kernels with sums of one order, in Triton's interpreter: `make check-kernels` runs them."""
 
 import importlib
-import importlib.util
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -27,7 +24,7 @@ PARENTS = [[-1, 0, 0, 1, 2, 2, 5], [-1, 0, 1, 1, 1, 4, 5]]
 def gpu() -> Iterator[ModuleType]:
     """The kernels, with blocks so small that a short text has several."""
     if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
-        pytest.skip("runs in the process that the last test starts")
+        pytest.skip("make check-kernels runs it")
     module: Any = importlib.import_module("headstart.inference.kernels.ordered_gpu")
     before = module.BLOCK, module.SPLIT
     module.BLOCK, module.SPLIT = 8, 2
@@ -89,12 +86,3 @@ def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(
     monkeypatch.setattr(matmul, "ordered_matmul", ordered)
     fast_model.order_products(target.model)
     assert target.difference_in_bits is None
-
-
-@pytest.mark.skipif("TRITON_INTERPRET" in os.environ, reason="this is that process")
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no Triton")
-def test_the_laws_above_hold_in_the_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__]
-    found = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert found.returncode == 0, found.stdout
-    assert "1 skipped" in found.stdout  # this one
