@@ -3,7 +3,8 @@
     python benchmarks/decode.py recipes/tiny_full.yaml decode.head=assets/demo_head report.threads=1
 
 Prints two kinds of tables: the overhead of a step (its wall time minus the forwards of target and head), and growth
-policies compared with a sweep of trees. Rows of a table alternate prompt by prompt, so compare within a table only.
+policies compared with a sweep of trees. If decode.head is an export with custom_generate/, the first table also has
+transformers' `generate` with it. Rows of a table alternate prompt by prompt, so compare within a table only.
 For a CPU: on a GPU a captured step runs no functions that could be timed; benchmarks/gpu.py measures it as a whole.
 """
 
@@ -11,14 +12,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from headstart.heads.base import DraftHead
+from headstart.heads.target_config import folder_of
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
@@ -32,13 +36,11 @@ from headstart.inference.generate.loading import held_out_prompts, taps_to_read
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
+WIDE = ((3, 8), (4, 12), (5, 12), (5, 16), (5, 24), (7, 16), (7, 24), (7, 32))  # depth and nodes
 SWEEP = [
     *(Dynamic.chain(depth) for depth in (2, 3, 4, 5, 6, 8)),
     *(Dynamic(depth, 2, nodes) for depth, nodes in ((3, 6), (5, 8), (5, 10), (7, 12))),
-    *(
-        Dynamic(depth, 4, nodes)
-        for depth, nodes in ((3, 8), (4, 12), (5, 12), (5, 16), (5, 24), (7, 16), (7, 24), (7, 32))
-    ),
+    *(Dynamic(depth, 4, nodes) for depth, nodes in WIDE),
     Dynamic(5, 8, 32),
 ]
 HEAD_FUNCTIONS = ("project", "forward", "logits", "feedback")
@@ -90,7 +92,6 @@ class Row:
     stats: DecodeStats = field(default_factory=DecodeStats)
     target_seconds: float = 0.0
     head_seconds: float = 0.0
-    target_calls: int = 0
 
     @property
     def rate(self) -> float:
@@ -102,17 +103,18 @@ def ours(target: TargetModel, drafter: Drafter | None, new_tokens: int, sampling
     return lambda prompt: generate(target, prompt, new_tokens, sampling, drafter, static=False).stats
 
 
-def transformers_own(target: TargetModel, new_tokens: int) -> Callable[..., DecodeStats]:
-    """transformers' `generate` of the same model; every forward after the first is a step."""
+def transformers_own(model: PreTrainedModel, new_tokens: int, texts: list[Any], **more: Any) -> Any:
+    """transformers' `generate`, with `more` arguments; every forward after the first is a step."""
 
     def run(prompt: list[int]) -> DecodeStats:
-        calls = []
-        hook = target.unpacked.model.register_forward_pre_hook(lambda *_: calls.append(1))
+        calls, inputs, write = list[int](), torch.tensor([prompt]), cast(Any, model).generate
+        hook = model.register_forward_pre_hook(lambda *_: calls.append(1))
+        options = {"attention_mask": torch.ones_like(inputs), "max_new_tokens": new_tokens, "do_sample": False}
         started = time.perf_counter()
-        written = target.generate([prompt], new_tokens)[0]
+        texts.append(write(inputs, **options, **more))
         seconds = time.perf_counter() - started
         hook.remove()
-        return DecodeStats(steps=len(calls) - 1, tokens=len(written) - 1, seconds=seconds)
+        return DecodeStats(len(calls) - 1, texts[-1].shape[1] - len(prompt) - 1, seconds=seconds)
 
     return run
 
@@ -131,9 +133,8 @@ def measure(rows: list[Row], prompts: list[list[int]], target: TargetModel, head
 
 
 def overhead_table(rows: list[Row]) -> Table:
-    table = Table(
-        "method", title="ms per step, greedy; overhead: the rest of a step, in %; bytes moved within the cache"
-    )
+    title = "ms per step, greedy; overhead: the rest of a step, in %; bytes moved within the cache"
+    table = Table("method", title=title)
     for column in ("tokens\na step", "tokens/s", "x generate", "step", "target", "head", "overhead", "bytes\nmoved"):
         table.add_column(column, justify="right")
     base = next(row.rate for row in rows if row.name == "generate")
@@ -166,13 +167,8 @@ def growth_table(rows: list[Row], best: float, title: str) -> Table:
 
 
 def name_of(growth: Dynamic) -> str:
-    if growth.width == 1:
-        return f"chain of {growth.depth}"
-    return f"tree {growth.depth} x {growth.width}, {growth.nodes} nodes"
-
-
-def main() -> None:
-    run_command(__doc__, run)
+    tree = f"tree {growth.depth} x {growth.width}, {growth.nodes} nodes"
+    return f"chain of {growth.depth}" if growth.width == 1 else tree
 
 
 def run(recipe: Recipe) -> None:
@@ -180,7 +176,8 @@ def run(recipe: Recipe) -> None:
     prompts, folder = held_out_prompts(recipe), recipe.head_in_use
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_drafting_head(folder, target)
-    new_tokens, console = recipe.decode.max_new_tokens, Console()
+    model = AutoModelForCausalLM.from_pretrained(folder_of(recipe.target), dtype=target.dtype).eval()
+    plain, drafted, new_tokens, console = list[Tensor](), list[Tensor](), recipe.decode.max_new_tokens, Console()
     greedy, warm = Sampling(), Sampling(1.0, seed=recipe.seed)
 
     def with_head(growth: GrowthPolicy, sampling: Sampling = greedy) -> Any:
@@ -188,12 +185,19 @@ def run(recipe: Recipe) -> None:
 
     rows = [
         Row("plain", ours(target, None, new_tokens, greedy)),
-        Row("generate", transformers_own(target, new_tokens)),
+        Row("generate", transformers_own(model, new_tokens, plain)),
         Row("chain", with_head(Dynamic.chain(recipe.decode.depth))),
         Row("tree", with_head(growth_from_recipe(recipe.decode, target, head))),
     ]
+    if (folder / "custom_generate").is_dir():
+        own = transformers_own(model, new_tokens, drafted, custom_generate=str(folder), trust_remote_code=True)
+        rows.append(Row("custom_generate", own))
     measure(rows, prompts, target, head, "overhead")
     console.print(overhead_table(rows))
+    if len(rows) > 4:
+        console.print(
+            f"{sum(map(torch.equal, plain, drafted))} of {len(plain)} texts by custom_generate are generate's"
+        )
 
     for sampling in (greedy, warm):
         title = f"growth policies, temperature {sampling.temperature:g}"
@@ -206,4 +210,4 @@ def run(recipe: Recipe) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_command(__doc__, run)

@@ -13,7 +13,8 @@ The first one also answers without drafts. Every server first meets each number 
 compiles in the background, it compiles then. With --rounds 3 they take turns three times, so that a machine whose speed
 varies slows all of them down alike; *over the first* is the ratio of their tokens/s to the first server's, with the
 lowest and the highest of the rounds. Times per token come from `usage`, since a chunk of a speculative server holds
-several tokens.
+several tokens. *tokens/s* and *per user*, from the first token on, are aiperf's Output Token Throughput and Output
+Token Throughput Per User: their pairs are the curve of a server.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 import httpx
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.table import Table
 
 TIMES = ("TTFT p50 (s)", "p95", "ms per token p50", "p95")
-COLUMNS = ("clients", "server", "tokens/s", "over the first", "by round", *TIMES)
+COLUMNS = ("clients", "server", "tokens/s", "per user", "over the first", "by round", *TIMES)
 SERVER = re.compile(r"(?:([^=]*)=)?(https?://[^#]+)(?:#(.+))?")
 QUESTIONS = (
     "Why is the sky blue?",
@@ -133,6 +134,7 @@ def cells(rounds: list[Round], first: list[Round]) -> list[str]:
     ratios = [ours.speed / other.speed for ours, other in zip(rounds, first, strict=True)]
     return [
         f"{together(rounds).speed:.1f}",
+        f"{mean(1000 / each for each in per_token):.1f}",
         f"{together(rounds).speed / together(first).speed:.2f}",
         f"{min(ratios):.2f}-{max(ratios):.2f}",
         f"{median(firsts):.3f}",

@@ -109,16 +109,16 @@ def write_files(files: HeadFiles) -> None:
     write_text(files.folder / "config.json", json.dumps(files.config, indent=2) + "\n")
 
 
-def write_folder(files: HeadFiles, readme: str, add: Callable[[Path], None] | None = None) -> None:
+def write_folder(files: HeadFiles, readme: str, *additions: Callable[[Path], None]) -> None:
     """Write all files so that readers see the whole folder or none; raises ValueError if the folder exists.
 
-    `add` may add files, from those that are written already.
+    The additions may add files, from those that are written already.
     """
     refuse_existing(files.folder)
     with whole_folder(files.folder) as partial:
         write_files(HeadFiles(partial, files.config, files.tensors))
         write_text(partial / "README.md", readme)
-        if add is not None:
+        for add in additions:
             add(partial)
 
 

@@ -51,12 +51,21 @@ UNPACKED_AS = b"4"  # changes when a GGUF file is unpacked into something else
 
 
 def locate_target(
-    path: str, revision: str | None = None, files: Sequence[str] = SAFE_FILES, field: str = "target.path"
+    path: str,
+    revision: str | None = None,
+    files: Sequence[str] = SAFE_FILES,
+    field: str = "target.path",
+    adapter: Path | None = None,
 ) -> Path:
     """The folder of a target: a local folder itself, a .gguf file unpacked, or `files` of a hub repository (org/name).
 
-    Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
+    With an adapter it is a folder of both merged, or without it where the `files`, such as config.json alone, are those
+    of either. Raises ValueError, naming the `field` in which the user gave the path, if the hub does not provide it.
     """
+    if adapter is not None:
+        refuse_adapter(adapter)
+        base = locate_target(path, revision, files, field)
+        return merged_folder(base, adapter) if any("safetensors" in name for name in files) else base
     if Path(path).expanduser().is_dir():
         return whole_model(Path(path).expanduser(), field)
     if path.endswith(".gguf"):
@@ -77,8 +86,8 @@ def whole_model(folder: Path, field: str) -> Path:
     if adapter.is_file():
         base = read_json_object(adapter, "adapter").get("base_model_name_or_path")
         raise ValueError(
-            f"{field}: {folder} given, which holds a LoRA adapter of {base!r}; a whole model is allowed: merge the "
-            "adapter with peft's merge_and_unload, and save the result with save_pretrained"
+            f"{field}: {folder} given, which holds a LoRA adapter of {base!r}; a whole model is allowed: give {base} "
+            "here, and the adapter as target.adapter (--adapter)"
         )
     files = [] if (folder / "config.json").is_file() else sorted(folder.glob("*.gguf"))
     if len(files) > 1:
@@ -89,12 +98,12 @@ def whole_model(folder: Path, field: str) -> Path:
 
 def folder_of(target: TargetSection, files: Sequence[str] = SAFE_FILES) -> Path:
     """The folder of a recipe's target, as `locate_target` finds it."""
-    return locate_target(target.path, target.revision, files)
+    return locate_target(target.path, target.revision, files, adapter=target.adapter)
 
 
-def path_for_engines(path: str, folder: Path) -> str:
-    """How engines that do not read a GGUF file name a target: by the folder it was unpacked into."""
-    return str(folder) if Path(path).expanduser().exists() else path
+def path_for_engines(target: TargetSection, folder: Path) -> str:
+    """How engines that read neither GGUF files nor adapters name a target: by the folder it was unpacked into."""
+    return str(folder) if target.adapter or Path(target.path).expanduser().exists() else target.path
 
 
 def hub_says(error: Exception) -> str:
@@ -120,10 +129,41 @@ def unpacked_folder(file: Path, field: str) -> Path:
     if find_spec("gguf") is None:
         advice = "run pip install -e '.[gguf]', or give the model as a folder of safetensors"
         raise ValueError(f"{field}: {file} given, which needs gguf to be unpacked; {advice}")
-    with only_run_in(folder.with_name(folder.name + ".lock"), f"unpacking {file.name}", wait=True):
+    return made_once(folder, field, "gguf", [file.absolute(), folder], f"unpacking {file}")
+
+
+def refuse_adapter(folder: Path) -> None:
+    """Raise ValueError for a folder without the two files of a LoRA adapter, or with a pickle in place of one."""
+    given = f"target.adapter: {folder} given"
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    if not config.is_file():
+        raise ValueError(f"{given}, which has no {config.name}; a folder that peft wrote is allowed: check the path")
+    if (kind := read_json_object(config, "adapter").get("peft_type")) != "LORA":
+        raise ValueError(f"{given}, which has peft_type {kind!r}; LORA is allowed: merge it with peft yourself")
+    if not weights.is_file():
+        pickle = ", but adapter_model.bin, a pickle, which can run code" if [*folder.glob("*.bin")] else ""
+        remedy = "write it anew with peft's save_pretrained, where you trust it" if pickle else "copy it again"
+        raise ValueError(f"{given}, which has no {weights.name}{pickle}; that file is required: {remedy}")
+    if find_spec("peft") is None:
+        raise ValueError(f"{given}, which needs peft; run pip install -e '.[lora]', or leave it out")
+
+
+def merged_folder(base: Path, adapter: Path) -> Path:
+    """The folder of a base with an adapter merged in, made if need be; raises ValueError if they do not fit."""
+    parts = [base / "config.json", adapter / "adapter_config.json", adapter / "adapter_model.safetensors"]
+    digests = [content_identity(base), *map(content_digest, parts)]
+    folder = user_cache("merged") / f"{base.name}-{hashlib.sha256(' '.join(digests).encode()).hexdigest()[:16]}"
+    paths = [base.absolute(), adapter.absolute(), folder]
+    return made_once(folder, "target.adapter", "loading", paths, f"merging {adapter} into {base}")
+
+
+def made_once(folder: Path, field: str, module: str, paths: list[Path], making: str) -> Path:
+    """The folder of a model that a module of inference/targets makes from files, in a process of its own so that its
+    memory is free again afterwards; raises ValueError, naming `field`, with the error that ends it."""
+    with only_run_in(folder.with_name(folder.name + ".lock"), making, wait=True):
         if not (folder / "config.json").is_file():
-            print(f"unpacking {file} into {folder}, once", file=sys.stderr, flush=True)
-            command = [sys.executable, "-m", "headstart.inference.targets.gguf", str(file.absolute()), str(folder)]
+            print(f"{making}, once, as {folder}", file=sys.stderr, flush=True)
+            command = [sys.executable, "-m", f"headstart.inference.targets.{module}", *map(str, paths)]
             with TemporaryFile("w+") as errors:
                 with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as unpacking:
                     assert unpacking.stdout is not None

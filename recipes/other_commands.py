@@ -60,6 +60,7 @@ class Options:
     new_tokens: int = 64
     depth: int = 4
     engine: str | None = None  # serves EXPORT; None: the first engine that EXPORT is meant for
+    adapter: Path | None = None  # a PEFT LoRA adapter of the target
 
 
 def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -68,6 +69,7 @@ def doctor_options(doc: str | None, argv: Sequence[str] | None = None) -> argpar
     parser.add_argument("head", type=Path, nargs="?", help="folder of the trained head")
     parser.add_argument("target", nargs="?", help="folder or hub name of the model that the head drafts for")
     parser.add_argument("export", type=Path, nargs="?", help="folder of the exported head that an engine serves")
+    parser.add_argument("--adapter", type=Path, help="folder of a PEFT LoRA adapter to merge into TARGET")
     rows = "JSONL file of held-out prompts: tokens, or a prompt, which is a user turn if there is a chat template"
     rows += "; default: the run's, else the target's"
     parser.add_argument("--samples", type=Path, help=rows)

@@ -45,6 +45,9 @@ class TargetSection(Section):
     """The target model, whose output speculative decoding reproduces."""
 
     path: HomeText = Field(description="Local folder, .gguf file (or its folder) or hub name (org/name) of the target.")
+    adapter: HomePath | None = Field(
+        default=None, description="Folder of a PEFT LoRA adapter; the target is path with it merged in."
+    )
     revision: str | None = Field(default=None, description="Hub branch, tag or commit; null is the default branch.")
     dtype: Dtype = Field(description="Number format of the target's weights and computation.")
     device: DeviceName = Field(

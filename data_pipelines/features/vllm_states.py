@@ -51,7 +51,7 @@ def serve_command(recipe: Recipe, config: TargetConfig, taps: tuple[int, ...]) -
         "--kv-transfer-config": json.dumps({**connector, "kv_connector_extra_config": folder}),
     }
     words = [word for name, value in options.items() if value is not None for word in (name, value)]
-    path = path_for_engines(recipe.target.path, folder_of(recipe.target))
+    path = path_for_engines(recipe.target, folder_of(recipe.target))
     return shlex.join(["vllm", "serve", path, "--no-enable-prefix-caching", *words])
 
 

@@ -4,16 +4,17 @@
     headstart export recipes/tiny_full.yaml decode.head=assets/demo_head export.format=speculators
 
 The formats are native, vllm, sglang, tensorrt_llm, speculators and gguf. gguf adds head.gguf for llama.cpp, written by
-llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. Before anything is written, the files are
-checked against what the format's engine reads (see headstart lint), and a head that the engine would serve worse than
-it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ only in this
-check. For head.kind mtp, vllm and sglang write the whole target with the tuned layer. The export goes to
+llama.cpp's own converter, convert_hf_to_gguf.py, which must be on the PATH. EAGLE-3 heads get examples/one_file.py as
+custom_generate/generate.py, with which transformers drafts (speculators' layout aside). Before anything is written, the
+files are checked against what the format's engine reads (see headstart lint), and a head that the engine would serve
+worse than it was trained is refused with every reason. vllm, sglang and tensorrt_llm write the same files and differ
+only in this check. For head.kind mtp, vllm and sglang write the whole target with the tuned layer. The export goes to
 RUN_DIR/export/FORMAT, which must not exist yet. To share it: hf upload ORG/NAME FOLDER.
 """
 
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -25,6 +26,7 @@ from headstart.common.files import read_json
 from headstart.heads.files import MODEL, HeadFiles, read_safetensors, refuse_existing, write_folder, write_safetensors
 from headstart.heads.formats.card import acceptance_lengths, card
 from headstart.heads.formats.commands import GGUF
+from headstart.heads.formats.kinds.eagle import EAGLE3
 from headstart.heads.formats.kinds.registry import layout_of
 from headstart.heads.formats.layouts import FORMATS, is_whole_target
 from headstart.heads.formats.lint import violations
@@ -39,6 +41,7 @@ from headstart.recipes.other_commands import OWN_FORMAT
 CONVERTER = "convert_hf_to_gguf.py"  # in the root of llama.cpp's sources
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 SHOWN = 400  # last characters of what the converter printed
+ONE_FILE = Path(__file__).resolve().parents[2] / "examples/one_file.py"
 NOT_COPIED = ("README.md",)  # files of a target that its export leaves out
 
 
@@ -60,23 +63,26 @@ def export(recipe: Recipe) -> Path:
     frozen = FrozenTarget.from_folder(target_folder, getattr(torch, section.dtype or stored_dtype(source)))
     head = load_head_for(source, frozen)
     architectures = read_json(target_folder / "config.json").get("architectures", [])
-    path = path_for_engines(recipe.target.path, target_folder)
+    path = path_for_engines(recipe.target, target_folder)
     target = ServedTarget(path, architectures, recipe.decode.depth, recipe.target.revision)
     config, tensors = FORMATS[section.format].files(head, target)
 
-    by_engine = violations_by_engine(section.format, HeadFiles(folder, config, tensors), frozen)
+    files = HeadFiles(folder, config, tensors)
+    by_engine = violations_by_engine(section.format, files, frozen)
     refuse_unservable(section.format, by_engine)
-    add = None
+    additions: list[Callable[[Path], None]] = []
     if section.format == "gguf":
-        add = partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"])
+        additions.append(partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"]))
     if is_whole_target(head, section.format):
-        add = partial(write_whole_target, target=target_folder, tensors=tensors)
+        additions.append(partial(write_whole_target, target=target_folder, tensors=tensors))
+    if for_transformers := layout_of(files) is EAGLE3 and not config["norm_before_fc"]:
+        additions.append(write_custom_generate)
     clean = [engine for engine, broken in by_engine.items() if not broken]
     lengths = acceptance_lengths(recipe) if source == recipe.head_dir else {}
     promise = {"acceptance_length": lengths} if lengths else {}
     config["headstart"] = {**config["headstart"], "engines": clean, **promise}
-    readme = card(recipe, head, target, target_folder, folder, by_engine)
-    write_folder(HeadFiles(folder, config, tensors), readme, add)
+    readme = card(recipe, head, target, target_folder, folder, by_engine, for_transformers)
+    write_folder(files, readme, *additions)
     engines = ", ".join(clean) or "headstart"
     print(
         f"{head.kind} head written to {folder}; {engines} can serve it, with the commands in its README.md; to share "
@@ -120,6 +126,12 @@ def find_converter() -> str:
             f'export PATH="$PWD/.venv-llamacpp/bin:$PWD/.venv-llamacpp/llama.cpp:$PATH"'
         )
     return command
+
+
+def write_custom_generate(head: Path) -> None:
+    """Write the code that `model.generate(..., custom_generate=FOLDER)` of transformers runs."""
+    (head / "custom_generate").mkdir()
+    shutil.copyfile(ONE_FILE, head / "custom_generate/generate.py")
 
 
 def write_gguf(converter: str, head: Path, target: Path, dtype: str) -> None:

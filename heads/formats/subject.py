@@ -25,6 +25,7 @@ class ServedTarget:
     architectures: list[str]
     draft_tokens: int  # per step
     revision: str | None = None  # hub branch, tag or commit; None is the default branch
+    adapter: str | None = None  # folder of a PEFT LoRA adapter, which is merged into the target
 
 
 @dataclass(frozen=True)

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bits, dtype = arguments.pop("bits"), arguments.pop("dtype")
     with errors_as_messages():
         if bits is not None:
-            sys.exit(print_bits(TargetSection(path=bits, dtype=dtype)))
+            sys.exit(print_bits(TargetSection(path=bits, dtype=dtype, adapter=arguments["adapter"])))
         diagnosis = diagnose(head, target, export, Options(**arguments))
     levels = range(len(diagnosis.trained))
     rows = [["accuracy", *(f"depth {level + 1}" for level in levels)]]
@@ -101,7 +101,7 @@ def diagnose(head: Path, target_name: str, export: Path | None, options: Options
     """Find the faults of a head and of its export; ValueError for a file or option that cannot be used."""
     if options.depth > MAX_DEPTH:
         raise ValueError(f"--depth: {options.depth} given, 1 to {MAX_DEPTH} is allowed; lower it")
-    files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET")
+    files, folder = HeadFiles.read(head), locate_target(target_name, field="TARGET", adapter=options.adapter)
     ends = FrozenTarget.from_folder(folder, torch.float32)
     import_head(files, ends)  # refuses files that make no head
     trained, served, errors = Interpretation.trained(files, ends), None, list[Violation]()

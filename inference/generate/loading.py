@@ -1,12 +1,14 @@
 """What commands load: the target and drafter that a command line names; a recipe's heads and held-out prompts."""
 
 import re
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
 from headstart.common.files import read_jsonl
+from headstart.heads.files import read_config
 from headstart.heads.kinds.checkpoint import load_taps
-from headstart.heads.target_config import TargetConfig, folder_of
+from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
 from headstart.inference.generate.model import SpeculativeModel, with_fast_dtype
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.targets.chat_template import ChatTemplate
@@ -14,7 +16,13 @@ from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.schema import TargetSection
 
-FLAGS = {"target.path": "--target", "target": "--target", "target.dtype": "--dtype", "decode.head": "--head"}
+FLAGS = {
+    "target.path": "--target",
+    "target": "--target",
+    "target.adapter": "--adapter",
+    "target.dtype": "--dtype",
+    "decode.head": "--head",
+}
 
 
 def load_model(
@@ -33,6 +41,8 @@ def load_model(
         )
     except ValueError as error:
         raise error if options.recipe is not None else ValueError(in_flags(str(error))) from error
+    if section.adapter is not None and options.head is not None:
+        warn_of_other_targets({"the head": TargetOrigin.from_config(read_config(options.head))}, folder_of(section))
     template = ChatTemplate.of(section)
     if added := model.target.also_end_as(template):
         print(f"{section.path}: {added}", flush=True)
@@ -64,11 +74,21 @@ def target_section(options: ModelOptions) -> TargetSection:
     if options.recipe is not None:
         refuse_original_target(options.recipe)
         return options.recipe.target
+    fields = {"path": options.target, "adapter": options.adapter, "exact": options.exact}
     if options.dtype != "auto":
-        dtype = options.dtype
-        return TargetSection.model_validate({"path": options.target, "dtype": dtype, "exact": options.exact})
-    fields = {"path": options.target, "dtype": "float32", "exact": options.exact}
-    return with_fast_dtype(TargetSection.model_validate(fields))
+        return TargetSection.model_validate({**fields, "dtype": options.dtype})
+    return with_fast_dtype(TargetSection.model_validate({**fields, "dtype": "float32"}))
+
+
+def warn_of_other_targets(trained_for: Mapping[str, TargetOrigin | None], folder: Path) -> None:
+    """Print a line for each head, by name, that was trained for other weights than those of the target in a folder."""
+    now = TargetOrigin.of(folder) if any(trained_for.values()) else None
+    for name, origin in trained_for.items():
+        if now is not None and origin is not None and origin.is_another(now):
+            print(
+                f"{name} was trained for {origin}, and target.path is {now}: fewer of its draft tokens may be accepted "
+                f"(headstart doctor says more)"
+            )
 
 
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix

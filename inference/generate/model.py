@@ -128,7 +128,7 @@ class SpeculativeModel:
         if (head is None) == (decode.drafter == "head"):
             remedy = "give a head with decode.drafter head, or no head with another drafter"
             raise ValueError(f"head: {head} given with decode.drafter {decode.drafter}; {remedy}")
-        folder = locate_target(fields.path, fields.revision, field="target")
+        folder = locate_target(fields.path, fields.revision, field="target", adapter=fields.adapter)
         if head is None:
             model = TargetModel.load(fields, ())
             drafter = build_drafter(decode, model, fields)

@@ -26,6 +26,7 @@ class ModelOptions:
     recipe: Recipe | None  # its target section has all fields of the target
     dtype: str  # without a recipe; auto is the fast one for this machine
     exact: bool = False  # without a recipe; target.exact
+    adapter: Path | None = None  # a PEFT LoRA adapter of the target
 
     @property
     def drafts(self) -> str:
@@ -39,6 +40,7 @@ def add_model(parser: argparse.ArgumentParser, target: str, head: str) -> None:
     replaces = "replaces the recipe's value"
     parser.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help=replaces)
     parser.add_argument("--target", help=target)
+    parser.add_argument("--adapter", type=Path, help="folder of a PEFT LoRA adapter to merge into the target")
     parser.add_argument("--head", type=Path, help=head)
     auto = "number format of the target; auto, the default, is bfloat16 where this machine computes in it"
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), help=auto)
@@ -50,9 +52,10 @@ def model_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     """The target and head of the recipe or of the options; errors, such as giving both, exit the process."""
     if arguments.recipe is None:
         decode = LOOKUP if arguments.head is None else DRAFTS
-        return ModelOptions(arguments.target, arguments.head, decode, None, arguments.dtype or "auto", arguments.exact)
-    fields = {"target": "target.path", "head": "decode.head", "dtype": "target.dtype", "exact": "target.exact"}
-    for option, field in fields.items():
+        dtype, exact = arguments.dtype or "auto", arguments.exact
+        return ModelOptions(arguments.target, arguments.head, decode, None, dtype, exact, arguments.adapter)
+    fields = {"head": "decode.head", **{name: f"target.{name}" for name in ("adapter", "dtype", "exact")}}
+    for option, field in {"target": "target.path", **fields}.items():
         if (value := getattr(arguments, option)) not in (None, False):
             both = f"{value} given with the recipe {arguments.recipe}, one of the two is allowed"
             parser.error(f"--{option}: {both}; write {field}={value}, or leave the recipe out")
@@ -64,4 +67,5 @@ def model_options(parser: argparse.ArgumentParser, arguments: argparse.Namespace
     except ValueError as error:  # a RecipeError, or a store that cannot be read
         print(error, file=sys.stderr)
         raise SystemExit(2) from None
-    return ModelOptions(recipe.target.path, head, recipe.decode, recipe, recipe.target.dtype)
+    target = recipe.target
+    return ModelOptions(target.path, head, recipe.decode, recipe, target.dtype, adapter=target.adapter)

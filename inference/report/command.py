@@ -14,7 +14,8 @@ report.batches. Methods alternate prompt by prompt, so that a slow phase of the 
 report.prompts is a JSONL file of questions by category, such as Spec-Bench's, which is reported in its six groups:
 download data/spec_bench/question.jsonl from github.com/hemingkx/Spec-Bench. Later turns of a question are asked too,
 each after plain decoding's answer to the one before, so that all methods continue the same text. The test.parquet that
-SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three.
+SPEED-Bench's prepare_data.py writes is reported in its eleven categories, and a throughput split in three. Files of
+GSM8K, HumanEval, MBPP and MATH-500 are read as published; the lines of several JSONL files may stand in one.
 
 The table on the terminal shows acceptance length, tokens/s, speed-up over plain decoding, and how many texts equal
 plain decoding's. All must, where a token has the same bits in every pass. Where passes round differently the report
@@ -22,7 +23,8 @@ says so, and token forcing judges the texts: plain passes read each one, and a t
 target's own choice at its position nor a near-tie.
 
 Writes report.json and report.md to RUN_DIR/report. They also have the speed-up's 95 % interval, the acceptance rate by
-depth, figures by category, and the share of distinct tokens, which is low for texts that loop.
+depth, figures by category, the share of distinct tokens, which is low for texts that loop, and what SPEED-Bench and
+aiperf publish, under their names.
 """
 
 import json
@@ -42,17 +44,23 @@ from headstart.common.progress import Progress
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.heads.base import DraftHead
-from headstart.heads.target_config import TargetOrigin, folder_of
+from headstart.heads.target_config import folder_of
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.engine.budget import check_length, check_vocabulary, refuse_trees_of
-from headstart.inference.generate.loading import OWN_HEAD, head_folders, held_out_prompts, taps_to_read
+from headstart.inference.generate.loading import (
+    OWN_HEAD,
+    head_folders,
+    held_out_prompts,
+    taps_to_read,
+    warn_of_other_targets,
+)
 from headstart.inference.report.compare import Comparison, Outcome
 from headstart.inference.report.forcing import Forcing
 from headstart.inference.report.methods import NEED_A_HEAD, Method, build_methods
 from headstart.inference.report.questions import SPEC_BENCH, Chat, Prompt, read_questions
 from headstart.inference.report.rounds import able_to_batch, run_rounds
-from headstart.inference.report.tables import as_markdown, legend, short_table
+from headstart.inference.report.tables import as_markdown, legend, published_table, rich_table, short_table
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device, processor_name, slow_format
 from headstart.inference.targets.model import TargetModel
@@ -132,7 +140,8 @@ def report(recipe: Recipe) -> list[Outcome]:
         check_folder(recipe.report_dir)
         folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
         benchmark = Benchmark.load(recipe, folders)
-        warn_of_other_targets(benchmark.heads, folder_of(recipe.target))
+        origins = {name or "the head": head.origin for name, head in benchmark.heads.items()}
+        warn_of_other_targets(origins, folder_of(recipe.target))
         groups = measure(recipe, benchmark)
         write_report(recipe, folders, groups, exactness(benchmark.target))
         print(f"written to {shown(recipe.report_dir)}: report.json, report.md")
@@ -150,6 +159,7 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
             warmup = WARMUP_PROMPTS if temperature == section.temperatures[0] else 1
             groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, warmup, progress))
             progress.console.print(short_table(groups[-1]))
+            progress.console.print(rich_table("in SPEED-Bench's and aiperf's terms", published_table(groups[-1])))
         progress.console.print("\n".join([*legend(groups[-1]), exactness(benchmark.target)]), highlight=False)
     return groups
 
@@ -167,17 +177,6 @@ def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
         remedy = f"put the prompts there ({SPEC_BENCH}), or leave it out for the held-out prompts"
         raise wrong_value("report.prompts", section.prompts, "an existing JSONL file is", remedy)
     return read_questions(section.prompts, template, recipe.data.prompt_tokens, section.num_prompts)
-
-
-def warn_of_other_targets(heads: Mapping[str, DraftHead], folder: Path) -> None:
-    """Print a line for each head that was trained for other weights than the report's target has."""
-    now = TargetOrigin.of(folder) if heads else None
-    for name, head in heads.items():
-        if now is not None and head.origin is not None and head.origin.is_another(now):
-            print(
-                f"{name or 'the head'} was trained for {head.origin}, and target.path is {now}: fewer of its draft "
-                f"tokens may be accepted (headstart doctor says more)"
-            )
 
 
 def machine() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy
@@ -54,6 +55,7 @@ class Outcome:
     speedups: dict[str, Interval]  # over each method without our drafters, by its name
     by_category: dict[str, CategoryFigures]
     shortened: int  # prompts that were too long for the target's positions
+    published: dict[str, Any]  # `published_figures`
 
     @property
     def tokens_per_second(self) -> float:
@@ -86,8 +88,10 @@ class Comparison:
         method, sampling = self.methods[index], self.sampling
         runs, texts = [each.runs[index] for each in self.rounds], texts_of(self.rounds, index)
         prompts = [prompt for each in self.rounds for prompt in each.prompts]
-        stats = DecodeStats.sum_of(each for run in runs for each in run.stats)
+        by_text = [each for run in runs for each in run.stats]
+        stats = DecodeStats.sum_of(by_text)
         stats.seconds = sum(run.seconds for run in runs)
+        new_tokens, categories = sum(run.tokens for run in runs), [prompt.category for prompt in prompts]
         same: list[tuple[str, bool]] | None = None
         judged: list[tuple[str, Forced]] | None = None
         # Texts that transformers sampled with its own random numbers are equally likely, but different.
@@ -102,18 +106,16 @@ class Comparison:
             sampling.temperature,
             self.batch,
             stats,
-            new_tokens=sum(run.tokens for run in runs),
+            new_tokens=new_tokens,
             same=None if same is None else sum(is_same for _, is_same in same),
             forced=None if judged is None else Forced.sum_of(forced for _, forced in judged),
             rounding=0.0 if self.forcing is None else self.forcing.rounding,
             prompts=len(prompts),
             distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
             speedups=self.speedups(self.rounds, index),
-            by_category={
-                name: self.in_category(name, index, same, judged)
-                for name in dict.fromkeys(each.category for each in prompts)
-            },
+            by_category={name: self.in_category(name, index, same, judged) for name in dict.fromkeys(categories)},
             shortened=sum(prompt.left_out > 0 for prompt in prompts),
+            published=published_figures(by_text, categories, new_tokens / stats.seconds),
         )
 
     def in_category(
@@ -143,6 +145,35 @@ class Comparison:
             for other, method in enumerate(self.methods)
             if method.drafter is None
         }
+
+
+def published_figures(by_text: Sequence[DecodeStats], categories: Sequence[str], rate: float) -> dict[str, Any]:
+    """The figures of texts, at `rate` tokens/s in all, under the names of SPEED-Bench (specdec_bench in NVIDIA's
+    Model-Optimizer) and of aiperf (its tags). Empty if nothing was drafted.
+
+    A length is the number of tokens of a step, the bonus token included; the prefill's token is not a step. A share of
+    draft tokens counts all nodes of a tree.
+    """
+    stats = DecodeStats.sum_of(by_text)
+    if not stats.drafted:
+        return {}
+    joint = [1.0, *stats.acceptance, 0.0]  # the share of steps with at least 1, 2, ... tokens
+    steps, lengths = stats.steps - stats.resting_steps, range(1, len(joint))
+    of_texts, by_category = [each.acceptance_length for each in by_text], dict[str, list[float]]()
+    for category, length in zip(categories, of_texts, strict=True):
+        by_category.setdefault(category, []).append(length)
+    return {
+        "Average_AL": fmean(of_texts),
+        "Category_AL": {name: fmean(values) for name, values in by_category.items()},
+        "Acceptance_Length_Histogram": {n: round(steps * (joint[n - 1] - joint[n])) for n in lengths},
+        "Joint_Acceptance_Rate": {n: joint[n - 1] for n in lengths},
+        "Conditional_Acceptance_Rate": {n: joint[n - 1] / joint[max(n - 2, 0)] for n in lengths},
+        "Output TPS": rate,
+        "spec_decode_acceptance_length": fmean(of_texts),
+        "spec_decode_token_weighted_acceptance_length": sum(joint),
+        "spec_decode_overall_draft_acceptance_rate": 100 * sum(stats.accepted_at_depth) / stats.drafted,
+        "output_token_throughput": rate,
+    }
 
 
 def speedup(

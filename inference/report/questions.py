@@ -22,6 +22,14 @@ SPEED_BENCH_CATEGORIES = (
     *("coding", "humanities", "math", "multilingual", "qa", "rag", "reasoning", "roleplay", "stem", "summarization"),
     *("writing", "low_entropy", "mixed", "high_entropy"),  # the last three are of its throughput splits
 )
+# Of datasets whose rows name no category: keys of a row as published, and the key of what is asked.
+DATASETS = {
+    "GSM8K": ({"question", "answer"}, "question"),
+    "HumanEval": ({"prompt", "canonical_solution", "entry_point"}, "prompt"),
+    "MATH-500": ({"problem", "solution"}, "problem"),
+    "MBPP": ({"text", "code", "test_list"}, "text"),
+    "MBPP, sanitized": ({"prompt", "code", "test_list"}, "prompt"),
+}
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED"  # replaces a question in the published files
 SPEC_BENCH = "Spec-Bench's is data/spec_bench/question.jsonl of github.com/hemingkx/Spec-Bench"
 
@@ -63,14 +71,18 @@ class Chat:
 def read_questions(path: Path, template: ChatTemplate, max_tokens: int, count: int) -> list[Prompt]:
     """The prompts of the first `count` rows of a JSONL or parquet file, taken from each category in turn.
 
-    A row has `turns`, which are asked one after the other, a `prompt`, which is the only turn, or a `text`, which is
-    continued from its last `max_tokens`; so is a prompt without a chat template, or one that is rendered already. The
-    category is `category`, else `source`; the topics of MT-Bench's conversations are one category, taken in turn too.
+    A row is one of `DATASETS`, or has `turns`, which are asked one after the other, a `prompt`, which is the only turn,
+    or a `text`, which is continued from its last `max_tokens`; so is a prompt without a chat template, or one that is
+    rendered already. The category is `category`, else `source`; the topics of MT-Bench's conversations are one, in turn
+    too.
     SPEED-Bench's categories stay as they are. Raises ValueError for a row with none of the three, for rows of
     SPEED-Bench that lack their question or have another category, and for a file without rows.
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}
     for number, row in enumerate(rows_of(path), start=1):
+        dataset = next((name for name, (keys, _) in DATASETS.items() if row.keys() >= keys), None)
+        if dataset is not None:
+            row = {"category": dataset, **row, "prompt": row[DATASETS[dataset][1]]}
         topic = str(row.get("category", row.get("source", "all")))
         with named_errors(f"report.prompts: row {number} of {path}"):
             prompt = prompt_of(row, topic, template, max_tokens)

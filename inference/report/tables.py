@@ -21,6 +21,10 @@ COLUMNS = {
     "distinct tokens": "mean share of distinct tokens in a text; low for a text that loops",
 }
 SHORT = ("method", "acceptance length", "tokens/s", "speed-up", "same text", "token forcing")  # on a terminal
+AIPERF_COLUMNS = {  # the headers of aiperf, and its tags
+    "Token-Weighted Acceptance Length": "spec_decode_token_weighted_acceptance_length",
+    "Overall Draft Acceptance Rate (%)": "spec_decode_overall_draft_acceptance_rate",
+}
 HEADER_WIDTH = 13  # characters per line of a header on a terminal
 
 Rows = list[list[str]]  # the first one is the header
@@ -113,6 +117,18 @@ def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
     ]
 
 
+def published_table(outcomes: list[Outcome]) -> Rows:
+    """The figures of methods that draft in SPEED-Bench's and in aiperf's terms; only a header if none does."""
+    rows = [["method", "Average_AL", "Joint_Acceptance_Rate, from 2", "Output TPS", *AIPERF_COLUMNS]]
+    for outcome in outcomes:
+        if figures := outcome.published:
+            _, *shares = (f"{share:.2f}" for share in figures["Joint_Acceptance_Rate"].values())
+            numbers = [figures["Output TPS"], *(figures[tag] for tag in AIPERF_COLUMNS.values())]
+            first = [outcome.method, f"{figures['Average_AL']:.2f}", " ".join(shares)]
+            rows.append([*first, *(f"{number:.2f}" for number in numbers)])
+    return rows
+
+
 def heading(outcomes: list[Outcome]) -> str:
     tokens = sum(outcome.new_tokens for outcome in outcomes) // len(outcomes)
     first = outcomes[0]
@@ -143,7 +159,7 @@ def rich_table(title: str, rows: Rows) -> Table:
 
 
 def as_markdown(outcomes: list[Outcome]) -> str:
-    tables = map(markdown_table, [main_table(outcomes), *tables_by_category(outcomes)])
+    tables = map(markdown_table, [main_table(outcomes), *tables_by_category(outcomes), published_table(outcomes)])
     lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *forcing_lines(outcomes)])
     return "\n\n".join([f"{heading(outcomes)}:", *tables, *([lines] if lines else [])]) + "\n"
 

@@ -1,8 +1,11 @@
 """Loads a target's configuration, weights and device; whatever is wrong with its files becomes a ValueError."""
 
+import json
 import logging
 import platform
 import re
+import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,11 +14,14 @@ from typing import Any, Literal
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from headstart.heads.target_config import folder_of
+from headstart.common.errors import errors_as_messages
+from headstart.common.files import whole_folder, write_text
+from headstart.heads.files import read_json_object
+from headstart.heads.target_config import SAFE_FILES, SOURCE, card_source, content_digest, folder_of
 from headstart.heads.target_ends import auto_class
 from headstart.inference.kernels import float32_is_as_fast, has_kernels
 from headstart.inference.targets.architecture import attention_code
@@ -25,6 +31,7 @@ from headstart.recipes.target_sizes import text_section
 COPY_AGAIN = "copy or download the model again"
 BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86 twice, then ARM
 NAMED_TENSORS_MAX = 4  # in a message
+ADAPTER_KEY = "headstart_adapter"  # of config.json, whose digest then tells a merged target from its base
 
 
 def pick_device(name: str, field: str = "target.device") -> torch.device:
@@ -178,6 +185,39 @@ def load_weights(folder: Path, **options: Any) -> PreTrainedModel:
     return model
 
 
+@torch.no_grad()
+def merge_adapter(base: Path, adapter: Path, folder: Path) -> None:
+    """Write a model with a LoRA adapter merged in by peft, in the base's number format; the folder appears complete.
+
+    `made_once` runs this. Raises ValueError for an adapter of other modules, of another size, or with missing tensors.
+    """
+    from peft import PeftModel, get_peft_model_state_dict
+
+    given, remedy = f"{adapter} given for {base}", "give the adapter's own base as target.path, or train it again"
+    model = load_weights(base, dtype="auto", trust_remote_code=False)
+    if getattr(model, "is_quantized", False):
+        raise ValueError(f"{given}, whose weights are quantised; floating point is allowed: {remedy}")
+    try:
+        adapted = PeftModel.from_pretrained(model, str(adapter), torch_device="cpu")
+    except (ValueError, RuntimeError) as error:  # for modules that the base lacks, and for sizes
+        raise ValueError(f"{given} ({in_one_line(error)}); the base's modules are allowed: {remedy}") from error
+    with safe_open(adapter / "adapter_model.safetensors", "pt") as file:
+        different = sorted(get_peft_model_state_dict(adapted).keys() ^ set(file.keys()))
+    if different:
+        named = ", ".join(different[:NAMED_TENSORS_MAX])
+        raise ValueError(f"{given}, where only one of file and model has {len(different)} tensors ({named}); {remedy}")
+    with whole_folder(folder) as partial:
+        adapted.merge_and_unload(safe_merge=True).save_pretrained(partial)
+        for path in {path for pattern in SAFE_FILES for path in base.glob(pattern)}:
+            if path.suffix != ".safetensors" and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+        digest = content_digest(adapter / "adapter_model.safetensors")
+        config = {**read_json_object(base / "config.json", "target"), ADAPTER_KEY: digest}
+        write_text(partial / "config.json", json.dumps(config, indent=2) + "\n")
+        source = f"{card_source(base / 'README.md') or base} with the LoRA adapter {adapter} (SHA-256 {digest[:12]})"
+        write_text(partial / "README.md", f"{SOURCE}{source}\n")
+
+
 def refuse_infinite(folder: Path, model: PreTrainedModel) -> None:
     """Raise ValueError for weights beyond float16's range, which a cast makes infinite."""
     weights = model.named_parameters()
@@ -228,3 +268,8 @@ def no_bars_of_transformers() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
             if not hub_bars:
                 disable_progress_bars()
+
+
+if __name__ == "__main__":
+    with errors_as_messages():
+        merge_adapter(*map(Path, sys.argv[1:]))

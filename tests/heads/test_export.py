@@ -107,7 +107,9 @@ def test_every_export_is_written_and_passes_lint(
     folder = exported(make_head(), tmp_path, target_folder, name)
     assert lint(folder, str(target_folder)) == []
     written = {"README.md", "config.json", "model.safetensors", *(["head.gguf"] if name == "gguf" else [])}
-    assert {path.name for path in folder.iterdir()} == written
+    assert {path.name for path in folder.iterdir()} == written | (
+        {"custom_generate"} if name != "speculators" else set()
+    )
 
 
 def test_one_export_serves_three_engines_and_loads_in_headstart(
@@ -248,8 +250,14 @@ def test_the_card_says_where_the_data_came_from(
 
 
 COMMANDS = {
-    "native": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
-    "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders"],
+    "native": [
+        "vllm serve",
+        "sglang.launch_server",
+        "trtllm-serve",
+        "SpeculativeModel.from_folders",
+        "custom_generate=",
+    ],
+    "vllm": ["vllm serve", "sglang.launch_server", "trtllm-serve", "SpeculativeModel.from_folders", "custom_generate="],
     "speculators": ["vllm serve", "Eagle3DraftModel.from_pretrained", "headstart convert"],
 }
 
@@ -310,3 +318,16 @@ def test_a_card_for_a_gguf_target_named_the_file_as_base_model_and_to_engines(
         assert "base_model" not in text
         assert f"vllm serve {target_folder}" in text
         assert f"SpeculativeModel.from_folders({json.dumps(str(given))}" in text
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("eagle3", {"norm_before_fc": True}), ("peagle", {}), ("eagle1", {})])
+def test_only_heads_that_one_file_drafts_with_get_its_code(
+    make_head: MakeHead, target_folder: Path, tmp_path: Path, kind: str, shape: dict[str, Any]
+) -> None:
+    plain = exported(make_head(), tmp_path / "plain", target_folder, "native")
+    code = (plain / "custom_generate/generate.py").read_text()
+    assert code == (Path(__file__).resolve().parents[2] / "examples/one_file.py").read_text()
+    assert "custom_generate=" in (plain / "README.md").read_text()
+    other = exported(make_head(kind=kind, **shape), tmp_path / "other", target_folder, "native")
+    assert not (other / "custom_generate").exists()
+    assert "custom_generate" not in (other / "README.md").read_text()

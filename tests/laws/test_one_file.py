@@ -1,20 +1,32 @@
-"""The law of examples/one_file.py: without the engine, it writes the engine's tokens."""
+"""The laws of examples/one_file.py: it writes plain generate's texts, and transformers finds it in an exported head."""
 
 import ast
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import one_file
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from exported import exported
+from families import make_family
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 
 from headstart import SpeculativeModel
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
 NEW_TOKENS = 32
+MakeHead = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -30,34 +42,115 @@ def prompts() -> list[torch.Tensor]:
     return [tokenizer(json.loads(line)["prompt"], return_tensors="pt")["input_ids"] for line in lines]
 
 
+@pytest.fixture
+def folder(make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An export of a random head that reads the first layers of a target of width 32 and 97 tokens."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return exported(make_head(taps=(1, 2, 3)), tmp_path, target_folder, "native")
+
+
 def test_one_file_writes_the_engines_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
     engine = SpeculativeModel.from_folders(TARGET, HEAD, dtype="float32")
-    head = one_file.DraftHead.load(HEAD, model)
     for prompt in prompts:
-        written = one_file.generate(model, prompt, head=head, max_new_tokens=NEW_TOKENS)
+        written = one_file.generate(model, HEAD, input_ids=prompt, max_new_tokens=NEW_TOKENS)
         expected = engine.generate(prompt, max_new_tokens=NEW_TOKENS)
         assert isinstance(expected, torch.Tensor)
         assert written.tolist() == expected.tolist()
 
 
+@torch.no_grad()
 def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    head, steps = one_file.DraftHead.load(HEAD, model), 10
-    tokens = sum(
-        len(tokens) for prompt in prompts for tokens in itertools.islice(one_file.decode(model, head, prompt), steps)
-    )
+    head, steps, tokens = one_file.DraftHead.load(HEAD, model), 10, 0
+    for prompt in prompts:
+        stop = StoppingCriteriaList([MaxLengthCriteria(10**6)])
+        text = one_file.Text(prompt, LogitsProcessorList(), stop, is_sampled=False)
+        *_, length = itertools.islice(one_file.decode(model, text, head, width=4, depth=5), steps)
+        tokens += length - prompt.shape[1]
     assert tokens > 2 * steps * len(prompts)  # about 4 tokens in each pass
 
 
-def test_one_file_is_a_custom_generate_of_transformers(model: PreTrainedModel, prompts: list[torch.Tensor]) -> None:
-    """transformers passes every argument of its own `generate`, most of them None."""
-    arguments = {"inputs": None, "generation_config": None, "logits_processor": None, "streamer": None}
-    prompt = prompts[0]
-    written = one_file.generate(
-        model=model, input_ids=prompt, attention_mask=torch.ones_like(prompt), head=HEAD, max_new_tokens=8, **arguments
-    )
-    assert written.shape == (1, prompt.shape[1] + 8)
-    with pytest.raises(ValueError, match="do_sample"):
-        one_file.generate(model=model, input_ids=prompt, head=HEAD, do_sample=True)
+# gemma2 and gemma3 have sliding windows in some layers, mistral in all, and gpt2 has learned positions.
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, {"do_sample": True, "repetition_penalty": 1.3}],
+    ids=["greedy", "sampled", "penalised"],
+)
+def test_a_custom_generate_writes_plain_generates_tokens(folder: Path, family: str, options: dict[str, Any]) -> None:
+    """The drafts of a random head are wide here, so that some are accepted."""
+    model, written = make_family(family), []
+    prompt, random_numbers = torch.randint(1, 97, (1, 9)), []
+    drafts = {"custom_generate": str(folder), "trust_remote_code": True, "draft_width": 24, "draft_depth": 3}
+    passes = Passes(model)
+    for more in ({}, drafts):
+        torch.manual_seed(5)
+        inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
+        text = model.generate(**inputs, max_new_tokens=40, **options, **more)
+        written.append(text.tolist())
+        random_numbers.append(torch.rand(1).item())
+    assert written[0] == written[1]
+    assert random_numbers[0] == random_numbers[1]  # the next text goes on with the same ones
+    assert passes.count < 40 + 40  # some drafts were right
+
+
+class Passes:
+    """Counts the passes of a model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.count = 0
+        model.register_forward_pre_hook(self.add)
+
+    def add(self, *arguments: Any) -> None:
+        self.count += 1
+
+
+def test_a_custom_generate_stops_and_streams_as_plain_generate(model: Any, prompts: list[torch.Tensor]) -> None:
+    options: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "inputs": prompts[0]}
+    last = int(model.generate(**options)[0, -9])
+    for more in ({"eos_token_id": last}, {"max_new_tokens": None, "max_length": 64}):
+        streamed: list[int] = []
+        streamer = ListStreamer(streamed)
+        expected = model.generate(**{**options, **more})
+        assert one_file.generate(model, HEAD, streamer=streamer, **{**options, **more}).tolist() == expected.tolist()
+        assert streamed == expected[0].tolist()
+
+
+class ListStreamer:
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"inputs": torch.ones(2, 4, dtype=torch.long)}, "2 texts"),
+        ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "attention_mask"),
+        ({"num_beams": 2}, "beam_search"),
+        ({"return_dict_in_generate": True}, "return_dict_in_generate"),
+        ({"past_key_values": "a cache"}, "past_key_values"),
+    ],
+)
+def test_a_custom_generate_names_what_it_does_not_support(
+    model: PreTrainedModel, wrong: dict[str, Any], named: str
+) -> None:
+    arguments = {"inputs": torch.ones(1, 4, dtype=torch.long), "max_new_tokens": 4, **wrong}
+    with pytest.raises(ValueError, match=named):
+        one_file.generate(model, HEAD, **arguments)
+
+
+def test_a_custom_generate_names_a_head_of_another_target_and_layers_that_it_cannot_mask(
+    model: PreTrainedModel, folder: Path
+) -> None:
+    with pytest.raises(ValueError, match="hidden size 32; this one has"):
+        one_file.generate(model, folder, inputs=torch.ones(1, 4, dtype=torch.long), max_new_tokens=4)
+    with pytest.raises(ValueError, match="linear_attention given"):
+        one_file.generate(make_family("qwen3_next"), folder, inputs=torch.ones(1, 4, dtype=torch.long))
 
 
 def test_one_file_imports_nothing_of_headstart() -> None:

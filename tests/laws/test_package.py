@@ -13,14 +13,14 @@ from tiny_run import quiet_environment
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("common", "recipes", "heads", "inference", "data_pipelines", "trainers")
-SOURCES = (*FOLDERS, "headstart", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (*FOLDERS, "examples", "headstart", "pyproject.toml", "README.md", "LICENSE")
 
 pytestmark = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="compares with what git holds")
 
 
 def packaged_files() -> set[str]:
     """Every file of the last commit that a wheel must hold, by its path in the wheel."""
-    command = ["git", "ls-tree", "-r", "--format=%(objectmode) %(path)", "HEAD", *FOLDERS, "headstart"]
+    command = ["git", "ls-tree", "-r", "--format=%(objectmode) %(path)", "HEAD", *FOLDERS, "examples", "headstart"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     files = [line.partition(" ")[2] for line in listed if not line.startswith("120000")]  # links
     return {path if path.startswith("headstart/") else f"headstart/{path}" for path in files}
@@ -70,7 +70,7 @@ def test_the_listed_packages_are_the_folders_with_code() -> None:
     listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     folders = [file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("__init__.py")]
     names = [".".join(("headstart", *folder.relative_to(ROOT).parts)) for folder in folders]
-    assert sorted(listed) == sorted(["headstart", *names])
+    assert sorted(listed) == sorted(["headstart", "headstart.examples", *names])
     with_code = {file.parent for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")}
     assert with_code == set(folders)
 

@@ -188,7 +188,7 @@ FROM_FOLDERS: dict[str, tuple[dict[str, Any], str]] = {
         {"decode": DecodeSection(drafter="prompt_lookup")},
         "head | prompt_lookup | with decode.drafter head | no head with another drafter",
     ),
-    "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, revision, dtype | correct or remove it"),
+    "a misspelt field": ({"dtyp": "float32"}, "dtyp | 'float32' | path, adapter, revision | correct or remove it"),
     "a number format that is not known": ({"dtype": "half"}, "dtype | 'half' given | allowed: 'float32' | correct"),
     "a device that torch does not know": ({"device": "gpu"}, "device | 'gpu' | did you mean cuda?"),
     "a searched tree that the head lacks": (

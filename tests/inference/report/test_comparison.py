@@ -15,7 +15,7 @@ from headstart.inference.core.request import DecodeStats
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.engine.loop import generate
 from headstart.inference.report import forcing
-from headstart.inference.report.compare import Comparison, speedup
+from headstart.inference.report.compare import Comparison, published_figures, speedup
 from headstart.inference.report.forcing import Forced, Forcing, gaps
 from headstart.inference.report.methods import Method
 from headstart.inference.report.questions import CONVERSATION, SPEED_BENCH_CATEGORIES, Chat, Prompt, read_questions
@@ -149,6 +149,54 @@ def test_questions_come_from_each_category_in_turn(tmp_path: Path) -> None:
     path.write_text('{"category": "math"}\n')
     with pytest.raises(ValueError, match=r"report\.prompts: row 1 of .*: {'category': 'math'} given, turns"):
         read_questions(path, template, 10, 3)
+
+
+PUBLISHED_ROWS = {  # invented questions, in the layouts of the published files
+    "GSM8K": {"question": "a draft", "answer": "#### 1"},
+    "HumanEval": {
+        "task_id": "HumanEval/0",
+        "prompt": "a draft",
+        "canonical_solution": "",
+        "test": "",
+        "entry_point": "f",
+    },
+    "MATH-500": {
+        "problem": "a draft",
+        "solution": "",
+        "answer": "1",
+        "subject": "Algebra",
+        "level": 2,
+        "unique_id": "a",
+    },
+    "MBPP": {"text": "a draft", "code": "", "task_id": 1, "test_list": [], "test_setup_code": ""},
+    "MBPP, sanitized": {"source_file": "", "task_id": 2, "prompt": "a draft", "code": "", "test_list": []},
+}
+
+
+def test_published_rows_of_datasets_are_asked_as_users_and_named(tmp_path: Path) -> None:
+    template, path = ChatTemplate(build_tokenizer()), tmp_path / "all.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PUBLISHED_ROWS.values()))
+    found = read_questions(path, template, 1000, 99)
+    assert [prompt.category for prompt in found] == [*PUBLISHED_ROWS]
+    assert {template.tokenizer.decode(prompt.tokens) for prompt in found} == {"[user]a draft[assistant]"}
+
+
+def test_figures_under_the_names_of_others_are_counted_from_the_same_steps() -> None:
+    """Two texts: steps of 1, 3 and 3 tokens, and one of 2, from 4 draft tokens each."""
+    long, short = DecodeStats(), DecodeStats()
+    for accepted in (0, 2, 2):
+        long.count_step(accepted, accepted + 1, 4)
+    short.count_step(1, 2, 4)
+    figures = published_figures([long, short], ["qa", "math"], 12.5)
+    assert figures["Acceptance_Length_Histogram"] == {1: 1, 2: 1, 3: 2}
+    assert figures["Joint_Acceptance_Rate"] == {1: 1, 2: 3 / 4, 3: 2 / 4}
+    assert figures["Conditional_Acceptance_Rate"] == pytest.approx({1: 1, 2: 3 / 4, 3: 2 / 3})
+    assert figures["Category_AL"] == pytest.approx({"qa": 7 / 3, "math": 2})
+    assert figures["Average_AL"] == figures["spec_decode_acceptance_length"] == pytest.approx((7 / 3 + 2) / 2)
+    assert figures["spec_decode_token_weighted_acceptance_length"] == 9 / 4
+    assert figures["spec_decode_overall_draft_acceptance_rate"] == 100 * 5 / 16
+    assert figures["Output TPS"] == figures["output_token_throughput"] == 12.5
+    assert published_figures([DecodeStats(steps=3, tokens=3)], ["qa"], 1.0) == {}
 
 
 SPEED_BENCH = Path(__file__).parents[2] / "support/questions/speed_bench.jsonl"  # invented questions in its format

@@ -22,7 +22,7 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin, card_source, identity, target_identity
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
-from headstart.inference.report.command import warn_of_other_targets
+from headstart.inference.generate.loading import warn_of_other_targets
 from headstart.recipes.other_commands import Options
 
 ASSETS = Path(__file__).resolve().parents[3] / "assets"
@@ -133,7 +133,7 @@ def test_a_head_for_other_weights_can_be_examined_and_used(
     assert "target" in [finding.category for finding in found.findings]
     (advice,) = [finding.advice for finding in found.findings if finding.category == "target"]
     assert advice.startswith("name that target, or fit the head to this one")
-    warn_of_other_targets({"": load_head_for(head, FrozenTarget.from_folder(target, torch.float32))}, target)
+    warn_of_other_targets({"it": load_head_for(head, FrozenTarget.from_folder(target, torch.float32)).origin}, target)
     assert "was trained for the model with digest 000000000000, and target.path is" in capsys.readouterr().out
 
 

@@ -113,7 +113,7 @@ def test_a_gguf_file_and_a_folder_with_one_are_described(
 @pytest.mark.parametrize("field", ["target.path", "NAME"])
 def test_a_folder_with_a_lora_adapter_is_named_as_such(field: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}')
-    with pytest.raises(ValueError, match=rf"{field}: .* holds a LoRA adapter of 'org/base'.*merge_and_unload"):
+    with pytest.raises(ValueError, match=rf"{field}: .* holds a LoRA adapter of 'org/base'.* as target.adapter"):
         locate_target(str(tmp_path), field=field)
 
 
