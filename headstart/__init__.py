@@ -23,15 +23,19 @@ if TYPE_CHECKING:
     from headstart.inference.generate.model import SpeculativeModel
     from headstart.recipes import Recipe, RecipeError, load_recipe
     from headstart.recipes.schema import DecodeSection
+    from headstart.trainers.refresh.refresh import Refreshed, Rollout, refresh
 
 __all__ = [
     "DecodeSection",
     "Recipe",
     "RecipeError",
+    "Refreshed",
+    "Rollout",
     "Sampling",
     "SpeculativeModel",
     "load_head",
     "load_recipe",
+    "refresh",
     "train",
 ]
 
@@ -39,10 +43,13 @@ MODULES = {
     "DecodeSection": "headstart.recipes.schema",
     "Recipe": "headstart.recipes",
     "RecipeError": "headstart.recipes",
+    "Refreshed": "headstart.trainers.refresh.refresh",
+    "Rollout": "headstart.trainers.refresh.refresh",
     "Sampling": "headstart.inference.core.sampling",
     "SpeculativeModel": "headstart.inference.generate.model",
     "load_head": "headstart.heads.kinds.checkpoint",
     "load_recipe": "headstart.recipes",
+    "refresh": "headstart.trainers.refresh.refresh",
 }
 
 

@@ -39,6 +39,11 @@ class BlockShape(LayerShape):
         return len(self.reaches)
 
     @property
+    def causal(self) -> bool:
+        """The field of the recipe's section."""
+        return all(reach.causal for reach in self.reaches)
+
+    @property
     def levels(self) -> int:
         """The number of levels that one pass drafts."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1

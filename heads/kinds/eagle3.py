@@ -34,6 +34,11 @@ class Eagle3Shape(LayerShape):
     norm_before_fc: bool = False  # one RMSNorm over all taps together; only published heads have it
     norm_before_residual: bool = False  # the residual is the normed feature; only published heads have it
 
+    @property
+    def norms(self) -> bool:
+        """The field of the recipe's section."""
+        return self.fc_norm
+
 
 class Eagle3Layer(nn.Module):
     """A decoder layer over cat(norm(embedding), norm(feature)); the residual is the feature, normed or not."""

@@ -115,6 +115,7 @@ NO_EFFECT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), (0,)),
     **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), (10,)),
     "assistant_confidence_threshold": (0.4,),
+    "disable_compile": (True,),  # TRL gives it
     # Gemma's files say hybrid, which transformers ignores too; the others hold the same values in other places.
     "cache_implementation": ("dynamic", "hybrid", "static", "offloaded", "offloaded_static"),
     "encoder_repetition_penalty": (1,),

@@ -27,6 +27,11 @@ HELD_OUT = 8  # one prompt in eight judges heads and is never trained on
 PAGE = 32 * 2**20  # bytes of an answer, or one request
 
 
+def is_held_out(prompt: list[int]) -> bool:
+    """Whether texts after this prompt judge heads; the same prompt is always on one side."""
+    return crc32(array("q", prompt).tobytes()) % HELD_OUT == 0
+
+
 @dataclass(frozen=True)
 class Finished:
     """The tokens of a finished request whose hidden states are known."""
@@ -61,7 +66,7 @@ class Traffic:
         states, start = row.trace.whole(), row.trace.start
         tokens = row.text[start:][: len(states)]  # a text may end within a step, and its last token was never read
         prompt = row.request.prompt
-        heldout = crc32(array("q", prompt).tobytes()) % HELD_OUT == 0  # the same prompt is always on one side
+        heldout = is_held_out(prompt)
         response = len(prompt) - start
         if len(tokens) < response + 2:
             return

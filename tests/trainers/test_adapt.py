@@ -36,9 +36,10 @@ from headstart.recipes import Recipe
 from headstart.recipes.other_commands import AdaptOptions
 from headstart.recipes.schema import TargetSection
 from headstart.trainers.refresh import command
-from headstart.trainers.refresh.command import Versions
+from headstart.trainers.refresh import refresh as refreshing
 from headstart.trainers.refresh.judge import Verdict, decoded, judge
 from headstart.trainers.refresh.server import RefusedError, Server
+from headstart.trainers.refresh.versions import Versions
 
 ROOT = Path(__file__).resolve().parents[2]
 BETTER = Verdict(requests=9, served=1.0, candidate=2.0, low=0.5, high=1.5)
@@ -241,8 +242,8 @@ def test_a_better_candidate_is_served_and_rolled_back(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(os, "nice", lambda _: None)
-    monkeypatch.setattr(command, "judge", lambda *_: BETTER)
-    monkeypatch.setattr(command, "LEAST", 2)
+    monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
+    monkeypatch.setattr(refreshing, "LEAST", 2)
     versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
@@ -253,7 +254,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
         assert versions.names() == ["0000", "0001"]
         assert facts(server)["head"] == str(versions.served) == str(versions.folder / "0001")
         assert not (versions.folder / "candidate").exists()  # neither the traffic nor what was made of it
-        monkeypatch.setattr(command, "judge", lambda *_: replace(BETTER, low=-0.1))
+        monkeypatch.setattr(refreshing, "judge", lambda *_: replace(BETTER, low=-0.1))
         command.adapt(recipe, options(server))
         assert versions.names() == ["0000", "0001"]
         command.adapt(recipe, options(server, roll_back=True))
@@ -261,7 +262,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
         with pytest.raises(ValueError, match="no head was before it"):
             command.adapt(recipe, options(server, roll_back=True))
         assert [complete(server, prompt) for prompt in prompts] == texts
-    monkeypatch.setattr(command, "judge", lambda *_: BETTER)
+    monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     with serving(recipe) as server:  # started again, with the head of the recipe
         assert facts(server)["head"] == str(recipe.head_dir.resolve())
         command.adapt(recipe, options(server))

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from headstart.recipes import Recipe
-from headstart.recipes.schema_heads import Loss
+from headstart.recipes.schema_heads import HeadSection, Loss
+from headstart.recipes.schema_train import TrainSection
 
 
 @dataclass(frozen=True)
@@ -21,16 +22,20 @@ class Objective(Loss):
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> "Objective":
+        return cls.of(recipe.head, recipe.train)
+
+    @classmethod
+    def of(cls, head: HeadSection, train: TrainSection) -> "Objective":
         """The objective of the head's paper, with the fields that the recipe gives."""
-        train, paper = recipe.train, recipe.head.loss
+        paper = head.loss
         fields = {
             "name": train.objective,
             "weight": train.objective_weight,
             "regression_weight": train.regression_weight,
             "input_noise": train.input_noise,
         }
-        decay = recipe.head.unroll_decay if train.unroll_decay is None else train.unroll_decay
-        weights = tuple(decay**k for k in range(recipe.unroll))
+        decay = head.unroll_decay if train.unroll_decay is None else train.unroll_decay
+        weights = tuple(decay**k for k in range(head.levels or train.unroll))
         chosen: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}
         if "name" in chosen and not paper.weight:  # DFlash's own loss is that to the text alone
             chosen.setdefault("weight", 1.0)

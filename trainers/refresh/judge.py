@@ -30,6 +30,8 @@ class Verdict:
         return self.requests >= LEAST and self.low > 0
 
     def __str__(self) -> str:
+        if self.requests < LEAST:
+            return f"{self.requests} held-out texts; {LEAST} are needed to judge a head: waiting for more traffic"
         return (
             f"acceptance length on {self.requests} held-out requests: {self.served:.3f} of the served head, "
             f"{self.candidate:.3f} of the candidate (difference {self.low:+.3f} to {self.high:+.3f})"
@@ -59,6 +61,9 @@ def decoded(head: DraftHead, sample: Sample, depth: int, width: int) -> tuple[in
     place, tokens, steps = int(sample.loss_mask.int().argmax()) - 1, 0, 0
     place = max(place, 0)  # a long text is cut within its response
     while place < len(accepted):
+        if not sample.loss_mask[place + 1]:  # what a tool wrote, between two turns of the target
+            place += 1
+            continue
         tokens, steps, place = tokens + accepted[place] + 1, steps + 1, place + accepted[place] + 1
     return tokens, steps
 

@@ -10,10 +10,10 @@ from urllib.request import Request, urlopen
 import torch
 from safetensors.torch import load
 
-from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.shard_files import HEADER_SIZE
 from headstart.heads.target_config import TargetConfig
 from headstart.inference.serve.options import KEYS
+from headstart.trainers.refresh.refresh import Rollout
 
 PATIENCE = 3600.0  # seconds: a new head takes over when the texts that have begun are finished
 LONGEST = 2048  # the last positions of a text that are trained on
@@ -34,8 +34,8 @@ class Server:
         """Let it decode with the head in a folder, for all requests that have not begun."""
         self._ask("/adapt/head", {"folder": folder})
 
-    def traffic(self, taps: tuple[int, ...], target: TargetConfig) -> Iterator[tuple[bool, Sample]]:
-        """The finished requests that it keeps, oldest first, with these taps; True for those held out."""
+    def traffic(self, taps: tuple[int, ...], target: TargetConfig) -> Iterator[Rollout]:
+        """The finished requests that it keeps, oldest first, with these taps."""
         newest = 0
         while True:
             page = self._ask(f"/adapt/traffic?since={newest}")
@@ -43,9 +43,8 @@ class Server:
             about, tensors = header["__metadata__"], load(page)
             given = json.loads(about["taps"])
             columns = torch.cat(
-                [column_range(given.index(tap), target.hidden_size) for tap in taps] or [torch.arange(0)]
+                [column_range(given.index(tap), target.hidden_size) for tap in (*taps, target.num_layers)]
             )
-            last = column_range(given.index(target.num_layers), target.hidden_size)
             rows = json.loads(about["requests"])
             if not rows:
                 return
@@ -53,8 +52,8 @@ class Server:
                 newest = row["number"]
                 tokens, states = tensors[f"{newest}.tokens"].long(), tensors[f"{newest}.states"]
                 written = torch.arange(len(tokens)) >= row["response"]
-                sample = Sample(tokens, written, states[:, columns], states[:, last])
-                yield row["heldout"], Sample(*(part[-LONGEST:] for part in vars(sample).values()))
+                text, flags, own = (part[-LONGEST:] for part in (tokens, written, states[:, columns]))
+                yield Rollout(text.tolist(), flags.tolist(), own, row["heldout"])
 
     def _ask(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
         headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
