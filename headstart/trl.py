@@ -64,10 +64,13 @@ class RefreshCallback(TrainerCallback):
         self.rollouts: deque[Rollout] = deque()
         self.inputs: object = None  # the trainer's, when they were looked at last
         self.process: subprocess.Popen[bytes] | None = None
-        self.candidate, self.job = self.versions.folder / "job/head", self.versions.folder / "job/job.pt"
+        self.candidate, self.job, self.done = (self.versions.folder / "job" / name for name in ("head", "todo", "done"))
         self.sent: Path | None = self.head  # what a server drafts with
-        self.drafting = Drafting(policy_of(trainer), lambda: self.newest, decode)
-        load_head_for(self.newest, ends_of(policy_of(trainer)))  # refuses a head of another target
+        self.model: Any = trainer.accelerator.unwrap_model(trainer.model)  # what the trainer calls `generate` of
+        # Under a LoRA adapter, the model that has the adapter's layers.
+        self.policy = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        self.drafting = Drafting(self.policy, lambda: self.newest, decode)
+        load_head_for(self.newest, ends_of(self.policy))  # refuses a head of another target
 
     @property
     def newest(self) -> Path:
@@ -97,11 +100,6 @@ class RefreshCallback(TrainerCallback):
         if self.trainer.use_vllm and self.sent != self.newest:
             self.attempt(self.send)
 
-    @property
-    def model(self) -> Any:
-        """What the trainer calls `generate` of."""
-        return self.trainer.accelerator.unwrap_model(self.trainer.model)
-
     def generate(self, *given: Any, **fields: Any) -> Tensor:
         texts = self.drafting.generate(*given, **fields)
         self.trainer._log_metric("acceptance_length", self.drafting.stats.acceptance_length)
@@ -129,8 +127,8 @@ class RefreshCallback(TrainerCallback):
 
     def refresh_here(self) -> None:
         remove(self.candidate)
-        before = self.newest
-        self.take(before, refresh(before, self.rollouts, policy_of(self.trainer), self.candidate, **self.options))
+        head = self.newest
+        self.take(head, refresh(head, self.rollouts, self.policy, self.candidate, **self.options))
 
     def take(self, before: Path, refreshed: Refreshed) -> None:
         """Draft with a refreshed head if it is new, and note the verdict."""
@@ -141,27 +139,22 @@ class RefreshCallback(TrainerCallback):
         self.versions.note(step=step, **{"from": str(before)}, head=str(self.newest), **vars(refreshed.verdict))
 
     def start_process(self) -> None:
-        before, policy = self.newest, policy_of(self.trainer)
+        head, target = self.newest, ends_of(self.policy)
         remove(self.job.parent)
-        ends = ends_of(policy)
-        rollouts = with_states(self.rollouts, load_head_for(before, ends), policy)
         self.job.parent.mkdir(parents=True)
-        torch.save(
-            {"head": before, "rollouts": rollouts, "target": ends, "out": self.candidate, **self.options}, self.job
-        )
+        rollouts = with_states(self.rollouts, load_head_for(head, target), self.policy)
+        given = {"head": head, "rollouts": rollouts, "target": target, "out": self.candidate}
+        torch.save(given | self.options, self.job)
         self.process = subprocess.Popen([sys.executable, "-m", "headstart.trl", str(self.job)])
 
     def take_from_process(self) -> None:
-        process, self.process = self.process, None
-        assert process is not None
-        if process.returncode:
-            raise ValueError(f"the process of the refresh ended with code {process.returncode}, see its message above")
-        self.take(*torch.load(self.job, weights_only=False))
+        self.process = None
+        self.take(*torch.load(self.done, weights_only=False))  # there is none if the process failed, and said why
 
     def send(self) -> None:
         """Send the newest head to the drafts of a vLLM server, by the names in its published files."""
         client, folder = self.trainer.vllm_generation.vllm_client, self.newest
-        head = load_head_for(folder, ends_of(policy_of(self.trainer))).to(getattr(torch, stored_dtype(folder)))
+        head = load_head_for(folder, ends_of(self.policy)).to(getattr(torch, stored_dtype(folder)))
         tensors = {name: each.to(self.trainer.accelerator.device) for name, each in head.served_tensors().items()}
         about = [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in tensors.items()]
         client._post(f"{client.base_url}/start_draft_weight_update", json={})
@@ -220,12 +213,6 @@ def view_of(policy: PreTrainedModel) -> PreTrainedModel:
     return view
 
 
-def policy_of(trainer: Any) -> PreTrainedModel:
-    """The model in training; under a LoRA adapter, the one that has the adapter's layers."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
 def refuse_trainer(trainer: Any) -> None:
     """Raise ValueError for a trainer without rollouts, or whose engine cannot take a head."""
     name, remedy = type(trainer).__name__, "give it a GRPOTrainer"
@@ -243,10 +230,10 @@ def refuse_trainer(trainer: Any) -> None:
 
 
 def main(path: Path) -> None:
-    """Do the refresh of a job that `start_process` has written, and write its outcome there."""
+    """Do the refresh that `start_process` has written, and write its outcome next to it."""
     os.nice(NICE)
     job = torch.load(path, weights_only=False)  # this user's trainer wrote it
-    torch.save((job["head"], refresh(**job)), path)
+    torch.save((job["head"], refresh(**job)), path.with_name("done"))
 
 
 if __name__ == "__main__":

@@ -247,7 +247,7 @@ def test_a_better_candidate_is_served_and_rolled_back(
     versions, prompts = Versions(recipe.run_dir / "versions"), PROMPTS[:12]
     with serving(recipe) as server:
         command.adapt(recipe, options(server))
-        assert "waiting for more traffic" in capsys.readouterr().out
+        assert "held-out texts, 8 are needed" in capsys.readouterr().out
         assert versions.names() == ["0000"]
         texts = [complete(server, prompt) for prompt in prompts]
         command.adapt(recipe, options(server))

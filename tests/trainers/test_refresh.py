@@ -50,19 +50,13 @@ def load_policy(recipe: Recipe, **fields: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype=torch.float32, **fields)
 
 
-def written_by(policy: PreTrainedModel, count: int = 96) -> list[Rollout]:
-    """Greedy answers of 12 tokens to prompts of 2 to 5."""
-    rollouts, was_training = [], policy.training
-    for number in range(count):
-        prompt = [170 + number, *range(20, 21 + number % 4)]
-        tokens = (
-            policy.eval()
-            .generate(torch.tensor([prompt]), max_new_tokens=12, min_new_tokens=12, do_sample=False, pad_token_id=0)[0]
-            .tolist()
-        )
-        rollouts.append(Rollout(tokens, [False] * len(prompt) + [True] * (len(tokens) - len(prompt))))
-    policy.train(was_training)
-    return rollouts
+def written_by(policy: PreTrainedModel) -> list[Rollout]:
+    """Greedy answers of 12 tokens to 40 prompts; a quarter is held out."""
+    prompts = torch.tensor([[170 + number, 20 + number % 5, 30 + number % 3] for number in range(40)])
+    fields: dict[str, Any] = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    texts = policy.eval().generate(prompts, attention_mask=torch.ones_like(prompts), **fields).tolist()
+    mask = [False] * 3 + [True] * 12
+    return [Rollout(text, mask, held_out=number % 4 == 0) for number, text in enumerate(texts)]
 
 
 @pytest.fixture(scope="module")
@@ -117,10 +111,10 @@ def test_a_policy_is_as_before_and_its_next_step_has_the_same_bits(
 def test_states_are_those_of_the_target_model(recipe: Recipe, rollouts: list[Rollout]) -> None:
     texts = [each.tokens for each in rollouts[:9]]
     found = record(load_policy(recipe).train(), texts, (1, 3))
-    target = TargetModel.load(recipe.target, (1, 3))
+    target = TargetModel(load_policy(recipe), (1, 3))
     for text, states in zip(texts, found, strict=True):
         expected = tap(target, [[*text]])
-        torch.testing.assert_close(states, torch.cat([expected.taps, expected.last_hidden], -1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(states, torch.cat([expected.taps, expected.last_hidden], -1), rtol=1e-4, atol=1e-4)
 
 
 def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) -> None:
@@ -144,7 +138,7 @@ def test_a_head_follows_a_policy_that_has_moved(recipe: Recipe, tmp_path: Path) 
     known = refreshing.with_states(texts, load_head_for(recipe.head_dir, ends), policy)
     assert contents(refresh(recipe.head_dir, known, ends, tmp_path / "three", **fields).head) == contents(done.head)
     timed = refresh(recipe.head_dir, texts, policy, tmp_path / "four", seconds=1e-6, **fields)
-    assert not timed.is_new  # one step, whose rate is that of a warm-up
+    assert timed.verdict.candidate < done.verdict.candidate  # after one step
     kept = refresh(done.head, written_by(load_policy(recipe)), policy, tmp_path / "five", steps=1)
     assert (kept.head, kept.is_new) == (done.head, False)
 
@@ -201,7 +195,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("kills", [3, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_kill_at_any_time_leaves_whole_heads(
     recipe: Recipe, rollouts: list[Rollout], tmp_path: Path, kills: int
 ) -> None:
@@ -266,4 +260,4 @@ def test_too_few_held_out_texts_judge_nothing(recipe: Recipe, rollouts: list[Rol
     few = [replace(each, held_out=number < 7) for number, each in enumerate(rollouts)]
     done = refresh(recipe.head_dir, few, load_policy(recipe), tmp_path / "new")
     assert (done.head, done.is_new) == (recipe.head_dir, False)
-    assert "7 held-out texts; 8 are needed" in str(done.verdict)
+    assert "7 held-out texts, 8 are needed" in str(done.verdict)

@@ -24,7 +24,6 @@ from headstart.heads.kinds.checkpoint import head_taps, load_head, save_head
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.other_commands import AdaptOptions, adapt_options
-from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.refresh.refresh import Refreshed, refresh
 from headstart.trainers.refresh.server import RefusedError, Server, UnreachableError
 from headstart.trainers.refresh.versions import Versions
@@ -72,37 +71,30 @@ class Learner:
     target: TargetConfig
     learned: dict[str, int] = field(default_factory=dict)  # run of the server -> its tokens at the last candidate
 
-    @property
-    def candidate(self) -> Path:
-        """The folder of the candidate that is being made; it is removed when that is judged."""
-        return self.versions.folder / "candidate"
-
     def look(self, waits: bool) -> None:
         """Let the server serve the chosen version, and make a candidate if there is enough new traffic."""
-        remove(self.candidate)  # left by a learner that was killed, or that lost its server
+        candidate = self.versions.folder / "candidate"
+        remove(candidate)  # left by a learner that was killed
         facts = self.server.facts()
         served = self.begin(facts)
         if waits and facts["tokens"] - self.learned.get(facts["run"], 0) < self.options.after:
             return
         self.learned = {facts["run"]: facts["tokens"]}
-        recipe, target = self.recipe, self.target
-        taps = stored_taps(head_taps(recipe.head, target), target.num_layers)
+        recipe, taps = self.recipe, stored_taps(head_taps(self.recipe.head, self.target), self.target.num_layers)
         store = recipe.data.store or recipe.features_dir
-        self.offer(
-            refresh(
-                served,
-                self.server.traffic(taps, target),
-                folder_of(recipe.target),
-                self.candidate,
-                steps=self.options.steps,
-                replay=store if (store / MANIFEST).is_file() else None,
-                train=slower(recipe.train),
-                decode=recipe.decode,
-                seed=recipe.seed,
-            ),
+        rates = {name: RATE * getattr(recipe.train, name) for name in ("learning_rate", "muon_learning_rate")}
+        refreshed = refresh(
             served,
+            self.server.traffic(taps, self.target),
+            folder_of(recipe.target),
+            candidate,
+            steps=self.options.steps,
+            replay=store if (store / MANIFEST).is_file() else None,
+            train=recipe.train.model_copy(update=rates),
+            decode=recipe.decode,
+            seed=recipe.seed,
         )
-        remove(self.candidate)
+        self.offer(refreshed, served)
 
     def begin(self, facts: dict[str, Any]) -> Path:
         """The chosen version, which is served from now on; at first it is the head that the server began with."""
@@ -134,12 +126,6 @@ class Learner:
             version = path.name
         print(f"version {version} is served" if version else f"version {served.name} stays", flush=True)
         self.versions.note(**{"from": served.name}, version=version, **vars(refreshed.verdict))
-
-
-def slower(section: TrainSection) -> TrainSection:
-    """The recipe's section with its learning rates, which suit a new head, times RATE."""
-    rates = {name: RATE * getattr(section, name) for name in ("learning_rate", "muon_learning_rate")}
-    return section.model_copy(update=rates)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Verdict:
 
     def __str__(self) -> str:
         if self.requests < LEAST:
-            return f"{self.requests} held-out texts; {LEAST} are needed to judge a head: waiting for more traffic"
+            return f"{self.requests} held-out texts, {LEAST} are needed to judge a head: none was trained"
         return (
             f"acceptance length on {self.requests} held-out requests: {self.served:.3f} of the served head, "
             f"{self.candidate:.3f} of the candidate (difference {self.low:+.3f} to {self.high:+.3f})"

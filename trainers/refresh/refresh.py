@@ -96,10 +96,8 @@ def refresh(
         raise wrong_value("out", new, "a folder that does not exist is", "remove it, or name another")
     if not 0 <= share < 1:
         raise wrong_value("share", share, "0 or more and less than 1 is", "leave it out for 0.5")
-    fields = {} if train is None else train.model_dump()
-    section = TrainSection.model_validate(
-        {"learning_rate": RATE, "warmup_steps": steps // 10, **fields, "steps": steps}
-    )
+    section = train or TrainSection(steps=steps, learning_rate=RATE)
+    section = section.model_copy(update={"steps": steps, "warmup_steps": min(section.warmup_steps, steps // 10)})
     source = locate_target(str(target), field="target") if isinstance(target, str | Path) else target
     cuda = [source.device] if isinstance(source, PreTrainedModel) and source.device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.enable_grad():

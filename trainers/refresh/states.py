@@ -23,7 +23,10 @@ def record(model: PreTrainedModel, texts: Sequence[Sequence[int]], taps: tuple[i
     The model's mode, gradients and hooks are afterwards as they were. Raises ValueError for weights in slices (FSDP,
     ZeRO-3), and, naming a tensor, for weights or states that are not finite.
     """
-    refuse_slices(model)
+    sliced = [name for name, each in model.named_parameters() if isinstance(each, DTensor) or hasattr(each, "ds_id")]
+    if sliced:
+        remedy = "a whole model is allowed; save its weights, and give that folder as target"
+        raise ValueError(f"target: {sliced[0]} is one slice of several (FSDP, ZeRO-3), {remedy}")
     lengths, found = [len(text) for text in texts], dict[int, Tensor]()
     with reading(model, taps) as hidden, torch.no_grad():
         for numbers in length_buckets(lengths, TEXTS, PASS_TOKENS):
@@ -60,16 +63,6 @@ def reading(model: PreTrainedModel, taps: tuple[int, ...]) -> Iterator[dict[int,
             hook.remove()
         for module, training in modes.items():
             module.training = training
-
-
-def refuse_slices(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model whose weights lie in slices on several devices."""
-    for name, weight in model.named_parameters():
-        if isinstance(weight, DTensor) or hasattr(weight, "ds_id"):
-            remedy = "save its weights, and give that folder as target"
-            raise ValueError(
-                f"target: {name} is one slice of several (FSDP, ZeRO-3), a whole model is allowed; {remedy}"
-            )
 
 
 def refuse_not_finite(model: PreTrainedModel) -> None:
