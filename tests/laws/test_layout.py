@@ -87,8 +87,6 @@ ONLY_IN = {
         "inference/core/side_by_side.py",  # so is a row's part of it
         "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
-        "headstart/trl.py",  # a callback of its trainers
-        "trainers/refresh/",  # a policy in memory is its model
     ),
     "tokenizers": ("data_pipelines/", "inference/targets/gguf_settings.py"),
     "accelerate": (
