@@ -55,7 +55,8 @@ class Rows(TrainerCallback):
 
         return generate
 
-    def on_log(self, args: object, state: Any, control: object, logs: dict[str, float], **_: object) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **fields: Any) -> None:
+        logs = fields["logs"]
         if "entropy" in logs:
             print(
                 json.dumps({"step": state.global_step, **self.row, "entropy": logs["entropy"]}),

@@ -11,6 +11,7 @@ new head drafts if it accepts more of the rollouts that were held out. Takes min
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -31,9 +32,9 @@ def comments(completions: list[str], **_: object) -> list[float]:
 
 
 class ShowFigures(TrainerCallback):
-    def on_log(self, args: object, state: object, control: object, logs: dict[str, float], **_: object) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, **fields: Any) -> None:
         names = ("reward", "entropy", "acceptance_length")
-        print(*(f"{name} {logs[name]:.3f}" for name in names if name in logs), flush=True)
+        print(*(f"{name} {fields['logs'][name]:.3f}" for name in names if name in fields["logs"]), flush=True)
 
 
 def main() -> None:

@@ -222,7 +222,7 @@ def test_a_trainer_that_takes_no_head_is_refused_by_name(recipe: Recipe, tmp_pat
 
 
 def test_a_policy_drafts_with_the_weights_of_the_moment(recipe: Recipe, tmp_path: Path) -> None:
-    policy = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
+    policy: Any = AutoModelForCausalLM.from_pretrained(recipe.target.path, dtype="float32")
     drafting = Drafting(policy, lambda: recipe.head_dir, None)
     text = torch.tensor([[5, 6, 7]])
 
@@ -235,7 +235,7 @@ def test_a_policy_drafts_with_the_weights_of_the_moment(recipe: Recipe, tmp_path
     assert first == expected
     with torch.no_grad():
         for weight in policy.parameters():
-            weight += 0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+            weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(0)))
     second, expected = written()
     assert second == expected != first
     assert all(weight.requires_grad for weight in policy.parameters())
