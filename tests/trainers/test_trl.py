@@ -78,6 +78,7 @@ def test_training_is_the_same_without_drafts_with_a_frozen_head_and_with_new_one
     monkeypatch.setattr(refreshing, "judge", lambda *_: BETTER)
     monkeypatch.setattr(refreshing, "LEAST", 1)
     monkeypatch.setattr(refreshing, "is_held_out", lambda prompt: sum(prompt) % 2 == 0)
+    monkeypatch.setattr("headstart.trl.speculation_for", lambda *_: None)  # a random head does not pay
     texts, weights, _ = trained(recipe, tmp_path / "frozen", every=1000)
     assert len(texts) == 2
     fresh, new_weights, callback = trained(recipe, tmp_path / "fresh", every=2)
