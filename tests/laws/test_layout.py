@@ -56,8 +56,8 @@ BUDGETS = {
     "heads": 2_431,
     "heads/formats": 1_376,
     "heads/formats/kinds": 821,
-    "heads/kinds": 2_121,
-    "headstart": 926,
+    "heads/kinds": 2_131,
+    "headstart": 1_174,
     "inference": 258,
     "inference/core": 2_274,
     "inference/doctor": 723,
@@ -71,9 +71,9 @@ BUDGETS = {
     "inference/targets": 3_032,
     "recipes": 1_913,
     "trainers": 1_933,
-    "trainers/objectives": 809,
+    "trainers/objectives": 814,
     "trainers/parallel": 545,
-    "trainers/refresh": 481,
+    "trainers/refresh": 694,
 }
 
 # Library -> the only folders and files that may import it.
@@ -87,6 +87,8 @@ ONLY_IN = {
         "inference/core/side_by_side.py",  # so is a row's part of it
         "inference/kernels/compiled.py",  # it compiles layers of transformers
         "headstart/target_description.py",  # the model types that transformers registers
+        "headstart/trl.py",  # a callback of its trainers
+        "trainers/refresh/",  # a policy in memory is its model
     ),
     "tokenizers": ("data_pipelines/", "inference/targets/gguf_settings.py"),
     "accelerate": (
