@@ -25,7 +25,7 @@ from headstart.common.errors import CONTINUES
 from headstart.common.process import Interrupts, end_with_launcher
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
-from headstart.data_pipelines.harvest_stages import Harvest, harvest_of
+from headstart.data_pipelines.harvest_stages import Harvest, OneTarget, harvest_of
 from headstart.data_pipelines.preflight import check_harvest
 from headstart.data_pipelines.stages.shard_work import (
     entrance,
@@ -120,8 +120,8 @@ def refuse_for_parts(recipe: Recipe, option: str, state: PartialState) -> None:
 
 
 @contextmanager
-def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
-    """Hold the folder of the data for ranks that agree on its target; the target is freed at the end."""
+def open_harvest(recipe: Recipe, shared: OneTarget | None = None) -> Iterator["Harvest"]:
+    """Hold the folder of the data for ranks that agree on its target, which training may share."""
     state = PartialState()
     if state.is_main_process:
         for hint in filter(None, (idle_cores(state), slow_format("target.dtype", recipe.target.dtype, state.device))):
@@ -136,7 +136,7 @@ def open_harvest(recipe: Recipe) -> Iterator["Harvest"]:
             forget_parts(recipe.data_folder)  # continue from their results
         weights = replace(TargetOrigin.of(folder_of(recipe.target)), source=None)  # model cards may differ
         refuse_differences(state, {"config and weights of target.path": str(weights)})
-        yield stack.enter_context(harvest_of(recipe, state))
+        yield stack.enter_context(harvest_of(recipe, state, shared=shared))
 
 
 def main() -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import takewhile
 
 import torch
@@ -52,16 +52,40 @@ CHECKED_PROMPTS, CHECKED_TOKENS_MAX = 3, 64  # whose hidden states by vLLM are c
 LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding errors are much smaller
 
 
+class OneTarget:
+    """The recipe's target, which all stages of a process share: loaded on first use, with the taps of harvest and head."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self._target: TargetModel | None = None
+
+    def __call__(self) -> TargetModel:
+        if self._target is None:
+            config = TargetConfig.from_folder(folder_of(self.recipe.target))
+            taps = {*taps_to_store(self.recipe, config), *head_taps(self.recipe.head, config)}
+            self._target = TargetModel.load_to_answer(self.recipe.target, tuple(sorted(taps)))
+        return self._target
+
+    @property
+    def is_loaded(self) -> bool:
+        return self._target is not None
+
+    def free(self) -> None:
+        self._target = None
+
+
 @contextmanager
-def harvest_of(recipe: Recipe, state: PartialState, ending: Ending = never) -> Iterator["Harvest"]:
-    """The stages of a process that may write them; the target is freed at the end."""
+def harvest_of(
+    recipe: Recipe, state: PartialState, ending: Ending = never, shared: OneTarget | None = None
+) -> Iterator["Harvest"]:
+    """The stages of a process that may write them; a target that is not `shared` with training is freed at the end."""
     config = TargetConfig.from_folder(folder_of(recipe.target))
-    taps = taps_to_store(recipe, config)
-    load = cache(partial(TargetModel.load_to_answer, recipe.target, taps))  # loads on first use, once
+    target = shared or OneTarget(recipe)
     try:
-        yield Harvest(recipe, state, config, taps, load, ending)
+        yield Harvest(recipe, state, config, taps_to_store(recipe, config), target, ending)
     finally:
-        load.cache_clear()
+        if shared is None:
+            target.free()
 
 
 @dataclass(frozen=True)
@@ -139,7 +163,7 @@ class Harvest:
             writer, ranks = speculative_writer(recipe, data.draft_head, self.ending)
         else:
             writer, ranks = target_writer(recipe, self.load(), self.ending), self.load().ranks
-            check_states(recipe, self.load(), shards)
+            check_states(recipe, self.load(), shards, self.taps)
 
         def work(write: Writer) -> None:
             share = ranks.share(shards)
@@ -178,11 +202,11 @@ class Harvest:
             tap_texts, device = self.vllm.tap, torch.device("cpu")
         else:
             target = self.load()
-            check_states(recipe, target, shards)
+            check_states(recipe, target, shards, self.taps)
             check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
             if self.config.has_towers:
                 self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
-            tap_texts, device, ranks = partial(tap, target), target.device, target.ranks
+            tap_texts, device, ranks = partial(tap, target, taps=self.taps), target.device, target.ranks
         share = ranks.share(shards)
 
         def work(tap_texts: TapTexts) -> None:
@@ -316,11 +340,13 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     return tuple(recorded["taps"]) if recorded is not None and set(taps) <= set(recorded["taps"]) else taps
 
 
-def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts]) -> None:
+def check_states(
+    recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts], taps: tuple[int, ...]
+) -> None:
     """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
-    states, of = tap(target, [shards[0].rows[0]["tokens"]]), "the first prompt"
+    states, of = tap(target, [shards[0].rows[0]["tokens"]], taps), "the first prompt"
     if recipe.data.online is None:
-        finite_states(recipe, states, target.taps, of)
+        finite_states(recipe, states, taps, of)
     else:  # nothing is stored in data.dtype
         refuse_non_finite(recipe.target.dtype, states, of)
 

@@ -122,6 +122,12 @@ class FrozenTarget:
         logits = logits if self.logit_scale == 1 else logits * self.logit_scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
+    def scoring_in(self, dtype: torch.dtype, other: "FrozenTarget | None") -> "FrozenTarget":
+        """The same target with its lm_head in this number format: that of `other`, if it has it on the same device."""
+        is_there = other is not None and (other.lm_head.dtype, other.lm_head.device) == (dtype, self.lm_head.device)
+        lm_head = other.lm_head if other is not None and is_there else self.lm_head.to(dtype)
+        return replace(self, lm_head=lm_head)
+
     def within(self, vocab: DraftVocab) -> "FrozenTarget":
         """The same target, scoring only the tokens of a draft vocabulary."""
         if vocab.is_full:

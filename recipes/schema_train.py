@@ -13,8 +13,11 @@ class TrainSection(Section):
 
     steps: int = Field(gt=0, description="Optimizer steps.")
     batch_size: int = Field(default=8, gt=0, description="Samples per optimizer step, over all processes.")
-    accumulate: int = Field(
-        default=1, gt=0, description="Micro-batches per optimizer step and process; more of them need less memory."
+    accumulate: int | None = Field(
+        default=None,
+        gt=0,
+        description="Micro-batches per optimizer step and process; more of them need less memory; null: as few as fit a "
+        "GPU, on a CPU one.",
     )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of the head's computation; weights and losses stay in float32."
@@ -78,8 +81,10 @@ class TrainSection(Section):
         description="Start an EAGLE-3 head as the linear map, fitted by least squares, that predicts the target's next "
         "state; false starts at random.",
     )
-    activation_checkpointing: bool = Field(
-        default=False, description="Save memory by recomputing unroll steps in the backward pass."
+    activation_checkpointing: bool | None = Field(
+        default=None,
+        description="Save memory by recomputing unroll steps in the backward pass; null: only where no number of "
+        "micro-batches fits the GPU.",
     )
     checkpoint_every: int = Field(
         default=500, gt=0, description="Steps between checkpoints; each is measured on held-out data."
@@ -102,7 +107,11 @@ class TrainSection(Section):
 
     def samples_at_once(self, ranks: int) -> int:
         """The samples of a micro-batch on each rank, at most."""
-        return math.ceil(math.ceil(self.batch_size / ranks) / self.accumulate)
+        return math.ceil(math.ceil(self.batch_size / ranks) / self.micro_batches)
+
+    @property
+    def micro_batches(self) -> int:
+        return self.accumulate or 1
 
 
 class JointSection(Section):

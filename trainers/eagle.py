@@ -21,17 +21,19 @@ def train(recipe: Recipe, given: DeviceMemory | None = None, script: str = "trai
     """
     # Here, so that torch is loaded only when the recipe is known to be right.
     from headstart.data_pipelines.harvest import open_harvest
+    from headstart.data_pipelines.harvest_stages import OneTarget
     from headstart.trainers.stages import TrainingRun
 
     run = TrainingRun.start(recipe, script, given)
     if recipe.train.dry_run:
         return run.print_plan()
+    target = OneTarget(recipe)  # it harvests, then decodes and teaches
     with run.on_all_ranks():
-        with open_harvest(recipe) as harvest:
+        with open_harvest(recipe, target) as harvest:
             prompts = harvest.prompts()
             responses = harvest.responses(prompts)
             features = harvest.features(prompts, responses)
-        head = run.train(features)
+        head = run.train(features, target)
         run.export(head)
 
 

@@ -11,7 +11,7 @@ from rich.filesize import decimal
 from torch import nn
 
 from headstart.common.files import read_json
-from headstart.data_pipelines.features.sample_stores import ON_DEVICE, STEPS
+from headstart.data_pipelines.features.sample_stores import IN_THIS_PROCESS, ON_DEVICE, STEPS
 from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.data_pipelines.features.shards import MANIFEST, stored_taps
 from headstart.heads.base import DraftHead
@@ -30,6 +30,7 @@ from headstart.trainers.objectives.unrolled import positions_at_once
 FLOAT32 = 4  # bytes
 TRAINED = 16  # bytes of memory per trained parameter: weight, gradient and AdamW's two moments in float32
 GRADIENTS_AND_WEIGHTS = 2  # copies of a head in float32 that every optimizer needs at the least
+CHEAPER = ("precision", "accumulate", "activation_checkpointing", "eval_prompts")  # fields of train that save memory
 LOGITS_KEPT = 4  # copies of a chunk's logits: the target's, the head's, their loss and its gradient
 
 
@@ -88,6 +89,35 @@ def memory_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int
     return needs + list(decoding_needs(recipe, head, machine, weights))
 
 
+def fitted(recipe: Recipe, target: TargetConfig, machine: Machine) -> Recipe:
+    """The recipe with the train.accumulate and activation_checkpointing of the plan, where it leaves them open.
+
+    On a GPU the first choice that fits counts: few micro-batches, before anything is computed twice. Where none fits,
+    and on a CPU, there is one micro-batch.
+    """
+    if machine.device.type == "cpu" or not left_open(recipe):
+        return recipe
+    head, weights = head_without_weights(recipe, target), target_bytes(recipe)
+    settings = fitting_settings(recipe, head, machine, weights, left_open(recipe)) or {}
+    return recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+
+
+def left_open(recipe: Recipe) -> list[str]:
+    """The fields of `train` that the plan chooses."""
+    return [name for name in ("accumulate", "activation_checkpointing") if getattr(recipe.train, name) is None]
+
+
+def fitting_settings(
+    recipe: Recipe, head: DraftHead, machine: Machine, weights: int, names: Collection[str]
+) -> dict[str, Any] | None:
+    """The fewest changes of these fields of `train` with which the run fits the machine; None if there are none."""
+    for settings in cheaper_settings(recipe, machine.ranks, names):
+        changed = recipe.model_copy(update={"train": recipe.train.model_copy(update=settings)})
+        if total(memory_needs(changed, head, machine, weights)) <= machine.memory:
+            return settings
+    return None
+
+
 def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Raise ValueError, naming the settings that fit, if the harvest or training needs more memory than a GPU has.
 
@@ -98,20 +128,17 @@ def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machi
     weights = target_bytes(recipe)
     refuse_large_harvest(recipe, target, machine, weights)
     head, section, allowed = head_without_weights(recipe, target), recipe.train, decimal(machine.memory)
-    needed = total(memory_needs(recipe, head, machine, weights))
-    if needed <= machine.memory:
+    if fitting_settings(recipe, head, machine, weights, left_open(recipe)) is not None:
         return
-    for settings in cheaper_settings(recipe, machine.ranks):
-        changed = recipe.model_copy(update={"train": section.model_copy(update=settings)})
-        if total(memory_needs(changed, head, machine, weights)) <= machine.memory:
-            advice = "write " + " ".join(f"train.{name}={str(value).lower()}" for name, value in settings.items())
-            break
-    else:
-        advice = "no train.accumulate or activation_checkpointing makes it fit: take larger devices or a smaller head"
+    needed = total(memory_needs(recipe, head, machine, weights))
+    settings = fitting_settings(recipe, head, machine, weights, CHEAPER)
+    advice = "no train.accumulate or activation_checkpointing makes it fit: take larger devices or a smaller head"
+    if settings is not None:
+        advice = "write " + " ".join(f"train.{name}={str(value).lower()}" for name, value in settings.items())
     raise ValueError(
-        f"train.accumulate: {section.accumulate} given, with precision {section.precision}, activation_checkpointing "
-        f"{str(section.activation_checkpointing).lower()} and eval_prompts {section.eval_prompts}, which needs about "
-        f"{decimal(needed)} on the device of the main rank, and up to {allowed} is allowed there; {advice}"
+        f"train.accumulate: {section.micro_batches} given, with precision {section.precision}, activation_checkpointing "
+        f"{str(bool(section.activation_checkpointing)).lower()} and eval_prompts {section.eval_prompts}, which needs "
+        f"about {decimal(needed)} on the device of the main rank, and up to {allowed} is allowed there; {advice}"
     )
 
 
@@ -146,28 +173,44 @@ def shares_device(recipe: Recipe, machine: Machine) -> bool:
     return recipe.target.device in ("auto", machine.device.type, str(machine.device))
 
 
-def cheaper_settings(recipe: Recipe, ranks: int) -> Iterator[dict[str, Any]]:
-    """Changes of `train` that save memory, the fewest first: faster, then slower, then without a measurement."""
+def holds_target(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the target is on the device that trains, to make samples or to decode."""
+    is_asked_for = recipe.train.eval_prompts > 0 or recipe.data.online == IN_THIS_PROCESS
+    return is_asked_for and shares_device(recipe, machine)
+
+
+def shares_lm_head(recipe: Recipe, machine: Machine) -> bool:
+    """Whether the target's own lm_head scores the loss."""
+    is_same = recipe.target.dtype == recipe.train.precision and recipe.joint.mode is None
+    return is_same and holds_target(recipe, machine)
+
+
+def cheaper_settings(recipe: Recipe, ranks: int, names: Collection[str]) -> Iterator[dict[str, Any]]:
+    """Changes of these fields of `train` that save memory, none first: faster, then slower, then without measuring."""
     section = recipe.train
     most = max(section.batch_size // ranks, 1)
     choices: dict[str, list[Any]] = {
         "precision": ["bfloat16"] if section.precision == "float32" else [],
-        "accumulate": list(range(section.accumulate + 1, most + 1)),
+        "accumulate": list(range(section.micro_batches + 1, most + 1)),
         "activation_checkpointing": [] if section.activation_checkpointing else [True],
         "eval_prompts": [0] if section.eval_prompts else [],
     }
-    for count in range(1, len(choices) + 1):
-        for names in combinations(choices, count):
-            for values in product(*(choices[name] for name in names)):
-                yield dict(zip(names, values, strict=True))
+    for count in range(len(choices) + 1):
+        for chosen in combinations([name for name in choices if name in names], count):
+            for values in product(*(choices[name] for name in chosen)):
+                yield dict(zip(chosen, values, strict=True))
 
 
 def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, machine: Machine) -> list[Need]:
     """Memory on a rank that trains on `samples` texts of `longest` tokens at once."""
     drafted, target = 0 if head.vocab.is_full else len(head.vocab.ids), head.target
     half, parameters = recipe.train.precision == "bfloat16", num_parameters(head)
-    scored = drafted * FLOAT32 if not half else (target.vocab_size + drafted) * FLOAT32 // 2  # lm_head for the loss
-    frozen = (2 * target.vocab_size * FLOAT32 + scored) * target.hidden_size
+    element, is_shared = FLOAT32 // 2 if half else FLOAT32, shares_lm_head(recipe, machine)
+    # A head that scores with the target's lm_head holds it in float32.
+    holds = head.trained_by != "blocks" and any("lm_head" in name for name, _ in head.named_buffers())
+    in_float32 = target.vocab_size * (1 + (holds and (half or is_shared)))
+    scored = drafted + target.vocab_size * (not is_shared)
+    frozen = (in_float32 * FLOAT32 + scored * element) * target.hidden_size
     micro_batch = f"{samples} samples of {longest} tokens, unroll {recipe.unroll}, {recipe.train.precision}"
     activations = activation_bytes(recipe, head, samples, longest, machine.device)
     state, why = TRAINED * parameters, "weights, gradients, two moments of AdamW in float32"
@@ -175,7 +218,7 @@ def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, mach
         state, why = state // machine.slices + 2 * FLOAT32 * parameters, "its slices of them, and the whole head twice"
     elif machine.ranks > 1:
         state, why = state + FLOAT32 * parameters, f"{why}, and gradients to send"
-    formats = "float32, and lm_head in bfloat16" if half else "float32"
+    formats = f"float32 and {recipe.train.precision}" + (", lm_head the target's own" if is_shared else "")
     return [
         Need("the head", state, why),
         Need("the target's embedding and lm_head", frozen, f"frozen, with the final norm, in {formats}"),
@@ -207,16 +250,16 @@ def activation_bytes(recipe: Recipe, head: DraftHead, samples: int, longest: int
 
 def decoding_needs(recipe: Recipe, head: DraftHead, machine: Machine, weights: int) -> Iterator[Need]:
     """Memory for the target and the copy of the head that decode at each checkpoint, or harvest during training."""
-    section, prompts = recipe.target, recipe.train.eval_prompts
-    if (not prompts and recipe.data.online != ("auto",)) or not shares_device(recipe, machine):
+    section, prompts, is_online = recipe.target, recipe.train.eval_prompts, recipe.data.online == IN_THIS_PROCESS
+    if not holds_target(recipe, machine):
         return
     dtype, config = getattr(torch, section.dtype), head.target
     devices = machine.devices if section.split == "layers" else 1
-    copies = (prompts > 0) + (recipe.data.online == ("auto",))
-    why = f"train.eval_prompts {prompts}" if prompts else "data.online [auto]"
+    copies = (prompts > 0) + is_online if recipe.joint.mode is not None else 1  # a tuned target is another one
+    why = " and ".join([f"train.eval_prompts {prompts}"] * (prompts > 0) + ["data.online [auto]"] * is_online)
     spread = f", over {devices} devices" if devices > 1 else ""
-    yield Need("the target that decodes", copies * weights // devices, f"{section.dtype}{spread}, {why}")
-    if recipe.data.online == ("auto",):
+    yield Need("the target", copies * weights // devices, f"{section.dtype}{spread}, {why}")
+    if is_online:
         tokens = recipe.train.batch_size // machine.ranks * recipe.data.longest_sample
         taps = len(stored_taps(head.taps, config.num_layers))
         states = tokens * bytes_per_token(config.hidden_size, taps, section.dtype)

@@ -28,6 +28,7 @@ from headstart.trainers.memory import (
     GRADIENTS_AND_WEIGHTS,
     Machine,
     Need,
+    fitted,
     memory_needs,
     num_parameters,
     target_bytes,
@@ -76,7 +77,7 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
 
 def refuse_sizes(recipe: Recipe, num_ranks: int, num_samples: int, num_heldout: int | None = None) -> None:
     """Raise ValueError if there is nothing to train or measure on, or a batch would repeat a sample or be empty."""
-    size, accumulate = recipe.train.batch_size, recipe.train.accumulate
+    size, accumulate = recipe.train.batch_size, recipe.train.micro_batches
     if num_samples == 0:
         raise ValueError("the features hold no samples to train on; check data.num_prompts and harvest again")
     if num_heldout == 0:
@@ -207,10 +208,12 @@ class DataSizes:
 
 def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
     """Print the whole plan as a table; nothing is allocated."""
+    recipe = fitted(recipe, target, machine)
     data, head = DataSizes.of(recipe, target), head_without_weights(recipe, target)
     needs, trained = memory_needs(recipe, head, machine, target_bytes(recipe)), num_parameters(head)
     if recipe.joint.mode is not None:
         trained += tuned_parameters(recipe, model_without_weights(trainable_section(recipe, machine.device)))
+    samples = recipe.train.samples_at_once(machine.ranks)
     shares = "" if machine.slices > 1 else " as data parallel;"
     most = f"of {decimal(machine.memory)};{shares} the larger of activations and decoding"
     needs.append(Need("total on the main rank, about", total(needs), most))
@@ -227,6 +230,8 @@ def print_plan(recipe: Recipe, target: TargetConfig, machine: Machine) -> None:
             table.add_row(*row)
     folder = folder_of(recipe.target, ["config.json"])
     weights = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    again = ", each unroll step computed again" if recipe.train.activation_checkpointing else ""
+    table.add_row("micro-batches", f"{recipe.train.micro_batches}", f"of {samples} samples on each rank{again}")
     table.add_row("the target itself", decimal(weights) if weights else "unknown", "its weights, wherever it is loaded")
     Console(width=120, highlight=False).print(table)
     if recipe.joint.mode == "lora" and find_spec("peft") is None:

@@ -7,13 +7,15 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 
 from headstart.common.files import read_growing_jsonl, read_json
 from headstart.common.process import end_with_launcher
 from headstart.common.remote import pull, shown
 from headstart.data_pipelines.features.batches import SampleStore
-from headstart.data_pipelines.features.sample_stores import open_stores
+from headstart.data_pipelines.features.sample_stores import IN_THIS_PROCESS, open_stores
 from headstart.data_pipelines.features.shards import stored_taps
+from headstart.data_pipelines.harvest_stages import OneTarget
 from headstart.data_pipelines.stages.stage import Stage
 from headstart.data_pipelines.together import run_together
 from headstart.heads.formats.card import exported
@@ -21,6 +23,7 @@ from headstart.heads.formats.layouts import refusing_engine
 from headstart.heads.frozen import FrozenTarget, SafetensorsFolder
 from headstart.heads.kinds.checkpoint import KINDS, head_taps, save_head
 from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
+from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.loading import slow_format
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -28,7 +31,7 @@ from headstart.recipes.command_line import DeviceMemory
 from headstart.recipes.fields import head_kinds
 from headstart.trainers.evaluation import TEMPERATURES, HeldOutDecoding
 from headstart.trainers.loop import train
-from headstart.trainers.memory import Machine, refuse_more_than_memory
+from headstart.trainers.memory import Machine, fitted, refuse_more_than_memory
 from headstart.trainers.new_head import START, build_head, describe, fit_first_weights, load_start, start_of_run
 from headstart.trainers.objectives.medusa2 import TrainableTarget
 from headstart.trainers.parallel.launch import ranks_of_a_copy, start_accelerator
@@ -101,12 +104,20 @@ class TrainingRun:
         with run_together(recipe, "training", self.check, lambda: {"checkpoint": f"step {checkpoints.newest()}"}):
             yield
 
-    def train(self, features: Stage) -> TrainedHead:
-        """Train the head on the harvested samples, from the newest checkpoint if there is one."""
-        recipe, accelerator = self.recipe, self.accelerator
-        frozen = FrozenTarget.from_folder(folder_of(recipe.target), torch.float32, accelerator.device)
+    def train(self, features: Stage, shared: OneTarget) -> TrainedHead:
+        """Train the head on the harvested samples, from the newest checkpoint if there is one.
+
+        The `shared` target makes samples during training, decodes and teaches; without such work it is freed.
+        """
+        accelerator = self.accelerator
+        frozen = FrozenTarget.from_folder(folder_of(self.recipe.target), torch.float32, accelerator.device)
+        recipe = broadcast_object_list([fitted(self.recipe, frozen.config, self.machine)])[0]
+        finished = is_exported(recipe, Checkpoints(recipe.checkpoints_dir, {}))
+        decodes = not finished and recipe.train.eval_prompts > 0 and accelerator.is_main_process
+        if recipe.data.online != IN_THIS_PROCESS and (not decodes or recipe.joint.mode is not None):
+            shared.free()
         taps = stored_taps(head_taps(recipe.head, frozen.config), frozen.config.num_layers)
-        with open_stores(recipe, features, taps) as (train_store, heldout_store):
+        with open_stores(recipe, features, taps, shared) as (train_store, heldout_store):
             refuse_sizes(recipe, accelerator.num_processes, len(train_store), len(heldout_store))
             checkpoints, start = self.open_checkpoints(features, frozen, train_store)
             head = build_head(recipe, frozen, start)
@@ -116,12 +127,13 @@ class TrainingRun:
                 if hint := slow_format("train.precision", recipe.train.precision, accelerator.device):
                     print(hint)
                 print(*describe(head, frozen, train_store, heldout_store), sep="\n")
-            finished = is_exported(recipe, checkpoints)
             decoding = target = None
-            if not finished and recipe.train.eval_prompts and accelerator.is_main_process:
-                decoding = start_decoding(recipe, head.taps, start)
+            if decodes:
+                decoding = start_decoding(recipe, head.taps, start, shared)
             if not finished and recipe.joint.mode is not None:
                 target = TrainableTarget.load(recipe, accelerator.device)
+            precision = getattr(torch, recipe.train.precision)
+            frozen = frozen.scoring_in(precision, shared().frozen if shared.is_loaded else None)
             inputs = TrainingInputs(frozen, train_store, heldout_store, decoding, target)
             train(recipe, head, inputs, accelerator, checkpoints)
         return TrainedHead(frozen, start, checkpoints, decoding, target, finished)
@@ -190,9 +202,11 @@ def is_whole(folder: Path) -> bool:
     return True
 
 
-def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart) -> HeldOutDecoding:
-    """Load the target, and build a second head in the target's number format to decode with."""
-    target = TargetModel.load_to_answer(recipe.target, taps, packed=recipe.joint.mode is None)
+def start_decoding(recipe: Recipe, taps: tuple[int, ...], start: RunStart, shared: OneTarget) -> HeldOutDecoding:
+    """Build a second head in the target's number format to decode with; tuned weights need a target of their own."""
+    is_tuned = recipe.joint.mode is not None
+    target = TargetModel.load_to_answer(recipe.target, taps, packed=False) if is_tuned else shared()
+    target.singleton(SpareSteps).clear()  # training needs the memory of the harvest's steps
     decoding_head = build_head(recipe, target.frozen, start).to(target.dtype)
     return HeldOutDecoding(recipe, target, decoding_head.eval().requires_grad_(False))
 

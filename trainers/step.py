@@ -192,7 +192,7 @@ def expect_step(training: Training, numbers: list[int]) -> None:
 
 def numbers_of_micro_batches(training: Training, numbers: list[int]) -> list[list[int]]:
     """The samples of each micro-batch of this rank, given those of a global batch."""
-    accelerator, accumulate = training.accelerator, training.recipe.train.accumulate
+    accelerator, accumulate = training.accelerator, training.recipe.train.micro_batches
     own = numbers[accelerator.process_index :: accelerator.num_processes]
     return [own[first::accumulate] for first in range(accumulate)]
 

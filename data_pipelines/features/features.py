@@ -43,16 +43,21 @@ class States:
 TapTexts = Callable[[list[list[int]]], States]  # `tap` of a target in this process, in another, or over several ranks
 
 
-def tap(target: TargetModel, texts: list[list[int]]) -> States:
-    """The hidden states of each text, from one causal forward of the texts padded on the right."""
+def tap(target: TargetModel, texts: list[list[int]], taps: tuple[int, ...] | None = None) -> States:
+    """The hidden states of each text, from one causal forward of the texts padded on the right.
+
+    `taps` are some of the target's; None is all of them.
+    """
     lengths = [len(text) for text in texts]
     padded = max(lengths)
     if target.device.type == "cuda":
         padded = max(padded, min(math.ceil(padded / GPU_LENGTHS) * GPU_LENGTHS, target.max_positions))
     tokens = torch.tensor([text + [0] * (padded - len(text)) for text in texts], device=target.device)
     with torch.inference_mode():
-        taps, last_hidden = target.passes.hidden_states(tokens)
-    return States(without_padding(taps, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
+        states, last_hidden = target.passes.hidden_states(tokens)
+    if taps is not None:
+        states = [states[target.taps.index(each)] for each in taps]
+    return States(without_padding(states, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
 
 
 def without_padding(

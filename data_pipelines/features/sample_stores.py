@@ -38,8 +38,13 @@ ON_DEVICE = 2**30  # bytes of a step's states that stay on the target's device; 
 
 
 @contextmanager
-def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iterator[tuple[SampleStore, SampleStore]]:
-    """Open the training and held-out samples of a harvest; `taps` are the head's without the last hidden state."""
+def open_stores(
+    recipe: Recipe, harvested: Stage, taps: tuple[int, ...], load: Callable[[], TargetModel]
+) -> Iterator[tuple[SampleStore, SampleStore]]:
+    """Open the training and held-out samples of a harvest; `taps` are the head's without the last hidden state.
+
+    Only samples that are computed in this process `load` the target.
+    """
     devices, splits = recipe.data.online, ("train", "heldout")
     with ExitStack() as stack:
         train: SampleStore
@@ -49,7 +54,7 @@ def open_stores(recipe: Recipe, harvested: Stage, taps: tuple[int, ...]) -> Iter
             stack.enter_context(closing(heldout))
         else:
             if devices == IN_THIS_PROCESS:
-                tap_texts: TapTexts = partial(tap, TargetModel.load(recipe.target, taps))
+                tap_texts: TapTexts = partial(tap, load(), taps=taps)
             else:
                 process = TargetProcess(recipe.target, taps, devices[Ranks().rank % len(devices)])
                 tap_texts = stack.enter_context(closing(process)).tap

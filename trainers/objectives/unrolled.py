@@ -150,7 +150,7 @@ class HeadInTraining(nn.Module, ABC):
         """`section` is the recipe's; without it nothing is computed again."""
         super().__init__()
         self.head, self.teacher, self.objective = head, teacher, objective
-        self.checkpointing = section is not None and section.activation_checkpointing
+        self.checkpointing = section is not None and bool(section.activation_checkpointing)
 
     def supervise(self, batch: Batch, key: str) -> Any:
         """Find the supervised positions of a batch; `key` seeds whatever a kind of head draws at random."""

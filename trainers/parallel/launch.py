@@ -71,7 +71,7 @@ def distribute_head(accelerator: Accelerator, unrolled: HeadInTraining, section:
 
 def refuse_contradiction(section: TrainSection) -> None:
     """Raise ValueError if the launch sets another precision or accumulation than the recipe."""
-    precision, accumulate = ACCELERATE_PRECISION[section.precision], str(section.accumulate)
+    precision, accumulate = ACCELERATE_PRECISION[section.precision], str(section.micro_batches)
     for given, option, off, same in (
         (f"train.precision: {section.precision}", "mixed_precision", "no", precision),
         (f"train.accumulate: {accumulate}", "gradient_accumulation_steps", "1", accumulate),
