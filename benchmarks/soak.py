@@ -7,8 +7,6 @@ What follows `--` goes to `headstart serve`. In this order:
 texts       200 mixed requests of 16 clients (greedy and seeded, stop strings, schemas, shared beginnings, clients that
             leave); each finished text is asked for again, alone and without drafts, and must be the same.
 schemas     100 answers under a JSON schema, with drafts and without: all valid, and the same text.
-late        the first schema and large bodies: how much later than usual another stream's token or /health comes.
-rest        200 sampled tokens with drafts and without, in turn: drafts that are not accepted cost at most a twentieth.
 drops       1,000 connections that break off at random moments: rows, waiting requests and open files as before.
 memory      minutes of mixed load: the growth of the process's memory from the first third of them to the last.
 shutdown    SIGTERM while 16 clients stream: each gets its whole answer or an error, and the process ends with code 0.
@@ -40,7 +38,6 @@ CLIENTS = 16
 PATIENCE = 900.0  # seconds for one answer
 MOST_GROWTH = 0.02  # of the memory under load
 UNLIMITED = httpx.Limits(max_connections=None)
-MOST_LATE, ROUNDS = 0.5, 5  # seconds; texts with drafts and without
 WORDS = ("river", "stone", "lamp", "garden", "engine", "violet", "thunder", "paper", "harbour", "winter", "copper")
 QUESTIONS = (
     "Why is the sky blue?",
@@ -209,51 +206,6 @@ def is_valid(answer: Answer) -> bool:
     return True
 
 
-async def others_wait(server: Server, http: httpx.AsyncClient) -> None:
-    bodies = {"nothing": None, "the first schema": {**HELLO, "max_tokens": 4, "response_format": SCHEMA}}
-    bodies["220,000 messages"] = {"messages": HELLO["messages"] * 220_000}
-    worst, usual = {"/health": 0.0, "next token": 0.0}, dict[str, float]()
-
-    async def health() -> None:
-        while True:
-            started = time.perf_counter()
-            await http.get("/health")
-            worst["/health"] = max(worst["/health"], time.perf_counter() - started)
-            await asyncio.sleep(0.05)
-
-    async def tokens() -> None:
-        body = {"prompt": "def f(", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        while True:
-            async with http.stream("POST", "/v1/completions", json=body) as answer:
-                before = time.perf_counter()
-                async for _ in answer.aiter_raw():
-                    worst["next token"] = max(worst["next token"], time.perf_counter() - before)
-                    before = time.perf_counter()
-
-    watching = [asyncio.create_task(each()) for each in (health, tokens)]
-    for name, body in bodies.items():
-        content = await asyncio.to_thread(json.dumps, body)
-        sent: Any = {"content": content, "headers": {"Content-Type": "application/json"}}
-        worst |= dict.fromkeys(worst, 0.0)
-        await (asyncio.sleep(5) if body is None else http.request("POST", "/v1/chat/completions", **sent))
-        usual = usual or {**worst}
-        for what, seconds in worst.items():
-            most = usual[what] + MOST_LATE
-            server.check(f"latest {what} beside {name}", f"{seconds:.2f} s", f"{most:.2f} s", seconds <= most)
-    for task in watching:
-        task.cancel()
-
-
-async def drafts_rest(server: Server, http: httpx.AsyncClient) -> None:
-    fields = {"prompt": "a b a b a b", "max_tokens": 200, "ignore_eos": True, "temperature": 1}
-    seconds = {True: 0.0, False: 0.0}
-    for number in range(2 * ROUNDS):
-        answer = await http.post("/v1/completions", json={**fields, "seed": number, "speculative": number % 2 == 0})
-        seconds[number % 2 == 0] += answer.json()["metrics"]["decode_seconds"]
-    share = seconds[False] / seconds[True]
-    server.check("speed with drafts over plain decoding's", f"{share:.2f}", "0.95 or more", share >= 0.95)
-
-
 async def dropped_connections(server: Server, http: httpx.AsyncClient, count: int) -> None:
     draw = random.Random(0)
     await idle(http)
@@ -333,10 +285,8 @@ async def shutdown_under_load(server: Server, http: httpx.AsyncClient) -> None:
 
 async def run(server: Server, arguments: argparse.Namespace) -> None:
     parts: dict[str, Callable[[httpx.AsyncClient], Awaitable[None]]] = {
-        "late": lambda http: others_wait(server, http),
         "texts": lambda http: same_texts(server, http, arguments.texts),
         "schemas": lambda http: schemas_hold(server, http, arguments.schemas),
-        "rest": lambda http: drafts_rest(server, http),
         "drops": lambda http: dropped_connections(server, http, arguments.drops),
         "memory": lambda http: memory_stays(server, http, arguments.minutes),
         "shutdown": lambda http: shutdown_under_load(server, http),
@@ -354,7 +304,7 @@ async def refuse_silent_server(http: httpx.AsyncClient) -> None:
         raise SystemExit(f"status {answer.status_code}: {answer.text[:200]}; name a target with a chat template")
 
 
-PARTS = ("late", "texts", "schemas", "rest", "drops", "memory", "shutdown")
+PARTS = ("texts", "schemas", "drops", "memory", "shutdown")
 
 
 def main() -> None:

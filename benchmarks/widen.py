@@ -4,12 +4,12 @@
 
 The small model's states are the first columns of the large one's, and the other columns stay zero. Whatever cannot
 reach the output (more heads, neurons and layers) is random, so no kernel and no power limit meets zeros. In float32 the
-logits are the small model's up to rounding: its texts, its chat template and its acceptance lengths come with the time,
-memory and disk space of the large one. It is a target for benchmarks, never a model to use. The head goes to LARGE/head.
+logits are the small model's up to rounding: its texts and acceptance lengths come with the time, memory and disk space
+of the large one. It is a target for benchmarks, never a model to use. The head goes to LARGE/head.
 
 - RMSNorm takes the mean square over all columns, so its weight shrinks by sqrt(small / large) and eps by small / large.
-- Rotary embeddings turn the pair (i, i + head_dim / 2) by base ** (-2 i / head_dim), so pair i of a small attention head
-  becomes pair i * (large head_dim / small head_dim). Scores are scaled by head_dim ** -0.5, which q makes up for.
+- Rotary embeddings turn the pair (i, i + head_dim / 2) by base ** (-2 i / head_dim), so pair i of a small head becomes
+  pair i * (large head_dim / small head_dim). Scores are scaled by head_dim ** -0.5, which q makes up for.
 - The query heads of a key head stay with it; the further ones have no way out, as their columns of o_proj are zero.
 """
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headstart.heads.frozen import SafetensorsFolder
+from headstart.heads.kinds.eagle3 import TAPS
 
 COUNTS = ("num_attention_heads", "num_key_value_heads", "num_hidden_layers")
 NAMES = ("hidden_size", "intermediate_size", "head_dim", *COUNTS)  # in config.json
@@ -36,7 +37,6 @@ SIZES = {  # the last has the layers of Llama-3.1-8B
     "8B": dict(zip(NAMES, (4096, 14336, 128, 32, 8, 32), strict=True)),
 }
 NOISE = 0.02  # standard deviation of weights that cannot reach the output
-SHARD = 4 * 10**9  # bytes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Widening:
         fits = all(mine <= its for mine, its in zip(small[:-1], large[:-1], strict=True))
         if not fits or large[2] % small[2] or large[3] // large[4] < small[3] // small[4]:
             allowed = "none may be smaller, head_dim must be a multiple, and a key head needs as many query heads"
-            raise ValueError(f"sizes {self.large} given for a model of {small} ({', '.join(NAMES)}): {allowed}")
+            raise ValueError(f"sizes {large} given for a model of {small} ({', '.join(NAMES)}): {allowed}")
 
     def noise(self, *shape: int) -> Tensor:
         return torch.empty(*shape).normal_(0, NOISE, generator=self.generator)
@@ -62,14 +62,16 @@ class Widening:
         small, large, part = self.small, self.large, name.removesuffix(".weight").rpartition(".")[2]
         new = large["hidden_size"] - small["hidden_size"]
         if weight.ndim == 1:
-            shrunk = weight * math.sqrt(small["hidden_size"] / large["hidden_size"])
-            return torch.cat([shrunk, torch.ones(new)])
+            return torch.cat([weight * math.sqrt(small["hidden_size"] / large["hidden_size"]), torch.ones(new)])
         if part in ("embed_tokens", "lm_head"):
             return pad(weight, (0, new))  # a head in training starts from it, so it gets no noise
         if part == "down_proj":
             return pad(weight, (0, large["intermediate_size"] - small["intermediate_size"], 0, new))
         if part == "o_proj":
-            return self.from_heads(weight)
+            columns = torch.zeros(large["hidden_size"], large[COUNTS[0]], large["head_dim"])
+            parts = weight.unflatten(1, (-1, small["head_dim"]))
+            columns[: len(weight), self.query_heads(), : small["head_dim"]] = parts
+            return columns.flatten(1)
         # The rest reads one or several states next to each other.
         states = weight.split(small["hidden_size"], 1)
         wide = torch.cat([torch.cat([each, self.noise(len(each), new)], 1) for each in states], 1)
@@ -85,37 +87,21 @@ class Widening:
     def to_heads(self, part: str, wide: Tensor) -> Tensor:
         """The rows of queries, keys or values at their large heads' places."""
         small, large = (config["head_dim"] for config in (self.small, self.large))
-        count, where = self.large[COUNTS[part != "q_proj"]], torch.arange(small)
+        is_query, where = part == "q_proj", torch.arange(small)
         if part != "v_proj":
             pairs = torch.arange(small // 2) * (large // small)
             where = torch.cat([pairs, pairs + large // 2])
-        heads = self.query_heads() if part == "q_proj" else list(range(self.small[COUNTS[1]]))
-        scale = math.sqrt(large / small) if part == "q_proj" else 1.0
-        rows = self.noise(count, large, wide.shape[1])
+        heads = self.query_heads() if is_query else torch.arange(self.small[COUNTS[1]])
+        rows = self.noise(self.large[COUNTS[not is_query]], large, wide.shape[1])
         rows[heads] = 0
-        rows[torch.tensor(heads)[:, None], where] = scale * wide.view(len(heads), small, -1)
+        scale = math.sqrt(large / small) if is_query else 1.0
+        rows[heads[:, None], where] = scale * wide.view(len(heads), small, -1)
         return rows.flatten(0, 1)
 
-    def from_heads(self, weight: Tensor) -> Tensor:
-        """`o_proj`: what the other heads give is dropped."""
-        small, heads = self.small["head_dim"], self.query_heads()
-        columns = torch.zeros(self.large["hidden_size"], self.large[COUNTS[0]], self.large["head_dim"])
-        columns[: len(weight), heads, :small] = weight.view(len(weight), len(heads), small)
-        return columns.flatten(1)
-
-    def query_heads(self) -> list[int]:
+    def query_heads(self) -> Tensor:
         """The large query head of each small one."""
-        (few, keys), (many, _) = ([config[name] for name in COUNTS[:2]] for config in (self.small, self.large))
-        group = many // self.large[COUNTS[1]]
-        return [key * group + number for key in range(keys) for number in range(few // keys)]
-
-    def random_layer(self, layer: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A layer with weights of these names and shapes that adds nothing to the states."""
-        unheard = ("o_proj.weight", "down_proj.weight")
-        return {
-            name: torch.zeros_like(each) if name.endswith(unheard) else self.noise(*each.shape) + (each.ndim == 1)
-            for name, each in layer.items()
-        }
+        (few, keys), (many, more) = ([config[name] for name in COUNTS[:2]] for config in (self.small, self.large))
+        return (torch.arange(keys)[:, None] * (many // more) + torch.arange(few // keys)).flatten()
 
 
 def spread(small: dict[str, Any], large: dict[str, Any]) -> list[int]:
@@ -127,17 +113,18 @@ def spread(small: dict[str, Any], large: dict[str, Any]) -> list[int]:
 def tensors(folder: Path, widening: Widening) -> Iterator[tuple[str, Tensor]]:
     """The target's weights, wide, a layer at a time."""
     stored = SafetensorsFolder(folder)
-    wide = {name: name for name in stored.files if ".layers." not in name}
-    yield from ((name, widening.of(name, stored.read(name).float())) for name in wide)
-    if "lm_head.weight" not in wide:
-        yield "lm_head.weight", widening.of("lm_head.weight", stored.read("model.embed_tokens.weight").float())
+    ends = {name: name for name in stored.files if ".layers." not in name}
+    ends.setdefault("lm_head.weight", "model.embed_tokens.weight")
+    yield from ((name, widening.of(name, stored.read(source).float())) for name, source in ends.items())
     places = {place: number for number, place in enumerate(spread(widening.small, widening.large))}
     for place in range(widening.large["num_hidden_layers"]):
         prefix = f"model.layers.{places.get(place, 0)}."
-        names = [name.removeprefix(prefix) for name in stored.files if name.startswith(prefix)]
-        layer = {name: widening.of(name, stored.read(prefix + name).float()) for name in names}
-        layer = layer if place in places else widening.random_layer(layer)
-        yield from ((f"model.layers.{place}.{name}", each) for name, each in layer.items())
+        for name in (each.removeprefix(prefix) for each in stored.files if each.startswith(prefix)):
+            wide = widening.of(name, stored.read(prefix + name).float())
+            if place not in places:  # a further layer, which adds nothing to the states
+                unheard = name.endswith(("o_proj.weight", "down_proj.weight"))
+                wide = torch.zeros_like(wide) if unheard else widening.noise(*wide.shape) + (wide.ndim == 1)
+            yield f"model.layers.{place}.{name}", wide
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -153,27 +140,14 @@ def wide_config(small: dict[str, Any], sizes: dict[str, int], **changes: Any) ->
 def widen(small: Path, large: Path, sizes: dict[str, int], dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the target, with the small one's tokenizer; raises ValueError for sizes or tensors that do not fit."""
     config = read_config(small)
-    wide = wide_config(config, sizes, dtype=str(dtype).removeprefix("torch."))
+    wide = wide_config(config, sizes, dtype=str(dtype)[6:])
     widening = Widening(config, wide, torch.Generator().manual_seed(0))
     large.mkdir(parents=True, exist_ok=True)
-    shard: dict[str, Tensor] = {}
-    files: dict[str, str] = {}
-
-    def write() -> None:
-        name = f"model-{len(set(files.values())) + 1:05d}.safetensors"
-        save_file(shard, large / name, metadata={"format": "pt"})
-        files.update(dict.fromkeys(shard, name))
-        shard.clear()
-
-    for name, tensor in tensors(small, widening):
-        shard[name] = tensor.to(dtype).contiguous()
-        if sum(each.nbytes for each in shard.values()) > SHARD:
-            write()
-    write()
-    (large / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
+    written = {name: tensor.to(dtype).contiguous() for name, tensor in tensors(small, widening)}
+    save_file(written, large / "model.safetensors", metadata={"format": "pt"})
     (large / "config.json").write_text(json.dumps(wide, indent=2))
     for path in small.iterdir():
-        if path.suffix in (".json", ".jinja", ".txt", ".model") and not (large / path.name).exists():
+        if path.suffix in (".json", ".jinja", ".txt", ".model") and not path.name.startswith(("config", "model.")):
             shutil.copy(path, large / path.name)
 
 
@@ -186,9 +160,9 @@ def widen_head(head: Path, small: Path, large: Path, dtype: torch.dtype = torch.
     # Whatever was measured on the small target is left out, except the chances of draft tokens.
     own = {name: config["headstart"][name] for name in ("kind", "calibration") if name in config["headstart"]}
     own |= {"taps": taps, "target_num_layers": target["num_hidden_layers"]}
-    engine_taps = {"eagle_aux_hidden_state_layer_ids": [tap - 1 for tap in taps]}
-    more = {"target_hidden_size": target["hidden_size"], "headstart": own, "eagle_config": engine_taps}
-    wide = wide_config(config, sizes, eagle_aux_hidden_state_layer_ids=taps, **more)
+    more = {"target_hidden_size": target["hidden_size"], "torch_dtype": str(dtype)[6:]}
+    more |= {TAPS: taps, "eagle_config": {TAPS: [tap - 1 for tap in taps]}, "headstart": own}
+    wide = wide_config(config, sizes, **more)
     widening, stored = Widening(config, wide, torch.Generator().manual_seed(1)), SafetensorsFolder(head)
     written = {}
     for name in stored.files:

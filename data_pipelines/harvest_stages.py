@@ -53,7 +53,7 @@ LOGITS_TOLERANCE = 0.05  # share of the largest logit; bfloat16 rounding errors 
 
 
 class OneTarget:
-    """The recipe's target, which all stages of a process share: loaded on first use, with the taps of harvest and head."""
+    """The recipe's target, which the stages of a process share: loaded on first use, with taps of harvest and head."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -340,9 +340,7 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
     return tuple(recorded["taps"]) if recorded is not None and set(taps) <= set(recorded["taps"]) else taps
 
 
-def check_states(
-    recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts], taps: tuple[int, ...]
-) -> None:
+def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts], taps: tuple[int, ...]) -> None:
     """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
     states, of = tap(target, [shards[0].rows[0]["tokens"]], taps), "the first prompt"
     if recipe.data.online is None:

@@ -16,8 +16,8 @@ class TrainSection(Section):
     accumulate: int | None = Field(
         default=None,
         gt=0,
-        description="Micro-batches per optimizer step and process; more of them need less memory; null: as few as fit a "
-        "GPU, on a CPU one.",
+        description="Micro-batches per optimizer step and process; more of them need less memory; null: as few as fit "
+        "a GPU, on a CPU one.",
     )
     precision: Literal["float32", "bfloat16"] = Field(
         default="float32", description="Number format of the head's computation; weights and losses stay in float32."

@@ -135,10 +135,11 @@ def refuse_more_than_memory(recipe: Recipe, target: TargetConfig, machine: Machi
     advice = "no train.accumulate or activation_checkpointing makes it fit: take larger devices or a smaller head"
     if settings is not None:
         advice = "write " + " ".join(f"train.{name}={str(value).lower()}" for name, value in settings.items())
+    again = str(bool(section.activation_checkpointing)).lower()
     raise ValueError(
-        f"train.accumulate: {section.micro_batches} given, with precision {section.precision}, activation_checkpointing "
-        f"{str(bool(section.activation_checkpointing)).lower()} and eval_prompts {section.eval_prompts}, which needs "
-        f"about {decimal(needed)} on the device of the main rank, and up to {allowed} is allowed there; {advice}"
+        f"train.accumulate: {section.micro_batches} given, with precision {section.precision}, "
+        f"activation_checkpointing {again} and eval_prompts {section.eval_prompts}, which needs about "
+        f"{decimal(needed)} on the device of the main rank, and up to {allowed} is allowed there; {advice}"
     )
 
 

@@ -1,6 +1,7 @@
 """Laws of training without a store: same samples, same losses, nothing written to disk."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pretended_cuda import pretended_cuda
@@ -13,8 +14,12 @@ from headstart.data_pipelines.features.features import States, tap
 from headstart.data_pipelines.features.sample_stores import OnlineStore, TargetProcess, open_stores
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
+from headstart.data_pipelines.harvest_stages import OneTarget
+from headstart.heads.base import DraftHead
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
+from headstart.trainers import run, stages
+from headstart.trainers.step import TrainingInputs
 
 pytestmark = pytest.mark.usefixtures("log_every_step")
 TAPS = (1, 2, 3)
@@ -50,7 +55,7 @@ def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range 
 def test_online_samples_equal_those_that_a_harvest_stores(harvested: Path, where: str) -> None:
     recipe = online(harvested, where=where)
     before = modified(harvested)
-    with open_stores(recipe, harvest(recipe), TAPS) as made:
+    with open_stores(recipe, harvest(recipe), TAPS, OneTarget(recipe)) as made:
         for store, split in zip(made, ("train", "heldout"), strict=True):
             stored = FeatureStore(recipe.features_dir, split)
             assert (len(store), store.num_tokens) == (len(stored), stored.num_tokens)
@@ -102,6 +107,29 @@ def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_m
         assert {each.device.type for each in (store[0].taps, batch.taps, batch.last_hidden)} == {"cuda"}
         monkeypatch.setattr(sample_stores, "ON_DEVICE", 0)
         assert {store[2].taps.device.type, store[2].last_hidden.device.type} == {"cpu"}
+
+
+def test_one_target_harvests_decodes_and_teaches(
+    harvested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was loaded again to make samples, and once more to decode; its lm_head was read a fourth time."""
+    load, train = TargetModel.load, stages.train
+    loads, ends = [], []
+
+    def count(*given: Any, **named: Any) -> TargetModel:
+        loads.append(load(*given, **named))
+        return loads[-1]
+
+    def look(recipe: Recipe, head: DraftHead, inputs: TrainingInputs, *more: Any) -> None:
+        assert inputs.decoding is not None
+        ends.append((inputs.decoding.target, inputs.frozen.lm_head.data_ptr()))
+        train(recipe, head, inputs, *more)
+
+    monkeypatch.setattr(TargetModel, "load", count)
+    monkeypatch.setattr(stages, "train", look)
+    run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=2", "train.steps=2"))
+    assert ends == [(loads[0], loads[0].frozen.lm_head.data_ptr())]
+    assert len(loads) == 1
 
 
 # A target in a separate process
