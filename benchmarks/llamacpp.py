@@ -1,7 +1,6 @@
 """llama.cpp and headstart on the same questions in turn: the speed of decoding, plain and with drafts.
 
-    make bench-llamacpp QUESTIONS=question.jsonl
-    make bench-llamacpp QUESTIONS=question.jsonl SIZE=1.2B    # the same pair in a larger model's shape (widen.py)
+    make bench-llamacpp QUESTIONS=question.jsonl    # SIZE=1.2B: the pair in a larger model's shape (widen.py)
     python benchmarks/llamacpp.py --llamacpp .venv-llamacpp recipes/smollm2_135m.yaml decode.head=assets/smollm2_head \\
         report.prompts=question.jsonl report.num_prompts=10 decode.max_new_tokens=96 report.threads=2
 

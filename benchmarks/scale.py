@@ -136,7 +136,7 @@ def costs() -> Table:
 
 
 def fits() -> Table:
-    """What the dry run says of each recipe on each card: memory, and what the plan or the user chooses."""
+    """The memory of each recipe on each card, and what the plan chooses, or the user has to."""
     table = Table("recipe", *(f"{count} x {size} GB" for count in COUNTS for size in MEMORY), title="fits", box=None)
     for name, *overrides in FITTED:
         cells = []

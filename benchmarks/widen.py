@@ -36,7 +36,6 @@ SIZES = {  # the last has the layers of Llama-3.1-8B
     "1.2B": dict(zip(NAMES, (1536, 6144, 64, 24, 8, 30), strict=True)),
     "8B": dict(zip(NAMES, (4096, 14336, 128, 32, 8, 32), strict=True)),
 }
-NOISE = 0.02  # standard deviation of weights that cannot reach the output
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class Widening:
             raise ValueError(f"sizes {large} given for a model of {small} ({', '.join(NAMES)}): {allowed}")
 
     def noise(self, *shape: int) -> Tensor:
-        return torch.empty(*shape).normal_(0, NOISE, generator=self.generator)
+        return torch.empty(*shape).normal_(0, 0.02, generator=self.generator)
 
     def of(self, name: str, weight: Tensor) -> Tensor:
         """The wide form of a weight, by the last part of its name."""
@@ -78,8 +77,7 @@ class Widening:
         if part == "fc":
             return pad(wide, (0, 0, 0, new))
         if part in ("gate_proj", "up_proj"):
-            more = self.noise(large["intermediate_size"] - small["intermediate_size"], wide.shape[1])
-            return torch.cat([wide, more])
+            return torch.cat([wide, self.noise(large["intermediate_size"] - len(wide), wide.shape[1])])
         if part in ("q_proj", "k_proj", "v_proj"):
             return self.to_heads(part, wide)
         raise ValueError(f"{name}: a tensor of a Llama or of its EAGLE-3 head is allowed; widen another model")
@@ -89,12 +87,12 @@ class Widening:
         small, large = (config["head_dim"] for config in (self.small, self.large))
         is_query, where = part == "q_proj", torch.arange(small)
         if part != "v_proj":
-            pairs = torch.arange(small // 2) * (large // small)
-            where = torch.cat([pairs, pairs + large // 2])
-        heads = self.query_heads() if is_query else torch.arange(self.small[COUNTS[1]])
+            where = (torch.tensor([[0], [large // 2]]) + torch.arange(small // 2) * (large // small)).flatten()
+        heads, scale = torch.arange(self.small[COUNTS[1]]), 1.0
+        if is_query:
+            heads, scale = self.query_heads(), math.sqrt(large / small)
         rows = self.noise(self.large[COUNTS[not is_query]], large, wide.shape[1])
         rows[heads] = 0
-        scale = math.sqrt(large / small) if is_query else 1.0
         rows[heads[:, None], where] = scale * wide.view(len(heads), small, -1)
         return rows.flatten(0, 1)
 
@@ -122,8 +120,8 @@ def tensors(folder: Path, widening: Widening) -> Iterator[tuple[str, Tensor]]:
         for name in (each.removeprefix(prefix) for each in stored.files if each.startswith(prefix)):
             wide = widening.of(name, stored.read(prefix + name).float())
             if place not in places:  # a further layer, which adds nothing to the states
-                unheard = name.endswith(("o_proj.weight", "down_proj.weight"))
-                wide = torch.zeros_like(wide) if unheard else widening.noise(*wide.shape) + (wide.ndim == 1)
+                adds = name.endswith(("o_proj.weight", "down_proj.weight"))
+                wide = torch.zeros_like(wide) if adds else widening.noise(*wide.shape) + (wide.ndim == 1)
             yield f"model.layers.{place}.{name}", wide
 
 
@@ -155,10 +153,10 @@ def widen_head(head: Path, small: Path, large: Path, dtype: torch.dtype = torch.
     """Write the head for the target that `widen` wrote to `large`, in its folder `head`."""
     config, target = read_config(head), read_config(large)
     sizes = {name: target[name] for name in NAMES} | {"num_hidden_layers": 1}
-    places = [0, *(place + 1 for place in spread(read_config(small), target))]
-    taps = [places[tap] for tap in config["headstart"]["taps"]]
+    places, own = [0, *(place + 1 for place in spread(read_config(small), target))], config["headstart"]
+    taps = [places[tap] for tap in own["taps"]]
     # Whatever was measured on the small target is left out, except the chances of draft tokens.
-    own = {name: config["headstart"][name] for name in ("kind", "calibration") if name in config["headstart"]}
+    own = {name: own[name] for name in ("kind", "calibration") if name in own}
     own |= {"taps": taps, "target_num_layers": target["num_hidden_layers"]}
     more = {"target_hidden_size": target["hidden_size"], "torch_dtype": str(dtype)[6:]}
     more |= {TAPS: taps, "eagle_config": {TAPS: [tap - 1 for tap in taps]}, "headstart": own}
