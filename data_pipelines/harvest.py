@@ -120,7 +120,7 @@ def refuse_for_parts(recipe: Recipe, option: str, state: PartialState) -> None:
 
 
 @contextmanager
-def open_harvest(recipe: Recipe, shared: OneTarget | None = None) -> Iterator["Harvest"]:
+def open_harvest(recipe: Recipe, target: OneTarget | None = None) -> Iterator["Harvest"]:
     """Hold the folder of the data for ranks that agree on its target, which training may share."""
     state = PartialState()
     if state.is_main_process:
@@ -136,7 +136,7 @@ def open_harvest(recipe: Recipe, shared: OneTarget | None = None) -> Iterator["H
             forget_parts(recipe.data_folder)  # continue from their results
         weights = replace(TargetOrigin.of(folder_of(recipe.target)), source=None)  # model cards may differ
         refuse_differences(state, {"config and weights of target.path": str(weights)})
-        yield stack.enter_context(harvest_of(recipe, state, shared=shared))
+        yield stack.enter_context(harvest_of(recipe, state, shared=target))
 
 
 def main() -> None:

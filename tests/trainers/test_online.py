@@ -128,8 +128,8 @@ def test_one_target_harvests_decodes_and_teaches(
     monkeypatch.setattr(TargetModel, "load", count)
     monkeypatch.setattr(stages, "train", look)
     run(online(harvested, f"run_dir={tmp_path}", "train.eval_prompts=2", "train.steps=2"))
-    assert ends == [(loads[0], loads[0].frozen.lm_head.data_ptr())]
     assert len(loads) == 1
+    assert ends == [(loads[0], loads[0].frozen.lm_head.data_ptr())]
 
 
 # A target in a separate process
