@@ -9,7 +9,6 @@ from types import ModuleType
 import pytest
 import torch
 
-from headstart import SpeculativeModel
 from headstart.heads.kinds.checkpoint import load_head_for
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
@@ -66,12 +65,6 @@ def test_a_wide_target_has_the_large_ones_sizes_and_no_idle_layer(wide: Path) ->
     assert {name: getattr(model.config, name) for name in SIZES} == SIZES
     layers = [[weight for weight in layer.parameters() if weight.ndim == 2] for layer in model.model.layers]
     assert all(float((weight == 0).float().mean()) < 0.9 for layer in layers for weight in layer[:3])
-
-
-def test_a_wide_pair_chats_as_any_other(wide: Path) -> None:
-    model = SpeculativeModel.from_folders(wide, wide / "head")
-    prompt = torch.tensor([PROMPT])
-    assert model.generate(prompt, max_new_tokens=8)[0, len(PROMPT) :].any()
 
 
 def test_sizes_that_do_not_fit_are_refused(script: ModuleType, tmp_path: Path) -> None:
