@@ -58,7 +58,6 @@ STAND_INS = {
     r"runs/medusa/head": "runs/tiny_medusa/head",
     r"--num_processes 8": "--num_processes 2",
     r"--device-memory 8x80GB": "--device-memory 2x80GB",
-    r"--minutes 20": "--minutes 0.2 --kinds 10",
 }
 # Made before the walk, in addition to data/prompts.jsonl and data/heldout_prompts.jsonl.
 PREPARED = ("headstart harvest recipes/tiny.yaml run_dir=runs/more seed=1",)  # a second store, to be merged
