@@ -72,7 +72,6 @@ bench: $(INSTALLED) ## time decoding and training (PEERS="--peer specforge=VENV 
 	$(BIN)/headstart prompts recipes/tiny_full.yaml
 	$(BIN)/python benchmarks/decode.py recipes/tiny_full.yaml decode.head=assets/demo_head report.threads=1
 	$(BIN)/python benchmarks/train_step.py $(PEERS)
-	$(BIN)/python benchmarks/train_quality.py recipes/tiny.yaml report.threads=1 $(PEERS)
 
 check-targets: $(INSTALLED) ## decode with a tiny model of each of transformers' 270 types, and compare with generate (20 minutes on two cores)
 	$(BIN)/python benchmarks/target_families.py

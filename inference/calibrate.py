@@ -134,7 +134,8 @@ def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
 ) -> Iterator[LevelScores]:
     """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
-    yield from score_taps(head, target.passes.forward(text[:, :-1], last_only=True).taps, text, prompt, sampling, depth)
+    taps, columns = target.passes.forward(text[:, :-1], last_only=True).taps, target.tap_columns(head.taps)
+    yield from score_taps(head, taps if columns is None else taps[..., columns], text, prompt, sampling, depth)
 
 
 def score_taps(
