@@ -87,6 +87,6 @@ def test_the_documents_and_benchmarks_stay_small() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     assert len(readme.splitlines()) <= 120
-    assert sum(len(text.split()) for text in [readme, *pages]) <= 32_568
+    assert sum(len(text.split()) for text in [readme, *pages]) <= 33_000
     scripts = [path.read_text().splitlines() for path in (ROOT / "benchmarks").rglob("*.py")]
-    assert sum(map(len, scripts)) <= 4_262
+    assert sum(map(len, scripts)) <= 4_000

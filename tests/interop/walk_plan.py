@@ -121,6 +121,7 @@ ORDER = (
     r"launch/zero[23]\.yaml ",
     r"^make (lint|test|docs)$",
     r"^make check-page$",
+    r"^make check-kernels$",
     r"^make check-speculators$",
     r"^make clean$",
 )
