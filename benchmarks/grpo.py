@@ -37,13 +37,13 @@ class Rows(TrainerCallback):
     def __init__(self, path: Path) -> None:
         self.file, self.row = path.open("w"), dict[str, Any]()
 
-    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
+    def reward(self, completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float | None]:
         """The share of an answer's lines that are comments."""
         lines = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
         rewards = [sum(line.startswith("#") for line in each) / max(len(each), 1) for each in lines]
         digest = crc32(json.dumps([completion_ids, rewards]).encode())
         self.row |= {"tokens": sum(map(len, completion_ids)), "texts": digest, "reward": sum(rewards) / len(rewards)}
-        return rewards
+        return [*rewards]
 
     def timed(self, drafting: Drafting) -> Any:
         def generate(*given: Any, **fields: Any) -> torch.Tensor:

@@ -25,7 +25,7 @@ TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
 RATES = TrainSection(steps=40, learning_rate=1e-3, batch_size=8, unroll=5)
 
 
-def comments(completions: list[str], **_: object) -> list[float]:
+def comments(completions: list[str], **_: object) -> list[float | None]:
     """The share of each answer's lines that begin with #."""
     lines = [[line.strip() for line in text.splitlines() if line.strip()] for text in completions]
     return [sum(line.startswith("#") for line in each) / max(len(each), 1) for each in lines]

@@ -174,7 +174,7 @@ def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Any]:
     Those whose weights their parent's own code reads, as Mamba's does, stay as they are.
     """
     children: Any = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
-    named = [each for each in children if each[1] not in weights_read_by(type(each[0]))]
+    named = [each for each in children if each[1] not in weights_read_by(each[0].__class__)]
     modules = {"Linear": "torch.nn.modules.linear", "Conv1D": "transformers.pytorch_utils"}
     return [each for each in named if (type(each[2]).__name__, type(each[2]).__module__) == (kind, modules[kind])]
 

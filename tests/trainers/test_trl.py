@@ -46,7 +46,7 @@ class Recorder(TrainerCallback):
     def __init__(self) -> None:
         self.texts: list[list[list[int]]] = []
 
-    def reward(self, completion_ids: list[list[int]], **_: object) -> list[float]:
+    def reward(self, completion_ids: list[list[int]], **_: object) -> list[float | None]:
         self.texts.append(completion_ids)
         return [sum(ids) % 97 / 97 for ids in completion_ids]
 
@@ -65,7 +65,7 @@ def make_trainer(recipe: Recipe, folder: Path, recorder: Recorder, steps: int = 
 
 def trained(recipe: Recipe, folder: Path, **fields: Any) -> tuple[list[Any], dict[str, torch.Tensor], RefreshCallback]:
     recorder = Recorder()
-    trainer = make_trainer(recipe, folder, recorder)
+    trainer: Any = make_trainer(recipe, folder, recorder)
     callback = RefreshCallback(trainer, recipe.head_dir, folder / "heads", train=FAST, steps=2, **fields)
     trainer.add_callback(callback)
     trainer.train()
@@ -187,7 +187,7 @@ class Client:
 def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
     recipe: Recipe, tmp_path: Path, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer = make_trainer(recipe, tmp_path, Recorder())
+    trainer: Any = make_trainer(recipe, tmp_path, Recorder())
     callback = RefreshCallback(trainer, recipe.head_dir, tmp_path / "heads")
     made = tmp_path / "heads/made"
     save_head(load_head(recipe.head_dir, recipe.target.path), made)
@@ -212,7 +212,7 @@ def test_a_vllm_server_gets_the_new_head_in_a_session_for_drafts(
 
 
 def test_a_trainer_that_takes_no_head_is_refused_by_name(recipe: Recipe, tmp_path: Path) -> None:
-    trainer = make_trainer(recipe, tmp_path, Recorder())
+    trainer: Any = make_trainer(recipe, tmp_path, Recorder())
     with pytest.raises(
         ValueError, match="trainer: SimpleNamespace given, one that generates, a GRPOTrainer, is allowed"
     ):

@@ -242,7 +242,8 @@ def fit(
     while step < section.steps:
         set_learning_rates(optimizers, section, step)
         numbers = order.of_step(taken, section.batch_size)
-        parts = [numbers[first :: section.accumulate] for first in range(min(section.accumulate, len(numbers)))]
+        accumulate = min(section.micro_batches, len(numbers))
+        parts = [numbers[first::accumulate] for first in range(accumulate)]
         for part in parts:
             texts = [sample(number) for number in part]
             packing = pack([len(text.tokens) for text in texts], section.pack_tokens)
