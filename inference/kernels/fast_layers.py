@@ -11,18 +11,16 @@ rounded where transformers rounds. Only the order of sums changes. In training t
 On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
 """
 
-import inspect
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from headstart.inference.kernels.matmul import order_products
+from headstart.inference.kernels.matmul import order_products, weights_read_by
 from headstart.inference.kernels.outside_graph import CURRENT, outside_graph
 from headstart.inference.kernels.products import (
     EightBits,
@@ -177,15 +175,6 @@ def linear_layers(model: nn.Module, kind: str = "Linear") -> list[Any]:
     named = [each for each in children if each[1] not in weights_read_by(each[0].__class__)]
     modules = {"Linear": "torch.nn.modules.linear", "Conv1D": "transformers.pytorch_utils"}
     return [each for each in named if (type(each[2]).__name__, type(each[2]).__module__) == (kind, modules[kind])]
-
-
-@cache
-def weights_read_by(kind: Any) -> set[str]:
-    """The layers of a class of modules whose weights its code reads, instead of calling them."""
-    try:
-        return {*re.findall(r"self\.(\w+)\.(?:weight|bias)\b", inspect.getsource(kind))}
-    except (OSError, TypeError):
-        return set()
 
 
 def as_linear(layer: Any) -> nn.Linear:

@@ -5,8 +5,10 @@ token's result does not depend on the number of tokens.
 """
 
 import ctypes
+import inspect
+import re
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -73,18 +75,27 @@ def addmm(bias: Tensor, left: Tensor, right: Tensor) -> Tensor:
 
 
 def in_whole_vectors(function: Callable[..., Tensor], inputs: Tensor, *more: Any) -> Tensor:
-    """A function of each number, on tokens padded to whole vectors: torch computes the end of a tensor otherwise."""
+    """A function of each number, for tokens padded to whole vectors, a few tokens at a time.
+
+    torch computes the end of a tensor, and the end of each thread's share of a large one, by other code.
+    """
     width = inputs.shape[-1]
-    return function(functional.pad(inputs, (0, -width % VECTOR)), *more)[..., :width]
+    rows = functional.pad(inputs, (0, -width % VECTOR)).reshape(-1, width + -width % VECTOR)
+    parts = rows.split(max(ONE_THREAD_MAX // rows.shape[1], 1))
+    found = [function(part, *more) for part in parts]
+    return (found[0] if len(found) == 1 else torch.cat(found))[:, :width].reshape(inputs.shape)
 
 
-VECTOR = 16
+VECTOR = 64  # two AVX512 vectors of 16-bit numbers, which torch computes at once
+ONE_THREAD_MAX = 2**14  # numbers of a tensor that torch computes in the thread that asks for it
 ORDERED: dict[str, Callable[..., Tensor]] = {
     "linear": linear,
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), matmul),
     **dict.fromkeys(("addmm", "baddbmm"), addmm),
-    "sigmoid": partial(in_whole_vectors, torch.sigmoid),
+    **{name: partial(in_whole_vectors, getattr(functional, name)) for name in ("gelu", "silu", "softplus")},
+    **{name: partial(in_whole_vectors, getattr(torch, name)) for name in ("sigmoid", "tanh")},
 }
+ACTIVATION = re.compile("GELU|SiLU|Swish|Sigmoid|Tanh|Softplus|Mish")
 
 
 class OrderedProducts(TorchFunctionMode):
@@ -117,10 +128,34 @@ class OrderedForward:
             return own(self.module, *args, **kwargs)
 
 
+@cache
+def weights_read_by(kind: Any) -> set[str]:
+    """The layers of a class of modules whose weights its forward reads, instead of calling them."""
+    forwards = [each for name, each in vars(kind).items() if "forward" in name and inspect.isfunction(each)]
+    try:
+        return {*re.findall(r"self\.(\w+)\.(?:weight|bias)\b", "".join(map(inspect.getsource, forwards)))}
+    except OSError:  # no source
+        return set()
+
+
+class OrderedActivation:
+    """Replaces the forward of an activation; compiled layers compute it themselves."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        own: Callable[..., Tensor] = partial(type(self.module).forward, self.module)
+        is_whole = inputs.shape[-1] % VECTOR == 0 and inputs.numel() <= ONE_THREAD_MAX
+        if is_whole or CURRENT.trace is not None or torch.is_grad_enabled():
+            return own(inputs)
+        return in_whole_vectors(own, inputs)
+
+
 def order_products(model: nn.Module) -> None:
     """Let each module that holds matrices of its own, and is neither an embedding nor packed, compute in one order.
 
-    So do modules with a gate of one number a token, which torch's sigmoid computes by the number of tokens.
+    So do modules that read other layers' weights, activations, and modules with a gate of one number a token.
     """
     choose: Any = getattr(model, "set_experts_implementation", None)
     if choose is not None:
@@ -129,6 +164,13 @@ def order_products(model: nn.Module) -> None:
         tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         axes = {each.ndim for each in tensors if not isinstance(module, nn.Embedding)}
         children = [*module.children()]
+        if ACTIVATION.search(type(module).__name__) and not children and "forward" not in vars(module):
+            vars(module)["forward"] = OrderedActivation(module)
+            continue
+        has_weight = getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
+        reads = not {name for name, _ in module.named_children()}.isdisjoint(weights_read_by(module.__class__))
+        reads = reads and not any([*child.children()] for child in children)  # a layer, not a whole model
         is_gated = any(getattr(child, "out_features", None) == 1 for child in children)  # a gate of shared experts
-        if (3 in axes or (2 in axes and not children) or is_gated) and "forward" not in vars(module):
+        is_leaf = not any([*child.parameters()] for child in children)
+        if (3 in axes or (2 in axes and is_leaf) or has_weight or reads or is_gated) and "forward" not in vars(module):
             vars(module)["forward"] = OrderedForward(module)

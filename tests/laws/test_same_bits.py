@@ -9,6 +9,7 @@ import torch
 from families import FAMILIES, OTHERS, STATEFUL, make_family
 from matrix import slow_unless
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from headstart.heads.base import DraftHead
 from headstart.inference.core.request import Request
@@ -21,6 +22,7 @@ from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import pack_weights
+from headstart.inference.kernels.matmul import order_products
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
 
@@ -125,6 +127,20 @@ def check_texts(target: TargetModel, head: DraftHead, prompts: list[list[int]], 
         for _ in loop.run():
             pass
         assert [each.tokens for each in loop.generations.values()] == wanted
+
+
+@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("width", [1536, 37])
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid"])
+def test_an_activation_s_bits_depended_on_each_thread_s_share_of_a_large_prompt(name: str, width: int) -> None:
+    module, inputs, threads = nn.Sequential(ACT2FN[name]), 3 * torch.randn(100, width), torch.get_num_threads()
+    order_products(module)
+    try:
+        torch.set_num_threads(5)  # whose shares do not end at whole vectors
+        with torch.inference_mode():
+            assert torch.equal(module(inputs), torch.cat([module(each) for each in inputs.split(1)]))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs_and_by_how_much(
