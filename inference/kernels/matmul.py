@@ -168,7 +168,8 @@ def order_products(model: nn.Module) -> None:
             vars(module)["forward"] = OrderedActivation(module)
             continue
         has_weight = getattr(getattr(module, "weight", None), "ndim", 0) == 2 and not isinstance(module, nn.Embedding)
-        reads = not {name for name, _ in module.named_children()}.isdisjoint(weights_read_by(module.__class__))
+        kind: Any = type(module)
+        reads = not {name for name, _ in module.named_children()}.isdisjoint(weights_read_by(kind))
         reads = reads and not any([*child.children()] for child in children)  # a layer, not a whole model
         is_gated = any(getattr(child, "out_features", None) == 1 for child in children)  # a gate of shared experts
         is_leaf = not any([*child.parameters()] for child in children)

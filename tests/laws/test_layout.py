@@ -64,7 +64,7 @@ BUDGETS = {
     "inference/drafters": 1_986,
     "inference/engine": 1_671,
     "inference/generate": 1_157,
-    "inference/kernels": 1_910,
+    "inference/kernels": 1_911,
     "inference/report": 1_099,
     "inference/serve": 1_723,
     "inference/serve/api": 1_841,
