@@ -75,7 +75,6 @@ def facts(policy: PreTrainedModel) -> dict[str, Any]:
         "cache": policy.config.use_cache,
         "attention": policy.config._attn_implementation,
         "random": torch.get_rng_state().tolist(),
-        "numbers": random.getstate(),
     }
 
 

@@ -19,6 +19,7 @@ from headstart.heads.target_config import TargetConfig, identity, locate_target,
 from headstart.inference.core import cache_memory
 from headstart.inference.engine.loop import generate
 from headstart.inference.generate import loading
+from headstart.inference.generate import model as generate_model
 from headstart.inference.generate.options import ModelOptions
 from headstart.inference.kernels.products import eight_bits_of, library
 from headstart.inference.targets.gguf import EIGHT_BITS, FORMATS, TRANSFORMERS_MIN, unpack
@@ -92,7 +93,10 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
     if HAS_KERNELS:
         assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
-    monkeypatch.setattr(loading, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16")
+    chosen = lambda device, eight_bits: "float32" if eight_bits else "bfloat16"  # noqa: E731
+    monkeypatch.setattr(generate_model, "fast_dtype", chosen)
+        generate_model, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16"
+    )
     found = {}
     for path in (file, unpacked_folder(file, "target.path"), tmp_path):
         found[path] = loading.target_section(ModelOptions(str(path), None, DecodeSection(), None, "auto")).dtype
