@@ -83,10 +83,13 @@ def test_the_site_shows_every_page() -> None:
     )
 
 
+GENERATED = "<!-- What follows is written by"  # a table of all model types
+
+
 def test_the_documents_and_benchmarks_stay_small() -> None:
     readme = (ROOT / "README.md").read_text()
     pages = [path.read_text() for path in (ROOT / "docs").glob("*.md")]
     assert len(readme.splitlines()) <= 120
-    assert sum(len(text.split()) for text in [readme, *pages]) <= 33_000
+    assert sum(len(text.partition(GENERATED)[0].split()) for text in [readme, *pages]) <= 26_900
     scripts = [path.read_text().splitlines() for path in (ROOT / "benchmarks").rglob("*.py")]
     assert sum(map(len, scripts)) <= 4_000

@@ -93,8 +93,7 @@ def test_weights_of_few_bits_are_read_as_the_file_holds_them(
         assert not any(eight_bits_of(weight) for weight in each.model.parameters())
     if HAS_KERNELS:
         assert {form.partition(",")[0] for form in packed.fast_form.packed_as(packed.model)[1:]} == {"torch.int8"}
-    chosen = lambda device, eight_bits: "float32" if eight_bits else "bfloat16"  # noqa: E731
-    monkeypatch.setattr(generate_model, "fast_dtype", chosen)
+    monkeypatch.setattr(
         generate_model, "fast_dtype", lambda device, eight_bits: "float32" if eight_bits else "bfloat16"
     )
     found = {}
