@@ -1,6 +1,7 @@
 """Which model a name means, and what engines do with its family; no weights are read."""
 
 import difflib
+from importlib.util import find_spec
 from pathlib import Path
 
 from transformers import __version__
@@ -13,6 +14,7 @@ from headstart.common.errors import wrong_value
 from headstart.heads.files import read_json_object
 from headstart.heads.formats.config_rules import REFUSED, refusing
 from headstart.heads.target_config import locate_target
+from headstart.inference.targets import gguf
 
 MODEL_TYPES = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
 
@@ -22,6 +24,10 @@ def find_type(name: str) -> str:
 
     Raises ValueError for any other name.
     """
+    path = Path(name).expanduser()
+    files = [path] if path.suffix == ".gguf" else [*path.glob("*.gguf")]
+    if len(files) == 1 and files[0].is_file() and not (path / "config.json").is_file() and find_spec("gguf"):
+        return gguf.model_type(files[0])
     folder = folder_of(name)
     return name if folder is None else str(read_json_object(folder / "config.json", "target").get("model_type"))
 

@@ -50,7 +50,8 @@ def library() -> ctypes.CDLL | None:
         return None
     home, capability = Path(torch.__file__).parent, torch.backends.cpu.get_cpu_capability().replace(" ", "_")
     openmp = [*home.glob("lib/libgomp*"), *home.parent.glob("torch.libs/libgomp*")]  # torch's own, to share its threads
-    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), *map(str, SOURCES[:3])]
+    names = [each.name for each in SOURCES[:3]]  # not paths, so that each clone finds what another compiled
+    command = [compiler, *FLAGS, f"-DCPU_CAPABILITY_{capability}", "-I", str(home / "include"), *names]
     command += ["-Wl,--as-needed", *map(str, openmp[:1]), str(home / "lib" / "libtorch_cpu.so")]  # for its exp and tanh
     try:
         processor = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].partition("flags")[2]
@@ -58,8 +59,9 @@ def library() -> ctypes.CDLL | None:
         path = user_cache("products") / f"{hashlib.sha256(repr(inputs).encode()).hexdigest()[:24]}.so"
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            partial = path.with_suffix(f".{os.getpid()}.partial")
-            subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True)
+            partial, folder = path.with_suffix(f".{os.getpid()}.partial"), SOURCES[0].parent
+            print("compiling headstart's kernels, once", file=sys.stderr, flush=True)
+            subprocess.run([*command, "-o", str(partial)], check=True, capture_output=True, text=True, cwd=folder)
             partial.replace(path)
         loaded = ctypes.CDLL(str(path))
         arguments = [ctypes.c_void_p] * 4 + [ctypes.c_int64] * 3

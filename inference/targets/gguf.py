@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from functools import cache
 from mmap import ACCESS_READ, mmap
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -95,7 +96,7 @@ def unpack(file: Path, folder: Path) -> None:
     with removed_on_failure(partial), no_bars_of_transformers(), one_table_of_names():
         partial.mkdir(parents=True, exist_ok=True)
         short = partial / "short.gguf"
-        try:
+        with named_errors(file):
             metadata = write_short(file, short)
             architecture = metadata["general.architecture"]
             config = AutoConfig.from_pretrained(partial, gguf_file=short.name)
@@ -109,15 +110,6 @@ def unpack(file: Path, folder: Path) -> None:
             print("unpacking its tokenizer", flush=True)
             tokenizer = PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name)
             restore_tokenizer(tokenizer, metadata)
-        except LostSetting as error:
-            advice = "convert the model again with a newer llama.cpp, or give it as a folder of safetensors"
-            raise ValueError(f"{file}: {error}; {advice}") from error
-        except (ValueError, KeyError, NotImplementedError, struct.error, IndexError, RuntimeError) as error:
-            raise ValueError(
-                f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a complete "
-                "file is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, "
-                "or give the model as a folder of safetensors"
-            ) from error
         short.unlink()
         if exact := eight_bits_of_all(model, scales):
             (partial / EIGHT_BITS).parent.mkdir(exist_ok=True)
@@ -128,6 +120,30 @@ def unpack(file: Path, folder: Path) -> None:
         for weights in partial.rglob("*.safetensors"):
             give_umask_mode(weights)
         partial.replace(folder)
+
+
+def model_type(file: Path) -> str:
+    """The model type of a GGUF file, whose weights are not read; raises ValueError for a file as `unpack` does."""
+    refuse_other_file(file)
+    with TemporaryDirectory() as folder, named_errors(file):
+        write_short(file, Path(folder) / "short.gguf", weights=False)
+        return str(AutoConfig.from_pretrained(folder, gguf_file="short.gguf").model_type)
+
+
+@contextmanager
+def named_errors(file: Path) -> Iterator[None]:
+    """Within this context an error in a GGUF file becomes a ValueError that names the file and what to do."""
+    try:
+        yield
+    except LostSetting as error:
+        advice = "convert the model again with a newer llama.cpp, or give it as a folder of safetensors"
+        raise ValueError(f"{file}: {error}; {advice}") from error
+    except (ValueError, KeyError, NotImplementedError, struct.error, IndexError, RuntimeError) as error:
+        raise ValueError(
+            f"{file}: transformers cannot read this GGUF file ({' '.join(str(error).split())[:300]}); a complete file "
+            "is needed, of an architecture that it reads, such as Llama, Qwen2 or Mistral: download it again, or give "
+            "the model as a folder of safetensors"
+        ) from error
 
 
 @contextmanager
@@ -143,10 +159,11 @@ def one_table_of_names() -> Iterator[None]:
         gguf.get_tensor_name_map = make
 
 
-def write_short(file: Path, copy: Path) -> dict[str, Any]:
+def write_short(file: Path, copy: Path, weights: bool = True) -> dict[str, Any]:
     """Write a copy whose lists of the tokenizer have one entry, and return all metadata but those lists.
 
-    Readers in Python take minutes for the lists of a large vocabulary.
+    Readers in Python take minutes for the lists of a large vocabulary. Without `weights` zeros take their place, which
+    need no space on a disk.
     """
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content, copy.open("wb") as written:
         _, tensors, keys = struct.unpack_from("<IQQ", content, len(MAGIC))
@@ -182,7 +199,10 @@ def write_short(file: Path, copy: Path) -> dict[str, Any]:
         alignment = metadata.get("general.alignment", 32)
         written.write(bytes(-written.tell() % alignment))
         opened.seek(end + -end % alignment)
-        shutil.copyfileobj(opened, written)
+        if weights:
+            shutil.copyfileobj(opened, written)
+        else:
+            written.truncate(written.tell() + len(content) - opened.tell())
     return metadata
 
 

@@ -1,5 +1,6 @@
 """The laws of packed weights: the numbers stay the weights' own, and so does the text."""
 
+import shutil
 from pathlib import Path
 from typing import Literal
 
@@ -156,6 +157,22 @@ def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
         monkeypatch.setenv("CXX", compiler)
         assert products.library.__wrapped__() is None
         assert said in capsys.readouterr().err
+
+
+def test_each_clone_compiled_the_kernels_again_and_in_silence(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    compiler, typed = tmp_path / "compiler", tmp_path / "typed"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {typed}\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", str(compiler))
+    for sources in (products.SOURCES, [Path(shutil.copy(each, tmp_path)) for each in products.SOURCES]):
+        monkeypatch.setattr(products, "SOURCES", sources)
+        assert products.library.__wrapped__() is None
+        assert "compiling headstart's kernels, once" in capsys.readouterr().err
+    here, clone = typed.read_text().splitlines()
+    assert here == clone
 
 
 @needs_kernel

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from families import make_family
+from gguf_files import write_gguf
 from tiny_run import build_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -99,15 +100,19 @@ def test_the_page_shows_the_packaged_table(monkeypatch: pytest.MonkeyPatch) -> N
     assert written == page.tables(FamilyTable.packaged())
 
 
-def test_a_gguf_file_and_a_folder_with_one_are_described(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_family_of_a_gguf_file_was_named_after_minutes_of_unpacking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("headstart.heads.target_config.unpacked_folder", lambda file, field: folder)
-    (tmp_path / "model.gguf").touch()
-    for given in (tmp_path / "model.gguf", tmp_path):
-        assert printed(capsys, str(given)).split()[:3] == ["model", "type", "qwen3_next"]
-    (tmp_path / "other.gguf").touch()
-    assert "has 2 GGUF files (model.gguf, other.gguf); name one of them" in refusal(str(tmp_path))
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
+    model: Any = AutoModelForCausalLM.from_pretrained(build_target(tmp_path / "target"), dtype=torch.bfloat16)
+    (tmp_path / "folder").mkdir()
+    file = write_gguf(model, tmp_path / "folder" / "model.gguf")
+    for given in (file, file.parent):
+        assert printed(capsys, str(given)).split()[:3] == ["model", "type", "llama"]
+    assert not (tmp_path / "cache").exists()
+    (file.parent / "other.gguf").touch()
+    assert "has 2 GGUF files (model.gguf, other.gguf); name one of them" in refusal(str(file.parent))
+    assert "it is not a GGUF file" in refusal(str(file.parent / "other.gguf"))
 
 
 @pytest.mark.parametrize("field", ["target.path", "NAME"])
