@@ -25,9 +25,8 @@ def find_type(name: str) -> str:
     Raises ValueError for any other name.
     """
     path = Path(name).expanduser()
-    files = [path] if path.suffix == ".gguf" else [*path.glob("*.gguf")]
-    if len(files) == 1 and files[0].is_file() and not (path / "config.json").is_file() and find_spec("gguf"):
-        return gguf.model_type(files[0])
+    if path.suffix == ".gguf" and path.is_file() and find_spec("gguf"):
+        return gguf.model_type(path)
     folder = folder_of(name)
     return name if folder is None else str(read_json_object(folder / "config.json", "target").get("model_type"))
 

@@ -7,6 +7,7 @@ whose layers read them in that form on a CPU.
 """
 
 import argparse
+import os
 import shutil
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -126,8 +127,9 @@ def model_type(file: Path) -> str:
     """The model type of a GGUF file, whose weights are not read; raises ValueError for a file as `unpack` does."""
     refuse_other_file(file)
     with TemporaryDirectory() as folder, named_errors(file):
-        write_short(file, Path(folder) / "short.gguf", weights=False)
-        return str(AutoConfig.from_pretrained(folder, gguf_file="short.gguf").model_type)
+        write_short(file, short := Path(folder) / "short.gguf", weights=False)
+        os.truncate(short, file.stat().st_size)  # zeros that take no space on a disk
+        return str(AutoConfig.from_pretrained(folder, gguf_file=short.name).model_type)
 
 
 @contextmanager
@@ -162,8 +164,7 @@ def one_table_of_names() -> Iterator[None]:
 def write_short(file: Path, copy: Path, weights: bool = True) -> dict[str, Any]:
     """Write a copy whose lists of the tokenizer have one entry, and return all metadata but those lists.
 
-    Readers in Python take minutes for the lists of a large vocabulary. Without `weights` zeros take their place, which
-    need no space on a disk.
+    Readers in Python take minutes for the lists of a large vocabulary. Without `weights` it ends before them.
     """
     with file.open("rb") as opened, mmap(opened.fileno(), 0, access=ACCESS_READ) as content, copy.open("wb") as written:
         _, tensors, keys = struct.unpack_from("<IQQ", content, len(MAGIC))
@@ -201,8 +202,6 @@ def write_short(file: Path, copy: Path, weights: bool = True) -> dict[str, Any]:
         opened.seek(end + -end % alignment)
         if weights:
             shutil.copyfileobj(opened, written)
-        else:
-            written.truncate(written.tell() + len(content) - opened.tell())
     return metadata
 
 
