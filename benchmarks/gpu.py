@@ -6,7 +6,7 @@
 Each part is a process of its own with a time limit. Numbers go to FOLDER/results.jsonl at the moment they are measured
 and each part's output to FOLDER/PART.log, so a part that fails or is cut off costs only itself. *tests* are those that
 need a GPU: the fused kernels equal the portable ones, and captured decode steps write the texts of changing shapes and
-of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; these run beside each other.
+of the CPU, for every head; *pipeline* harvests, trains and measures recipes/tiny.yaml; these run at the same time.
 *decoding*, *training*, *harvesting* and *graphs* follow one after another, on random weights of Llama-3-8B's shape
 (benchmarks/gpu_parts.py). The end is a table of the results next to the predictions.
 Needs no network. Without CUDA it runs at a toy size, to try the script.

@@ -1,4 +1,4 @@
-"""What a draft head brings to GRPO on a CPU: rollouts without drafts, with a frozen head, and with a refreshed one.
+"""Measure GRPO on a CPU with a draft head: rollouts without drafts, with a frozen head, and with a refreshed one.
 
     python benchmarks/grpo.py FOLDER --updates 100
     python benchmarks/grpo.py FOLDER --show

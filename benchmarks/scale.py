@@ -1,4 +1,4 @@
-"""What a head for Llama-3.3-70B costs on 8, 64 and 512 H100s, and which cards the Llama recipes fit, by the dry run.
+"""Estimate what a head for Llama-3.3-70B costs on 8, 64 and 512 H100s, and which cards fit the Llama recipes.
 
     python benchmarks/scale.py
 

@@ -40,7 +40,7 @@ SIZES = {  # the last has the layers of Llama-3.1-8B
 
 @dataclass(frozen=True)
 class Widening:
-    """Weights of one Llama layer's sizes in those of another."""
+    """Embed the weights of a Llama layer in the sizes of a larger layer."""
 
     small: dict[str, Any]  # config.json
     large: dict[str, Any]

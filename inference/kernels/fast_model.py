@@ -4,6 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -64,7 +65,7 @@ def fast_form(model: nn.Module, layers: Sequence[nn.Module], compiles: bool, exa
     """
     if next(model.parameters()).device.type == "cuda":
         fuse_norms(model)
-        if exact:
+        if exact and find_spec("triton") is not None:
             order_products(model)
             return FastForm(by_position=True)
         join_linears(model)

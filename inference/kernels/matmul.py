@@ -21,6 +21,7 @@ from headstart.inference.kernels.outside_graph import CURRENT, CannotTrace
 from headstart.inference.kernels.products import library
 
 SHAPE = ctypes.c_int64 * 7
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def on_gpu() -> Any:
@@ -28,22 +29,20 @@ def on_gpu() -> Any:
     return import_module("headstart.inference.kernels.ordered_gpu")
 
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+def matmul_on_gpu(left: Tensor, right: Tensor) -> Tensor:
+    """`ordered_matmul` by Triton."""
+    batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    parts = (each.expand(*batch, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (left, right))
+    found: Tensor = on_gpu().matmul(*parts)
+    return found.view(*batch, *found.shape[-2:])
 
 
 def ordered_matmul(left: Tensor, right: Tensor) -> Tensor:
     """left [..., rows, size] times right [..., size, columns], like torch.matmul; at least two axes each."""
+    if not left.is_cpu:
+        return matmul_on_gpu(left, right)
     batch = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     rows, (size, columns) = left.shape[-2], right.shape[-2:]
-    if not left.is_cpu:
-        return (
-            on_gpu()
-            .matmul(
-                left.expand(*batch, rows, size).reshape(-1, rows, size),
-                right.expand(*batch, size, columns).reshape(-1, size, columns),
-            )
-            .view(*batch, rows, columns)
-        )
     left = left.expand(*batch, rows, size).contiguous()
     if 1 not in right.stride()[-2:]:
         right = right.contiguous()
@@ -79,11 +78,14 @@ def in_whole_vectors(function: Callable[..., Tensor], inputs: Tensor, *more: Any
 
     torch computes the end of a tensor, and the end of each thread's share of a large one, by other code.
     """
+    if not inputs.is_cpu or not inputs.ndim:
+        return function(inputs, *more)
     width = inputs.shape[-1]
+    if width % VECTOR == 0 and inputs.numel() <= ONE_THREAD_MAX:
+        return function(inputs, *more)
     rows = functional.pad(inputs, (0, -width % VECTOR)).reshape(-1, width + -width % VECTOR)
     parts = rows.split(max(ONE_THREAD_MAX // rows.shape[1], 1))
-    found = [function(part, *more) for part in parts]
-    return (found[0] if len(found) == 1 else torch.cat(found))[:, :width].reshape(inputs.shape)
+    return torch.cat([function(part, *more) for part in parts])[:, :width].reshape(inputs.shape)
 
 
 VECTOR = 64  # two AVX512 vectors of 16-bit numbers, which torch computes at once
@@ -146,8 +148,7 @@ class OrderedActivation:
 
     def __call__(self, inputs: Tensor) -> Tensor:
         own: Callable[..., Tensor] = partial(type(self.module).forward, self.module)
-        is_whole = inputs.shape[-1] % VECTOR == 0 and inputs.numel() <= ONE_THREAD_MAX
-        if is_whole or CURRENT.trace is not None or torch.is_grad_enabled():
+        if CURRENT.trace is not None or torch.is_grad_enabled():
             return own(inputs)
         return in_whole_vectors(own, inputs)
 

@@ -159,7 +159,8 @@ def measure(recipe: Recipe, benchmark: Benchmark) -> list[list[Outcome]]:
             warmup = WARMUP_PROMPTS if temperature == section.temperatures[0] else 1
             groups.append(benchmark.outcomes(batch, recipe.decode.max_new_tokens, sampling, warmup, progress))
             progress.console.print(short_table(groups[-1]))
-            progress.console.print(rich_table("in SPEED-Bench's and aiperf's terms", published_table(groups[-1])))
+            if len(rows := published_table(groups[-1])) > 1:
+                progress.console.print(rich_table("in SPEED-Bench's and aiperf's terms", rows))
         progress.console.print("\n".join([*legend(groups[-1]), exactness(benchmark.target)]), highlight=False)
     return groups
 

@@ -73,9 +73,8 @@ def read_questions(path: Path, template: ChatTemplate, max_tokens: int, count: i
 
     A row is one of `DATASETS`, or has `turns`, which are asked one after the other, a `prompt`, which is the only turn,
     or a `text`, which is continued from its last `max_tokens`; so is a prompt without a chat template, or one that is
-    rendered already. The category is `category`, else `source`; the topics of MT-Bench's conversations are one, in turn
-    too.
-    SPEED-Bench's categories stay as they are. Raises ValueError for a row with none of the three, for rows of
+    rendered already. The category is `category`, else `source`; MT-Bench's topics are one category, taken in turn too,
+    and SPEED-Bench's categories stay as they are. Raises ValueError for a row with none of the three, for rows of
     SPEED-Bench that lack their question or have another category, and for a file without rows.
     """
     by_category: dict[str, dict[str, list[Prompt]]] = {}

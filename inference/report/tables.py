@@ -159,7 +159,8 @@ def rich_table(title: str, rows: Rows) -> Table:
 
 
 def as_markdown(outcomes: list[Outcome]) -> str:
-    tables = map(markdown_table, [main_table(outcomes), *tables_by_category(outcomes), published_table(outcomes)])
+    every = [main_table(outcomes), *tables_by_category(outcomes), published_table(outcomes)]
+    tables = [markdown_table(rows) for rows in every if len(rows) > 1]
     lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *forcing_lines(outcomes)])
     return "\n\n".join([f"{heading(outcomes)}:", *tables, *([lines] if lines else [])]) + "\n"
 

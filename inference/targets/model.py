@@ -112,7 +112,7 @@ class TargetModel:
             target = cls(model, taps, None, folder)
             if packed:
                 target.speed_up(partial(cls.load, section, (), packed=False), section.compile, section.exact)
-        if section.exact and (found := target.difference_in_bits) is not None:
+        if packed and section.exact and (found := target.difference_in_bits) is not None:
             allowed = "a target and device on which a token has the same bits in every pass is"
             remedy = "leave it false, or choose another target or device (headstart doctor --bits names all operations)"
             raise wrong_value(

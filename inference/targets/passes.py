@@ -9,6 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -70,11 +71,7 @@ class Passes:
         self.layout: CacheLayout
         self.method: DecodingMethod
         self.hidden: dict[int, Tensor] = {}  # what the hooks have left of the last pass, by tap
-        for tap in {*taps} - {config.num_layers}:
-            layers[tap].register_forward_pre_hook(keep_input(self.hidden, tap), with_kwargs=True)
-        layers[-1].register_forward_hook(keep_output(self.hidden, config.num_layers))
-        if (norm := final_norm(model, config)) is not None:  # models with several residual streams join them first
-            norm.register_forward_pre_hook(keep_input(self.hidden, config.num_layers), with_kwargs=True)
+        keep_hidden(self.hidden, model, config, taps, layers)
 
     @property
     def verifies_trees(self) -> bool:
@@ -348,6 +345,20 @@ def one_or_all(masks: dict[str, Tensor]) -> Masks:
 
 
 # Hooks hold the tensors alone. A hook that held its target would keep it in memory after its last user is gone.
+
+
+def keep_hidden(
+    hidden: dict[int, Tensor], model: PreTrainedModel, config: TargetConfig, taps: tuple[int, ...], layers: Any
+) -> list[RemovableHandle]:
+    """Leave each tap, and the last hidden state before the final norm, in `hidden`; returns the hooks."""
+    last = config.num_layers
+    hooks = [
+        layers[tap].register_forward_pre_hook(keep_input(hidden, tap), with_kwargs=True) for tap in {*taps} - {last}
+    ]
+    hooks.append(layers[-1].register_forward_hook(keep_output(hidden, last)))
+    if (norm := final_norm(model, config)) is not None:  # models with several residual streams join them first
+        hooks.append(norm.register_forward_pre_hook(keep_input(hidden, last), with_kwargs=True))
+    return hooks
 
 
 def keep_input(hidden: dict[int, Tensor], tap: int) -> Any:

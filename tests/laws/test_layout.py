@@ -64,16 +64,16 @@ BUDGETS = {
     "inference/drafters": 1_986,
     "inference/engine": 1_671,
     "inference/generate": 1_157,
-    "inference/kernels": 1_913,
-    "inference/report": 1_099,
+    "inference/kernels": 1_915,
+    "inference/report": 1_100,
     "inference/serve": 1_723,
     "inference/serve/api": 1_841,
-    "inference/targets": 3_051,
+    "inference/targets": 3_062,
     "recipes": 1_922,
     "trainers": 1_998,
     "trainers/objectives": 814,
     "trainers/parallel": 545,
-    "trainers/refresh": 695,
+    "trainers/refresh": 690,
 }
 
 # Library -> the only folders and files that may import it.

@@ -149,6 +149,7 @@ def test_a_target_that_must_be_exact_is_refused_with_the_operation_that_differs_
     section = {"path": str(ASSETS / "demo_target"), "dtype": "float32", "device": "cpu", "exact": True}
     target = TargetModel.load(TargetSection.model_validate(section), ())
     assert target.difference_in_bits is None
+    assert target.unpacked is not target or products.library() is None  # torch's kernels, for baselines: not refused
     monkeypatch.setattr(type(target.model.model.layers[0].mlp.act_fn), "forward", ByCount.forward)
     refused = r"^target\.exact: true with .* SiLU\w* \(model\.layers\.0\.mlp\.act_fn\), in a prompt, by up to \S+ diff"
     with pytest.raises(ValueError, match=refused):

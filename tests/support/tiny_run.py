@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.data_pipelines.features.batches import Sample
 from headstart.data_pipelines.features.shard_files import ShardFile, stored_states, stored_tokens
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.checkpoint import draft_vocab, new_head, save_head
 from headstart.recipes import Recipe, load_recipe
 
 VOCAB_SIZE = 300
@@ -171,6 +173,16 @@ def tiny_recipe(folder: Path, *overrides: str) -> Recipe:
     """Load the recipe of a folder made by `build_run`, for a run in this process."""
     PartialState(cpu=True)  # the first PartialState of a process decides the device
     return load_recipe(folder / "recipe.yaml", overrides)
+
+
+def recipe_with_random_head(folder: Path) -> Recipe:
+    """The recipe of a new folder, whose run has a head that nothing has trained."""
+    build_run(folder)
+    recipe = tiny_recipe(folder)
+    frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
+    vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
+    save_head(new_head(recipe.head, frozen, vocab, 0), recipe.head_dir)
+    return recipe
 
 
 def write_shard(path: Path, samples: list[Sample], taps: tuple[int, ...], made_from: str, storage: str) -> None:

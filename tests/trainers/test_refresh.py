@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_run import build_run, contents, quiet_environment, tiny_recipe
+from tiny_run import contents, quiet_environment, recipe_with_random_head
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -22,7 +22,7 @@ import headstart
 from headstart.data_pipelines.features.features import tap
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
+from headstart.heads.kinds.checkpoint import load_head_for, new_head
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
@@ -38,13 +38,7 @@ FAST = TrainSection(steps=4, learning_rate=1e-2, batch_size=4, unroll=2)
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    folder = tmp_path_factory.mktemp("refresh")
-    build_run(folder)
-    recipe = tiny_recipe(folder)
-    frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
-    vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
-    save_head(new_head(recipe.head, frozen, vocab, 0), recipe.head_dir)
-    return recipe
+    return recipe_with_random_head(tmp_path_factory.mktemp("refresh"))
 
 
 def load_policy(recipe: Recipe, **fields: Any) -> PreTrainedModel:

@@ -13,12 +13,11 @@ import httpx
 import pytest
 import torch
 from datasets import Dataset
-from tiny_run import build_run, tiny_recipe
+from tiny_run import recipe_with_random_head
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import draft_vocab, load_head, new_head, save_head
+from headstart.heads.kinds.checkpoint import load_head, save_head
 from headstart.recipes import Recipe
 from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.refresh import refresh as refreshing
@@ -31,13 +30,7 @@ FAST = TrainSection(steps=2, learning_rate=1e-3, batch_size=4, unroll=2)
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
-    folder = tmp_path_factory.mktemp("trl")
-    build_run(folder)
-    recipe = tiny_recipe(folder)
-    frozen = FrozenTarget.from_folder(Path(recipe.target.path), torch.float32)
-    vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
-    save_head(new_head(recipe.head, frozen, vocab, 0), recipe.head_dir)
-    return recipe
+    return recipe_with_random_head(tmp_path_factory.mktemp("trl"))
 
 
 class Recorder(TrainerCallback):

@@ -9,9 +9,8 @@ from transformers import PreTrainedModel
 
 from headstart.data_pipelines.features.batches import length_buckets
 from headstart.heads.target_config import TargetConfig
-from headstart.heads.target_ends import final_norm
 from headstart.inference.targets.architecture import decoder_layers
-from headstart.inference.targets.passes import keep_input, keep_output, one_stream
+from headstart.inference.targets.passes import keep_hidden, one_stream
 
 TEXTS, PASS_TOKENS = 8, 2**13  # texts of a pass, or more up to so many tokens
 
@@ -27,14 +26,10 @@ def record(model: PreTrainedModel, texts: Sequence[Sequence[int]], taps: tuple[i
     if sliced:
         remedy = "a whole model is allowed; save its weights, and give that folder as target"
         raise ValueError(f"target: {sliced[0]} is one slice of several (FSDP, ZeRO-3), {remedy}")
-    lengths, layers = [len(text) for text in texts], decoder_layers(model)
+    lengths, config = [len(text) for text in texts], TargetConfig.from_dict(model.config.to_dict())
     hidden, found = dict[int, Tensor](), dict[int, Tensor]()  # by tap, by text
-    norm = final_norm(model, TargetConfig.from_dict(model.config.to_dict()))
     modes = {module: module.training for module in model.modules()}
-    hooks = [layers[tap].register_forward_pre_hook(keep_input(hidden, tap), with_kwargs=True) for tap in taps]
-    hooks.append(layers[-1].register_forward_hook(keep_output(hidden, len(layers))))
-    if norm is not None:
-        hooks.append(norm.register_forward_pre_hook(keep_input(hidden, len(layers)), with_kwargs=True))
+    hooks = keep_hidden(hidden, model, config, taps, decoder_layers(model))
     try:
         model.eval()
         for numbers in length_buckets(lengths, TEXTS, PASS_TOKENS):

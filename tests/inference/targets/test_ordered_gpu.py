@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from families import make_family
-from torch import Tensor
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.tree import PendingTokens, Places, Tree, block_mask, causal_block
@@ -77,12 +76,6 @@ def test_a_target_on_these_kernels_gives_a_token_the_same_bits_in_every_pass(
     for each in (attention, matmul):
         monkeypatch.setattr(each, "on_gpu", lambda: gpu)
 
-    def ordered(left: Tensor, right: Tensor) -> Tensor:
-        shape = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-        parts = [each.expand(*shape, *each.shape[-2:]).reshape(-1, *each.shape[-2:]) for each in (left, right)]
-        found: Tensor = gpu.matmul(*parts)
-        return found.view(*shape, *found.shape[-2:])
-
-    monkeypatch.setattr(matmul, "ordered_matmul", ordered)
+    monkeypatch.setattr(matmul, "ordered_matmul", matmul.matmul_on_gpu)
     fast_model.order_products(target.model)
     assert target.difference_in_bits is None
