@@ -5,7 +5,8 @@
 
 The table has milliseconds of passes over 1, 8 and 16 tokens after 150: the layers' own code, compiled layers, the
 products with packed weights alone, and torch's own layers of the same sizes. They take turns, and the figures are
-medians. A line compares drafting a tree to a plain step.
+medians. A line compares drafting a tree to a plain step. Another table has what the same bits in every pass cost: the
+target's passes, and the same as transformers runs them, with torch's products and attention; least of the turns.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -31,6 +32,7 @@ from headstart.inference.drafters.cost_measurement import GREEDY, Bench
 from headstart.inference.drafters.head import TreeDrafter
 from headstart.inference.kernels.compiled import CompiledForward
 from headstart.inference.kernels.fast_layers import JointLinear, PackedLinear
+from headstart.inference.targets.attention import own_attention_of
 from headstart.inference.targets.loading import processor_name
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import TargetSection
@@ -39,6 +41,7 @@ CONTEXT, SIZES, TURNS = 150, (1, 8, 16), 60
 KINDS = ("own code", "compiled", "products alone", "torch's products")
 WIDTH, LEVELS = 4, 4  # of the drafted tree
 WARM = 5
+EXACT_SIZES = {1: 20, 8: 20, 512: 5, 4096: 2}  # tokens of a pass, and its turns
 
 
 @contextmanager
@@ -138,7 +141,38 @@ def drafting(options: argparse.Namespace) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {"passes": passes, "drafting": drafting}
+@torch.inference_mode()
+def exactness(options: argparse.Namespace) -> dict[str, float]:
+    """Least milliseconds of passes by kernels with one order of sums, and as transformers runs them."""
+    target = load(options)
+    assert target.difference_in_bits is None
+    targets = {"ours": target, "theirs": target.unpacked}
+    times: dict[str, list[float]] = defaultdict(list)
+    for count, turns in EXACT_SIZES.items():
+        tokens, before = torch.arange(count)[None] + 300, CONTEXT if count <= SIZES[-1] else 0
+        for turn in range(WARM + turns if before else turns):
+            for name, each in targets.items():
+                cache = each.passes.new_cache(before + count)
+                cache.target.set_lengths([before])
+                tree = Tree(tokens, torch.arange(count)[None] - 1)
+                code = nullcontext() if each is target else own_attention_of(each.model)
+                started = time.perf_counter()
+                with code:
+                    if before:
+                        each.passes.tree(tree, cache)
+                    else:
+                        each.passes.forward(tokens, cache=cache, last_only=True)
+                times[f"{name}, {count}"].append(1000 * (time.perf_counter() - started))
+            if before and turn < WARM:
+                target.fast_form.finish()
+    return {key: min(found) for key, found in times.items()}
+
+
+PARTS: dict[str, Callable[[argparse.Namespace], dict[str, float]]] = {
+    "passes": passes,
+    "drafting": drafting,
+    "exactness": exactness,
+}
 
 
 def measured(options: argparse.Namespace, part: str) -> dict[str, float]:
@@ -168,6 +202,13 @@ def main() -> None:
     table = Table("milliseconds", *(f"{count} tokens" for count in SIZES))
     for kind in KINDS:
         table.add_row(kind, *(f"{found[f'{kind}, {count}']:.1f}" for count in SIZES))
+    console.print(table)
+    found = measured(options, "exactness")
+    table = Table("milliseconds, the same bits in every pass", *(f"{count} tokens" for count in EXACT_SIZES))
+    for name in ("ours", "theirs"):
+        table.add_row(name, *(f"{found[f'{name}, {count}']:.1f}" for count in EXACT_SIZES))
+    ratios = [found[f"ours, {count}"] / found[f"theirs, {count}"] for count in EXACT_SIZES]
+    table.add_row("ratio", *(f"{ratio:.2f}" for ratio in ratios))
     console.print(table)
     if options.head:
         found = measured(options, "drafting")

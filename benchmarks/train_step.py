@@ -5,7 +5,8 @@
 
 On a CPU with one thread it measures CPU seconds, and how much resident memory grows over what the process had before
 its first step. Every contender is a process of its own, and they alternate step by step, so a busy machine slows all of
-them down; rely on the ratios only. A second table shows how our memory grows with the sequence length. On CUDA it
+them down; rely on the ratios only. A second table shows how our memory grows with the sequence length, a third one
+(alone: --optimizers) the step of recipes/smollm2_135m.yaml in float32 with either optimizer. On CUDA it
 measures the shapes of Llama-3-8B, one contender after the other: tokens per second, and the peak memory of a step.
 
 A peer is a virtual environment with these packages. Its own requirements include a serving engine, so it is installed
@@ -67,6 +68,20 @@ LLAMA3_8B = Case(
     dtype="bfloat16",
 )
 DEVICE_CASES = {f"1 x {seq}": replace(LLAMA3_8B, seq=seq) for seq in (2048, 8192)}
+SMOLLM2 = Case(  # recipes/smollm2_135m.yaml, with texts of full length
+    batch=8,
+    seq=512,
+    vocab=49152,
+    draft_vocab=8192,
+    hidden=576,
+    num_heads=9,
+    num_kv_heads=3,
+    mlp=1536,
+    unroll=5,
+    num_layers=30,
+    norms=True,
+)
+OPTIMIZERS = ("adamw", "muon")
 LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 
@@ -82,10 +97,10 @@ class Cost:
 class Contender:
     """A process of benchmarks/peers that runs a training step on request."""
 
-    def __init__(self, name: str, python: str, case: Case) -> None:
+    def __init__(self, name: str, python: str, case: Case, script: str | None = None) -> None:
         # The process sets torch's number of threads itself; this is for other libraries.
         environment = {**os.environ, "OMP_NUM_THREADS": str(case.threads)}
-        command = [python, "-W", "ignore", "-m", f"peers.{name}_step", json.dumps(asdict(case))]
+        command = [python, "-W", "ignore", "-m", f"peers.{script or name}_step", json.dumps(asdict(case))]
         self.name = name
         self.process = subprocess.Popen(
             command, cwd=FOLDER, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -115,14 +130,19 @@ def measure(pythons: dict[str, str], case: Case, repeats: int) -> tuple[dict[str
     """The cost and the versions of each contender; they alternate step by step after one warm-up step."""
     with ExitStack() as stack:
         rivals = [Contender(name, python, case) for name, python in pythons.items()]
-        for rival in rivals:
-            stack.callback(rival.close)
-        answers: dict[str, list[dict[str, Any]]] = {rival.name: [] for rival in rivals}
-        for _ in range(1 + repeats):
-            for rival in rivals:
-                answers[rival.name].append(rival.step())
+        costs = in_turn(stack, rivals, repeats)
         versions = {rival.name: rival.versions for rival in rivals}
-    return {name: least(found) for name, found in answers.items()}, versions
+    return costs, versions
+
+
+def in_turn(stack: ExitStack, rivals: list[Contender], repeats: int) -> dict[str, Cost]:
+    for rival in rivals:
+        stack.callback(rival.close)
+    answers: dict[str, list[dict[str, Any]]] = {rival.name: [] for rival in rivals}
+    for _ in range(1 + repeats):
+        for rival in rivals:
+            answers[rival.name].append(rival.step())
+    return {name: least(found) for name, found in answers.items()}
 
 
 def least(answers: list[dict[str, Any]]) -> Cost:
@@ -191,6 +211,19 @@ def device_table(pythons: dict[str, str], repeats: int) -> Table:
     return table
 
 
+def optimizers_table(repeats: int) -> Table:
+    """Measure our whole step with each optimizer, in turn."""
+    table = Table(title="one training step of SmolLM2's head, float32, 8 texts of 512 tokens, with the update")
+    for column in ("optimizer", "CPU s", "over adamw"):
+        table.add_column(column, justify="right")
+    with ExitStack() as stack:
+        cases = {name: replace(SMOLLM2, optimizer=name) for name in OPTIMIZERS}
+        costs = in_turn(stack, [Contender(name, sys.executable, case, OURS) for name, case in cases.items()], repeats)
+    for name, cost in costs.items():
+        table.add_row(name, f"{cost.cpu:.2f}", f"{cost.cpu / costs[OPTIMIZERS[0]].cpu:.3f}")
+    return table
+
+
 def lengths_table(growths: dict[int, float]) -> Table:
     table = Table(title="our memory growth, by length of one sequence")
     for column in ("tokens", "MiB of growth", "KiB per token"):
@@ -224,6 +257,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--repeats", type=int, default=3, help="steps to measure per contender and case (default: %(default)s)"
     )
+    parser.add_argument("--optimizers", action="store_true", help="measure our step with Muon and AdamW, nothing else")
     options = parser.parse_args()
     if options.repeats < 1:
         parser.error(f"--repeats {options.repeats} given, at least 1 is allowed")
@@ -234,6 +268,9 @@ def main() -> None:
     options, console = arguments(), Console()
     pythons = {OURS: sys.executable, **dict(options.peer)}
     console.print(f"{platform.machine()}, {platform.system()}, 1 thread, torch {torch.__version__}", highlight=False)
+    if options.optimizers:
+        console.print(optimizers_table(options.repeats))
+        return
     try:
         measure_on_cpu(console, pythons, options.repeats)
     except ValueError as error:
@@ -253,6 +290,7 @@ def measure_on_cpu(console: Console, pythons: dict[str, str], repeats: int) -> N
         console.print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in packages.items()), highlight=False)
     console.print(cpu_table(costs, "EAGLE-3, unroll 7"))
     console.print(lengths_table(growths))
+    console.print(optimizers_table(repeats))
 
 
 if __name__ == "__main__":

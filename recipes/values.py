@@ -144,3 +144,7 @@ class Section(BaseModel):
         if any(isinstance(number, int) and abs(number) >= 2**63 for number in numbers):
             raise ValueError("a number of fewer than 64 bits is allowed; lower it")
         return value
+
+    def origin(self, name: str) -> str:
+        """How a message says where the value of a field comes from."""
+        return "given" if name in self.model_fields_set else "by default"

@@ -219,7 +219,7 @@ def head_needs(recipe: Recipe, head: DraftHead, samples: int, longest: int, mach
         state, why = state // machine.slices + 2 * FLOAT32 * parameters, "its slices of them, and the whole head twice"
     elif machine.ranks > 1:
         state, why = state + FLOAT32 * parameters, f"{why}, and gradients to send"
-    formats = f"float32 and {recipe.train.precision}" + (", lm_head the target's own" if is_shared else "")
+    formats = ("float32 and bfloat16" if half else "float32") + (", lm_head the target's own" if is_shared else "")
     return [
         Need("the head", state, why),
         Need("the target's embedding and lm_head", frozen, f"frozen, with the final norm, in {formats}"),

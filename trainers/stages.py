@@ -81,11 +81,12 @@ class TrainingRun:
 
     def say_who_refuses(self, target: TargetConfig) -> None:
         """Print a line, before anything is trained, if the engine of export.format refuses heads for this family."""
-        name, kind = self.recipe.export.format, KINDS[self.recipe.head.kind]
-        if self.accelerator.is_main_process and (engine := refusing_engine(name, kind, target.model_type)):
+        section, kind = self.recipe.export, KINDS[self.recipe.head.kind]
+        if self.accelerator.is_main_process and (engine := refusing_engine(section.format, kind, target.model_type)):
             print(
-                f"export.format: {name!r} given, but {engine} starts no {kind.title} head for targets of type "
-                f"{target.model_type!r}; headstart serves it, and `headstart targets` names the engines that may"
+                f"export.format: {section.format!r} {section.origin('format')}, but {engine} starts no {kind.title} "
+                f"head for targets of type {target.model_type!r}; headstart serves it, and "
+                "`headstart targets` names the engines that may"
             )
 
     def print_plan(self) -> None:

@@ -42,6 +42,8 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
+    norms: bool = False  # of EAGLE-3.1
+    optimizer: str | None = None  # whose update ends the step; None: forward and backward alone
 
     @property
     def num_tokens(self) -> int:

@@ -11,24 +11,32 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.recipes.schema_heads import Eagle3Section
+from headstart.recipes.schema_train import TrainSection
 from headstart.trainers.objectives.objective import Objective
 from headstart.trainers.objectives.unrolled import Teacher, UnrolledHead
+from headstart.trainers.parallel.head_on_ranks import build_optimizers
 
 
 def make_step(case: Case, inputs: Inputs) -> Step:
     frozen, vocab = frozen_of(case, inputs), DraftVocab(torch.arange(case.draft_vocab), case.vocab)
-    head = new_head(Eagle3Section(kind="eagle3"), frozen, vocab, seed=0).to(case.device, case.torch_dtype)
+    head = new_head(Eagle3Section(kind="eagle3", norms=case.norms), frozen, vocab, seed=0).to(
+        case.device, case.torch_dtype
+    )
     assert isinstance(head, Eagle3Head)
     objective = Objective(unroll_weights=tuple(0.8**k for k in range(case.unroll)))
     teacher = Teacher(frozen, vocab)
     unrolled = UnrolledHead(head, teacher, objective)
     batch = batch_of(case, inputs)
+    section = None if case.optimizer is None else TrainSection.model_validate({"steps": 1, "optimizer": case.optimizer})
+    optimizers = [] if section is None else build_optimizers(head, section)
 
     def step() -> Tensor:
         unrolled.zero_grad()
         supervision = teacher.supervise(batch)
         scores = unrolled(batch, supervision, supervision.counts(case.unroll))
         scores.loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
         return scores.loss.detach()
 
     return step

@@ -68,7 +68,8 @@ class VllmStates:
         if recipe.data.longest_sample >= config.max_positions:
             most = config.max_positions - recipe.data.prompt_tokens - 1
             allowed = f"up to {most} is allowed with data.states vllm, which writes a token after each text; lower it"
-            raise ValueError(f"data.response_tokens: {recipe.data.response_tokens} given, {allowed}")
+            origin = recipe.data.origin("response_tokens")
+            raise ValueError(f"data.response_tokens: {recipe.data.response_tokens} {origin}, {allowed}")
         if recipe.data.server is None:
             needed = "data.server: null given, the URL of one vLLM server or more is needed with data.states vllm"
             raise ValueError(f"{needed}; {self.advice}\nthen give data.server=http://HOST:8000")

@@ -37,6 +37,7 @@ from headstart.heads.target_config import folder_of, path_for_engines
 from headstart.recipes import Recipe, run_command
 from headstart.recipes.checks import refuse_original_target
 from headstart.recipes.other_commands import OWN_FORMAT
+from headstart.recipes.schema import ExportSection
 
 CONVERTER = "convert_hf_to_gguf.py"  # in the root of llama.cpp's sources
 OUTTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
@@ -69,7 +70,7 @@ def export(recipe: Recipe) -> Path:
 
     files = HeadFiles(folder, config, tensors)
     by_engine = violations_by_engine(section.format, files, frozen)
-    refuse_unservable(section.format, by_engine)
+    refuse_unservable(section, by_engine)
     additions: list[Callable[[Path], None]] = []
     if section.format == "gguf":
         additions.append(partial(write_gguf, find_converter(), target=target_folder, dtype=config["torch_dtype"]))
@@ -100,18 +101,19 @@ def violations_by_engine(name: str, files: HeadFiles, frozen: FrozenTarget) -> d
     return {engine: violations(files, frozen, [engine]) for engine in engines}
 
 
-def refuse_unservable(name: str, by_engine: dict[str, list[Violation]]) -> None:
+def refuse_unservable(section: ExportSection, by_engine: dict[str, list[Violation]]) -> None:
     """Raise ValueError if the format's engine would serve the head worse than it was trained, or not at all."""
-    engine = FORMATS[name].engine
+    engine = FORMATS[section.format].engine
+    given = f"export.format: {section.format!r} {section.origin('format')}"
     if engine is None:
         return
     if engine not in by_engine:
         fitting = ", ".join(by_engine)
-        raise ValueError(f"export.format: {name!r} given for a head that only {fitting} can serve; choose one of them")
+        raise ValueError(f"{given} for a head that only {fitting} can serve; choose one of them")
     if by_engine[engine]:
         reasons = "\n  ".join(map(str, by_engine[engine]))
         raise ValueError(
-            f"export.format: {name!r} given, but the engine would not serve the head as it was trained:\n  {reasons}\n"
+            f"{given}, but the engine would not serve the head as it was trained:\n  {reasons}\n"
             f"choose another export.format or train a head that fits; docs/interop.md lists what each format needs"
         )
 

@@ -48,9 +48,9 @@ def growth_for(section: DecodeSection, target: TargetModel, max_levels: int | No
         return growth
     if not target.passes.verifies_drafts:
         raise ValueError(
-            f"decode.drafter: {section.drafter} given, but a {target.config.model_type!r} target takes no drafts: "
-            f"in a running text, its pass over several tokens computes other logits than its own forward; "
-            f"decode without a drafter"
+            f"decode.drafter: {section.drafter} {section.origin('drafter')}, but a {target.config.model_type!r} target "
+            f"takes no drafts: in a running text, its pass over several tokens computes other logits than its own "
+            f"forward; decode without a drafter"
         )
     chain = growth.as_chain()
     if chain != growth and "growth" in section.model_fields_set and target.ranks.rank == 0:

@@ -16,7 +16,8 @@ COLUMNS = {
     "tokens/s": "new tokens per second of wall time, prefill included",
     "speed-up": "tokens/s over plain decoding",
     "95 % interval": "of the speed-up over plain decoding, from a bootstrap over prompts",
-    "same text": "texts that equal plain decoding's, of all",
+    "same text": "texts that equal plain decoding's, of all; passes of transformers' own methods round differently in "
+    "half precision, so theirs may differ where two tokens are nearly as likely",
     "token forcing": "tokens outside, of all: neither the choice of plain passes at their position nor a near-tie",
     "distinct tokens": "mean share of distinct tokens in a text; low for a text that loops",
 }
@@ -117,6 +118,16 @@ def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
     ]
 
 
+def resting_lines(outcomes: list[Outcome]) -> list[str]:
+    """For each method whose drafts stopped: the steps without, which its acceptance length leaves out."""
+    return [
+        f"{outcome.method}: in {outcome.stats.resting_steps} of {outcome.stats.steps} steps drafts were off, as they "
+        "did not pay"
+        for outcome in outcomes
+        if outcome.stats.resting_steps
+    ]
+
+
 def published_table(outcomes: list[Outcome]) -> Rows:
     """The figures of methods that draft in SPEED-Bench's and in aiperf's terms; only a header if none does."""
     rows = [["method", "Average_AL", "Joint_Acceptance_Rate, from 2", "Output TPS", *AIPERF_COLUMNS]]
@@ -138,12 +149,12 @@ def heading(outcomes: list[Outcome]) -> str:
 
 
 def short_table(outcomes: list[Outcome]) -> Table:
-    """The main columns, for the terminal; the caption counts near-ties."""
+    """The main columns, for the terminal; the caption counts near-ties and steps without drafts."""
     places = [number for number, column in enumerate(columns_of(outcomes)) if column in SHORT]
     header, *rows = [[row[place] for place in places] for row in main_table(outcomes)]
     rows = [header, *([fill(cell, HEADER_WIDTH) for cell in row] for row in rows)]
     table = rich_table(heading(outcomes), rows)
-    table.caption, table.caption_justify = "\n".join(forcing_lines(outcomes)), "left"
+    table.caption, table.caption_justify = "\n".join(resting_lines(outcomes) + forcing_lines(outcomes)), "left"
     return table
 
 
@@ -161,7 +172,8 @@ def rich_table(title: str, rows: Rows) -> Table:
 def as_markdown(outcomes: list[Outcome]) -> str:
     every = [main_table(outcomes), *tables_by_category(outcomes), published_table(outcomes)]
     tables = [markdown_table(rows) for rows in every if len(rows) > 1]
-    lines = "\n".join(f"- {line}" for line in [*acceptance_lines(outcomes), *forcing_lines(outcomes)])
+    each_line = [*acceptance_lines(outcomes), *resting_lines(outcomes), *forcing_lines(outcomes)]
+    lines = "\n".join(f"- {line}" for line in each_line)
     return "\n\n".join([f"{heading(outcomes)}:", *tables, *([lines] if lines else [])]) + "\n"
 
 

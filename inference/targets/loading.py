@@ -113,7 +113,7 @@ def load_config(folder: Path, trust_remote_code: bool) -> PreTrainedConfig:
     except (OSError, ValueError, TypeError, KeyError, StrictDataclassError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
-                f"target.trust_remote_code: false given, but {folder} has a model class of its own; true is allowed: "
+                f"target.trust_remote_code: false, but {folder} has a model class of its own; true is allowed: "
                 f"set it if you trust the code in that folder"
             ) from error
         raise ValueError(

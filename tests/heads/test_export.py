@@ -28,6 +28,7 @@ from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
 from headstart.recipes import Recipe
+from headstart.recipes.schema import ExportSection
 from headstart.trainers import run
 
 MakeHead = Callable[..., Any]
@@ -90,7 +91,7 @@ def test_every_format_serves_a_head_as_trained_or_is_refused(
     head = make_head(**HEADS[kind])
 
     def check(name: str) -> None:
-        refuse_unservable(name, violations_by_engine(name, files_in_memory(head, name), frozen))
+        refuse_unservable(ExportSection(format=name), violations_by_engine(name, files_in_memory(head, name), frozen))
 
     for name in FORMATS:
         if reason := REFUSED.get(kind, {}).get(name):

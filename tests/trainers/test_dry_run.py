@@ -45,8 +45,14 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("option", "count"),
-    [("train.dry_run=true", 1), ("train.eval_prompts=0", 1), ("export.format=native", 0), ("head={kind: eagle1}", 0)],
+    ("option", "count", "origin"),
+    [
+        ("train.dry_run=true", 1, "by default"),  # a message once said "given" of a format that nobody gave
+        ("train.eval_prompts=0", 1, "by default"),
+        ("export.format=vllm", 1, "given"),
+        ("export.format=native", 0, ""),
+        ("head={kind: eagle1}", 0, ""),
+    ],
 )
 def test_an_engine_that_refuses_the_family_was_named_only_after_the_training(
     make_recipe: Callable[..., Recipe],
@@ -54,11 +60,13 @@ def test_an_engine_that_refuses_the_family_was_named_only_after_the_training(
     capsys: pytest.CaptureFixture[str],
     option: str,
     count: int,
+    origin: str,
 ) -> None:
     monkeypatch.setitem(REFUSED, "vllm", ("vLLM 0.33.0", frozenset({"llama"})))
-    run(make_recipe("run", "train.steps=1", "train.dry_run=true" if count == 0 else option, option))
+    steps = "train.eval_prompts=0" if option == "train.eval_prompts=0" else "train.dry_run=true"
+    run(make_recipe("run", "train.steps=1", steps, option))
     said = capsys.readouterr().out
-    line = "export.format: 'vllm' given, but vLLM 0.33.0 starts no EAGLE-3 head for targets of type 'llama'"
+    line = f"export.format: 'vllm' {origin}, but vLLM 0.33.0 starts no EAGLE-3 head for targets of type 'llama'"
     assert said.count(line) == count
     assert option != "train.eval_prompts=0" or said.index(line) < said.index("parameters on taps")
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.methods import build_methods
-from headstart.inference.report.tables import columns_of, legend, short_table
+from headstart.inference.report.tables import as_markdown, columns_of, legend, short_table
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
@@ -139,6 +140,13 @@ def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome
     assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "same text"]
     assert [line.partition(":")[0] for line in legend(outcomes)] == columns
     assert [*table.columns[0].cells] == ["generate", "plain", "untrained", "chain", "tree"]
+
+
+def test_a_method_whose_drafts_stopped_had_an_acceptance_length_of_1_and_no_word_why(outcomes: list[Outcome]) -> None:
+    tree = next(outcome for outcome in outcomes if outcome.method == "tree")
+    rested = replace(tree, stats=replace(tree.stats, resting_steps=3))
+    (line,) = [line for line in as_markdown([rested]).splitlines() if line.startswith("- tree: in ")]
+    assert f"3 of {tree.stats.steps} steps" in line
 
 
 def test_the_file_has_every_column_and_explains_each(trained: Recipe, outcomes: list[Outcome]) -> None:
