@@ -143,8 +143,8 @@ class Selection:
             f"data.num_prompts: {self.data.num_prompts} {self.data.origin('num_prompts')}, but the target wrote only "
             f"{self.accepted} usable prompts in {self.next:,} candidates, {sum(self.recent)} of them in the last "
             f"{RECENT_CANDIDATES} ({reasons}); up to {reachable} can be reached: lower it, raise "
-            "data.self_prompt_tokens if most have no end, add data.self_system_prompts for more topics if most repeat others, or name a file "
-            "in data.prompts"
+            "data.self_prompt_tokens if most have no end, add data.self_system_prompts for more topics if most repeat "
+            "others, or name a file in data.prompts"
         )
 
 

@@ -91,7 +91,10 @@ def test_every_format_serves_a_head_as_trained_or_is_refused(
     head = make_head(**HEADS[kind])
 
     def check(name: str) -> None:
-        refuse_unservable(ExportSection(format=name), violations_by_engine(name, files_in_memory(head, name), frozen))
+        refuse_unservable(
+            ExportSection.model_validate({"format": name}),
+            violations_by_engine(name, files_in_memory(head, name), frozen),
+        )
 
     for name in FORMATS:
         if reason := REFUSED.get(kind, {}).get(name):

@@ -38,6 +38,8 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(
     assert f"tokens per epoch {tokens} 12 samples, as harvested" in said
     assert "steps per epoch 4.0 train.batch_size 3" in said
     assert "1 samples of 36 tokens, unroll 3, float32" in said
+    assert "frozen, with the final norm, in float32" in said
+    assert "float32 and float32" not in said
     run(tiny_recipe(harvested, f"run_dir={recipe.run_dir / 'new'}", "train.dry_run=true"))
     said = " ".join(capsys.readouterr().out.split())
     assert "tokens per epoch at most 432 12 samples, not harvested yet" in said
