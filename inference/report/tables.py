@@ -124,7 +124,7 @@ def resting_lines(outcomes: list[Outcome]) -> list[str]:
         f"{outcome.method}: in {outcome.stats.resting_steps} of {outcome.stats.steps} steps drafts were off, as they "
         "did not pay"
         for outcome in outcomes
-        if outcome.published and outcome.stats.resting_steps  # plain decoding has no drafts to switch off
+        if outcome.method != "plain" and outcome.stats.resting_steps
     ]
 
 
