@@ -3,8 +3,8 @@
     python benchmarks/same_texts.py question.jsonl models/SmolLM2-135M-Instruct assets/smollm2_head --dtype bfloat16
 
 The questions are Spec-Bench's (github.com/hemingkx/Spec-Bench); later turns follow plain decoding's answers. Each text
-is kept in --out as soon as it is written, so that an interrupted run goes on, and each way may run in another process
-(--ways). All are compared with the first one.
+is appended to a file in --out at once, so an interrupted run continues; with --ways several processes share the work.
+All texts are compared with plain decoding's.
 
 plain        each text alone, after a prompt that is read in one pass
 drafts       each text alone, with the head's trees and repeats

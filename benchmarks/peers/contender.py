@@ -42,7 +42,7 @@ class Case:
     device: str = "cpu"
     dtype: str = "float32"
     threads: int = 1
-    norms: bool = False  # of EAGLE-3.1
+    norms: bool = False  # EAGLE-3.1 has them
     optimizer: str | None = None  # whose update ends the step; None: forward and backward alone
 
     @property

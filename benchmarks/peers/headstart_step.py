@@ -27,8 +27,10 @@ def make_step(case: Case, inputs: Inputs) -> Step:
     teacher = Teacher(frozen, vocab)
     unrolled = UnrolledHead(head, teacher, objective)
     batch = batch_of(case, inputs)
-    section = None if case.optimizer is None else TrainSection.model_validate({"steps": 1, "optimizer": case.optimizer})
-    optimizers = [] if section is None else build_optimizers(head, section)
+    optimizers = []
+    if case.optimizer is not None:
+        section = TrainSection.model_validate({"steps": 1, "optimizer": case.optimizer})
+        optimizers = build_optimizers(head, section)
 
     def step() -> Tensor:
         unrolled.zero_grad()

@@ -119,7 +119,7 @@ def acceptance_lines(outcomes: list[Outcome]) -> list[str]:
 
 
 def resting_lines(outcomes: list[Outcome]) -> list[str]:
-    """For each method whose drafts stopped: the steps without, which its acceptance length leaves out."""
+    """For each method whose drafts were switched off at times: in how many of its steps."""
     return [
         f"{outcome.method}: in {outcome.stats.resting_steps} of {outcome.stats.steps} steps drafts were off, as they "
         "did not pay"
