@@ -11,6 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from headstart.inference.core.constraint import Constraint, GuardedState, NoWayOnError
+from headstart.inference.core.images import Images
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.verify import Accepted
 
@@ -130,6 +131,7 @@ class Request:
     constraint: Constraint | None = None  # the form of the output
     keep_logits: bool = False  # with logprobs: keep the target's logits as well
     prompt_logprobs: bool = False  # of the prompt's tokens too; then no prefix is reused
+    images: Images | None = None  # of the prompt
 
     @property
     def length(self) -> int:
