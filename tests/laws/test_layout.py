@@ -59,7 +59,7 @@ BUDGETS = {
     "heads/kinds": 2_131,
     "headstart": 1_179,
     "inference": 259,
-    "inference/core": 2_320,
+    "inference/core": 2_311,
     "inference/doctor": 723,
     "inference/drafters": 1_986,
     "inference/engine": 1_671,
