@@ -93,10 +93,14 @@ def ends_in(folder: Path, text: str) -> "tuple[TargetEnds, Naming]":
 
 
 def auto_class(config: Any) -> Any:
-    """The class of transformers that loads a model for text: with an image tower if there is no other."""
-    known = type(config) in AutoModelForCausalLM._model_mapping
-    wrapped = not known and type(config) in AutoModelForImageTextToText._model_mapping
-    return AutoModelForImageTextToText if wrapped else AutoModelForCausalLM
+    """The class of transformers that loads a model: with its image tower if its configuration names such a class, or if
+    there is no other."""
+    seeing: Any = AutoModelForImageTextToText._model_mapping
+    if type(config) not in seeing:
+        return AutoModelForCausalLM
+    is_named = seeing[type(config)].__name__ in (config.architectures or ())
+    is_alone = type(config) not in AutoModelForCausalLM._model_mapping
+    return AutoModelForImageTextToText if is_named or is_alone else AutoModelForCausalLM
 
 
 def stored_names(twin: PreTrainedModel) -> Naming:

@@ -60,6 +60,9 @@ class Slots:
         # The same buffer for a lifetime: a captured graph reads it at the address that it was captured with.
         self._starts = torch.zeros(self.batch, dtype=torch.long, device=self.device)
         self.starts = self._starts[:rows]  # the lengths, on the device
+        # For a target whose images take fewer positions than tokens (M-RoPE): what to add to the index of each row's
+        # later tokens. [batch]
+        self.offsets: Int[Tensor, " batch"] | None = None
         self.reach = self.capacity
         self.pending = 0
         # Where the pending block goes, the same for all layers on a device.
@@ -78,6 +81,16 @@ class Slots:
     def even(self) -> bool:
         """Whether offsets are plain numbers, the same for all rows."""
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
+
+    def positions(self, depths: Int[Tensor, "rows block"]) -> Int[Tensor, "rows block"]:
+        """The rotary positions of a block's tokens."""
+        positions = self.starts.unsqueeze(1) + depths
+        return positions if self.offsets is None else positions + self.offsets[: len(self.starts)].unsqueeze(1)
+
+    def set_offset(self, row: int, offset: int) -> None:
+        """Set what is added to the index of the later tokens of a row, in use or not."""
+        if self.offsets is not None:
+            self.offsets[row] = offset
 
     def num_keys(self, block: int) -> int:
         """The number of keys that a block of this many tokens attends to."""
@@ -182,8 +195,11 @@ class Slots:
 
     def row(self, number: int) -> "Slots":
         """One row by itself, empty, in the same storage, in use or not. Its shapes are never static."""
-        row = [storage[:, :, number : number + 1] for storage in self.storages]
-        return Slots(row, device=self.device, layers=self.parts)
+        row = Slots(
+            [storage[:, :, number : number + 1] for storage in self.storages], device=self.device, layers=self.parts
+        )
+        row.offsets = None if self.offsets is None else self.offsets[number : number + 1]
+        return row
 
     def end_row(self, moves: list[Move]) -> None:
         """Take the last row out of use, after these moves."""
@@ -209,11 +225,16 @@ class Slots:
     def move(self, source: int, goal: int, held: int) -> None:
         """Copy the first slots of a row to another row; neither has to be in use."""
         self.write(goal, 0, self.kv(source, 0, held))
+        if self.offsets is not None:
+            self.offsets[goal] = self.offsets[source]
 
     def take_over(self, other: "Slots") -> None:
         """Copy the rows of smaller slots, including the slot after each row's length, as in `end_row`."""
         for row, length in enumerate(other.lengths):
             self.write(row, 0, other.kv(row, 0, min(length + 1, other.capacity)))
+        if other.offsets is not None:
+            self.offsets = torch.zeros_like(other.offsets) if self.offsets is None else self.offsets
+            self.offsets[: other.batch] = other.offsets
         self.set_lengths(other.lengths)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:

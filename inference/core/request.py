@@ -17,7 +17,7 @@ from headstart.inference.core.verify import Accepted
 
 GREEDY = Sampling()
 TRACE_COPY_STEPS = 64  # steps whose hidden states are copied to host memory together
-TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")  # [1, prompt]; 0 is text, and the names by which models take them
+BY_TOKEN = ("input_ids", "mm_token_type_ids", "token_type_ids")  # arguments of a model's forward, [1, prompt] each
 Detokenize = Callable[[list[int]], str]
 Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
@@ -117,22 +117,24 @@ class DecodeStats:
 
 @dataclass(frozen=True)
 class Images:
-    """What the target's forward takes of a prompt with images, besides its tokens.
+    """What the target's forward takes of a prompt with images, as the target's processor gives it.
 
     The prompt has one placeholder token for each feature of an image. It is read in one pass up to the end of its last
     image; after that it is text like any other.
     """
 
-    inputs: Mapping[str, Tensor]  # arguments of the model's forward, such as pixel_values and image_grid_thw
+    # Arguments of the model's forward, such as pixel_values and image_grid_thw; input_ids only where placeholders are
+    # outside the vocabulary, so that a request's prompt has other tokens there.
+    inputs: Mapping[str, Tensor]
     end: int  # tokens of the prompt up to the end of the last image
     digest: int = field(init=False)  # of the pixels: prompts of the same tokens may show other images
 
     def __post_init__(self) -> None:
         found = xxhash.xxh3_128()
         for name, tensor in sorted(self.inputs.items()):
-            if name not in TOKEN_TYPES:
+            if name not in BY_TOKEN:
                 found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-                found.update(tensor.detach().cpu().contiguous().view(torch.uint8).numpy())
+                found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         object.__setattr__(self, "digest", found.intdigest())
 
     @classmethod
@@ -140,11 +142,16 @@ class Images:
         """From the output of a processor for one prompt; `placeholders` are the token ids that stand for images."""
         (ids,) = encoded["input_ids"].tolist()
         (end,) = [place for place, token in enumerate(ids, start=1) if token in placeholders][-1:] or [len(ids)]
-        return cls({k: v for k, v in encoded.items() if k not in ("input_ids", "attention_mask")}, end)
+        return cls({name: tensor for name, tensor in encoded.items() if name != "attention_mask"}, end)
+
+    def prompt(self, vocab_size: int) -> list[int]:
+        """The prompt's tokens for a request and for heads: 0 in place of a placeholder outside the vocabulary."""
+        ids: list[int] = self.inputs["input_ids"][0].tolist()
+        return [token if token < vocab_size else 0 for token in ids]
 
     def arguments(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for a pass over the first `end` tokens of the prompt."""
-        cut = {name: self.inputs[name][:, : self.end] for name in TOKEN_TYPES if name in self.inputs}
+        cut = {name: self.inputs[name][:, : self.end] for name in BY_TOKEN if name in self.inputs}
         moved = {name: tensor.to(device) for name, tensor in {**self.inputs, **cut}.items()}
         return {name: each.to(dtype) if each.is_floating_point() else each for name, each in moved.items()}
 
@@ -294,6 +301,7 @@ class Sequence:
     is_remembered: bool = False  # whether the prompt was kept for others that share its prefix
     accepted: Accepted | None = None  # the path of the last tree; None after prefill
     ended: bool = False
+    offset: int = 0  # of the positions after its images, as in `Slots.offsets`
     key: int = field(default_factory=count().__next__)  # unlike the number, unique among all loops
 
     @property

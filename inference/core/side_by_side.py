@@ -32,7 +32,7 @@ class Part(NamedTuple):
     @property
     def positions(self) -> Int[Tensor, "rows count"]:
         assert self.block.depths is not None
-        return self.slots.starts.unsqueeze(1) + self.block.depths
+        return self.slots.positions(self.block.depths)
 
     @property
     def logits_at(self) -> range:

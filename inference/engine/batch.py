@@ -95,6 +95,8 @@ class Batch:
 
     def take_place(self, row: Sequence, place: int, prefix: Prefix | None) -> None:
         """Copy a cached prefix of a row's prompt to the row's place."""
+        row.offset = 0 if prefix is None else prefix.blocks[-1].offset
+        self.cache.target.set_offset(place, row.offset)
         if prefix is None:
             return
         for first, block in zip([0, *prefix.ends], prefix.blocks, strict=False):
@@ -163,7 +165,8 @@ class Batch:
         # The drafter reads nothing of a row without drafts.
         read = row.unread.start if row.request.speculative else 0
         tokens, taps = row.text[: max(held, states_at)], torch.cat(row.kept)
-        self.prefixes.add(CachedRow(self.cache, place, tokens, taps, row.kept_from, read, states_at))
+        images, offset = row.request.images, row.offset
+        self.prefixes.add(CachedRow(self.cache, place, tokens, taps, row.kept_from, read, states_at, images, offset))
         if held > row.kept_from:  # these taps are in the index now
             row.kept, row.kept_from = [taps[held - row.kept_from :].clone()], held
 

@@ -25,6 +25,8 @@ def check_request(target: TargetModel, request: Request) -> None:
     """Raise ValueError for a request that does not fit the target's positions or vocabulary."""
     check_length(target, request.prompt, request.max_new_tokens)
     check_vocabulary(target, request.prompt)
+    if request.images is not None:
+        target.refuse_images(request.prompt, request.images)
     check_bias(request.sampling.logit_bias, target.config.vocab_size)
 
 

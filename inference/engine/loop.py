@@ -269,7 +269,9 @@ class DecodeLoop:
         running = len(batch.rows)
         schedule = self.schedule
         reads = can_read and schedule.reads_next(running, self.max_batch - running, len(self.waiting))
-        steps = running > 0 and (schedule.shares_steps or not reads)
+        alone = reads and self._next_has_images()  # in turn with the steps
+        reads = reads and not (alone and running and schedule.read_last)
+        steps = running > 0 and (not reads or (schedule.shares_steps and not alone))
         if steps:
             # First, so that a prompt finds in the cache the prefix that it shares with the others.
             self.decode_step.prepare(may_draft=not reads)
@@ -278,7 +280,15 @@ class DecodeLoop:
             blocks += self._finish_chunks(chunks, outputs) if chunks else []
         elif reads:
             chunks = self._next_chunks()
-            blocks = self._finish_chunks(chunks, self.prefill.run(chunks))
+            try:
+                outputs = self.prefill.run(chunks)
+            except Exception as error:
+                if chunks[0].images is None:
+                    raise
+                self.prefill.fail(chunks[0].row, error)
+                self.ended.append(chunks[0].row.number)
+            else:
+                blocks = self._finish_chunks(chunks, outputs)
         schedule.read_last = reads and not steps
         for row in [row for row in batch.rows if row.ended]:
             self._end(row)
@@ -290,6 +300,12 @@ class DecodeLoop:
             return True
         has_place = self.admits and bool(self.waiting) and len(self.batch.rows) < self.max_batch
         return has_place and self.batch.fits([self.waiting.first])
+
+    def _next_has_images(self) -> bool:
+        """Whether the next tokens to prefill hold images."""
+        partial = self.batch.partial
+        request = self.waiting.first if partial is None else partial.row.request
+        return request.images is not None and (partial is None or partial.cached < request.images.end)
 
     def _next_chunks(self) -> list[PromptChunk]:
         """The waiting prompts that are prefilled next in full, or the next chunk of a long one."""

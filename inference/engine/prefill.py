@@ -9,7 +9,7 @@ from torch import Tensor
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import masked_roots
-from headstart.inference.core.request import EmittedTokens, Request, Sequence, TokenScores
+from headstart.inference.core.request import EmittedTokens, Images, Request, Sequence, TokenScores
 from headstart.inference.core.sampling import BatchSampling
 from headstart.inference.core.side_by_side import Part
 from headstart.inference.core.tree import PendingTokens, causal_block
@@ -38,6 +38,12 @@ class PromptChunk:
         return self.row.text[self.before : self.before + self.count]
 
     @property
+    def images(self) -> Images | None:
+        """The prompt's images, if they are in these tokens."""
+        images = self.row.request.images
+        return images if images is not None and self.before < images.end else None
+
+    @property
     def is_scored(self) -> bool:
         """Whether logits are needed after each of its tokens, and not only after the last one."""
         return self.row.request.prompt_logprobs
@@ -64,8 +70,10 @@ class Prefill:
         """Whether the last request fits into one pass of at most `most` tokens together with the others.
 
         It has to wait if the others would cache more of its prefix, if memory is short, or if prefixes are cached and
-        the target cannot read parts side by side.
+        the target cannot read parts side by side. A prompt with images is read alone.
         """
+        if any(request.images is not None for request in requests):
+            return False
         batch, prefixes = self.batch, self.batch.prefixes
         prompts, scores = [request.prompt for request in requests], [request.prompt_logprobs for request in requests]
         known = [
@@ -94,10 +102,14 @@ class Prefill:
         batch = self.batch
         if rows:
             index = batch.prefixes
-            prefixes = [None if index is None or row.request.prompt_logprobs else index.use(row.text) for row in rows]
+            prefixes = [
+                None if index is None or row.request.prompt_logprobs else index.use(row.text, row.request.images)
+                for row in rows
+            ]
             count = sum(len(row.text) - known_tokens(prefix) for row, prefix in zip(rows, prefixes, strict=True))
-            stop = 0 if index is None or len(rows) > 1 else index.copies_at(rows[0].text)
-            if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None):
+            images = rows[0].request.images
+            stop = 0 if index is None or len(rows) > 1 else index.copies_at(rows[0].text, images)
+            if count <= most and not stop and (len(rows) > 1 or prefixes[0] is None) and images is None:
                 return self._seat(rows, prefixes)
             ((row, prefix),) = zip(rows, prefixes, strict=True)
             place = len(batch.rows)
@@ -108,6 +120,8 @@ class Prefill:
         assert partial is not None
         end = partial.states_at if partial.cached < partial.states_at else len(partial.row.text)
         count = min(most, end - partial.cached)
+        if (images := partial.row.request.images) is not None and partial.cached < images.end:
+            count = images.end
         return [PromptChunk(partial.row, partial.place, partial.cached, count)]
 
     def _seat(self, rows: list[Sequence], prefixes: list[Prefix | None]) -> list[PromptChunk]:
@@ -133,12 +147,22 @@ class Prefill:
     def run(self, chunks: list[PromptChunk]) -> list[TargetOutput]:
         """Prefill chunks in a pass of their own; returns the target's output for each."""
         tokens, rows = [chunk.tokens for chunk in chunks], [self.batch.cache.row(chunk.place) for chunk in chunks]
+        if (images := chunks[0].images) is not None:
+            inputs = torch.tensor(tokens, device=self.target.device)
+            wanted = None if chunks[0].is_scored else [len(tokens[0]) - 1]
+            output, chunks[0].row.offset = self.target.passes.read_images(inputs, images, rows[0], wanted)
+            return [output]
         if len(chunks) == 1:
             return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]
         by_position = self.target.passes.by_position  # then each prompt's keys lie from the first slot on
         if by_position or any(chunk.before or chunk.is_scored for chunk in chunks):
             return self.target.passes.side_by_side(self.parts(chunks))
         return prefill_prompts(self.target, tokens, rows)
+
+    def fail(self, row: Sequence, error: Exception) -> None:
+        """End a text whose images the target cannot read."""
+        row.fail(error)
+        self.batch.partial = None
 
     def finish(self, chunks: list[PromptChunk], outputs: list[TargetOutput], feeds: bool) -> list[EmittedTokens]:
         """Record a pass over chunks; returns the first new tokens of the prompts that are complete.

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from headstart.inference.core.cache import KVCache, SlotContents
 from headstart.inference.core.recurrent import Snapshot, snapshot_bytes
+from headstart.inference.core.request import Images
 
 BLOCK = 16  # tokens; a hit ends with a full block, unless states were kept within one
 LAST_MESSAGE = 64  # tokens that the last message is taken to have where its start is not known
 MIN_TOKENS_BEFORE_COPY = 192  # of a prompt before its last message
-Key = tuple[int, tuple[int, ...]]  # the number of the block before, 0 for none, and the tokens
+# The number of the block before, and the tokens. Before the first block: 0, or the digest of the prompt's images.
+Key = tuple[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Cached:
     head: SlotContents | None  # None: the drafter has not read the block
     taps: Float[Tensor, "count tapped"]  # at the last position, or at all positions if the drafter has yet to read them
     states: Snapshot = None  # the target's recurrent states at its end; None: not kept there
+    offset: int = 0  # of later positions, as in `Slots.offsets`
 
     @property
     def num_bytes(self) -> int:
@@ -72,6 +75,8 @@ class CachedRow:
     taps_from: int
     drafter_read: int  # positions that the drafter has read
     states_at: int = 0  # tokens after which the target's states stand; 0: they are not to be kept
+    images: Images | None = None
+    offset: int = 0
 
     def drafter_slots(self, first: int, end: int) -> SlotContents | None:
         """The drafter's slots of the block between two positions; None if it has not read the block."""
@@ -87,11 +92,16 @@ class CachedRow:
         if taps_first < self.taps_from:
             return None
         taps = self.taps[taps_first - self.taps_from : end - self.taps_from].clone()
-        return Cached(self.cache.target.copy_kv(self.place, first, end), head, taps)
+        return Cached(self.cache.target.copy_kv(self.place, first, end), head, taps, offset=self.offset)
 
     def states(self) -> Snapshot:
         assert self.cache.recurrent is not None
         return self.cache.recurrent.snapshot(self.place)
+
+
+def start_of(images: Images | None) -> int:
+    """What stands for the block before the first one."""
+    return 0 if images is None else images.digest
 
 
 class PrefixIndex:
@@ -127,7 +137,7 @@ class PrefixIndex:
         """The length of a prompt's longest known prefix."""
         return sum(len(tokens) for _, tokens in self._usable(prompt[:-1]))
 
-    def copies_at(self, prompt: list[int]) -> int:
+    def copies_at(self, prompt: list[int], images: Images | None = None) -> int:
         """After how many tokens of a prompt, before its end, the target's states are worth a copy; 0 for nowhere.
 
         That is where the prompt leaves the blocks of other texts, if states are missing for more than a block before;
@@ -135,19 +145,21 @@ class PrefixIndex:
         """
         if not self.has_states:
             return 0
-        known, usable = len(self._known(prompt[:-1])) * BLOCK, self.known_tokens(prompt)
+        known = len(self._known(prompt[:-1], images)) * BLOCK
+        usable = sum(len(tokens) for _, tokens in self._usable(prompt[:-1], images))
         if known - usable > BLOCK:
             return known
         ends = [place for place, token in enumerate(prompt, start=1) if token in self.ends]
         places = [*ends[-2:-1], (len(prompt) - LAST_MESSAGE) // BLOCK * BLOCK]
-        return next((place for place in places if place - usable > MIN_TOKENS_BEFORE_COPY), 0)
+        first = max(usable + MIN_TOKENS_BEFORE_COPY, images.end if images else 0)
+        return next((place for place in places if place > first), 0)
 
-    def use(self, prompt: list[int]) -> Prefix | None:
+    def use(self, prompt: list[int], images: Images | None = None) -> Prefix | None:
         """The longest cached prefix of a prompt, without its last token; None if no block is cached.
 
-        Counts as a query and marks its blocks as used.
+        A prompt with images needs all of them in the prefix. Counts as a query and marks its blocks as used.
         """
-        keys = self._usable(prompt[:-1])
+        keys = self._usable(prompt[:-1], images)
         prefix = self._prefix(keys)
         self.queries += len(prompt)
         self.hits += known_tokens(prefix)
@@ -166,7 +178,7 @@ class PrefixIndex:
     def _add_blocks(self, row: CachedRow) -> list[Key]:
         """Returns the keys of the blocks that the index holds now, up to the first that is missing."""
         keys: list[Key] = []
-        parent = 0
+        parent = start_of(row.images)
         for first in range(0, len(row.tokens) - BLOCK + 1, BLOCK):
             key = parent, tuple(row.tokens[first : first + BLOCK])
             known = self.blocks.get(key)
@@ -184,7 +196,7 @@ class PrefixIndex:
     def _add_states(self, row: CachedRow, keys: list[Key]) -> None:
         """Add the target's states to the block that ends there, or to a shorter one, whose key joins the others."""
         count, rest = row.states_at // BLOCK, row.states_at % BLOCK
-        parent = self.blocks[keys[count - 1]][0] if count else 0
+        parent = self.blocks[keys[count - 1]][0] if count else start_of(row.images)
         key = (parent, tuple(row.tokens[row.states_at - rest : row.states_at])) if rest else keys[count - 1]
         known = self.blocks.get(key)
         block = row.block(row.states_at - rest, row.states_at) if known is None else known[1]
@@ -204,10 +216,10 @@ class PrefixIndex:
         self.num_bytes += block.num_bytes
         return number, block
 
-    def _known(self, tokens: list[int]) -> list[Key]:
+    def _known(self, tokens: list[int], images: Images | None) -> list[Key]:
         """The keys of the longest cached prefix."""
         keys: list[Key] = []
-        parent = 0
+        parent = start_of(images)
         for first in range(0, len(tokens) - BLOCK + 1, BLOCK):
             key = parent, tuple(tokens[first : first + BLOCK])
             if key not in self.blocks:
@@ -216,11 +228,15 @@ class PrefixIndex:
             parent = self.blocks[key][0]
         return keys
 
-    def _usable(self, tokens: list[int]) -> list[Key]:
+    def _usable(self, tokens: list[int], images: Images | None = None) -> list[Key]:
         """The keys of the longest cached prefix from which the target can continue."""
-        keys = self._known(tokens)
+        keys = self._continued(tokens, images)
+        return keys if images is None or sum(len(tokens) for _, tokens in keys) >= images.end else []
+
+    def _continued(self, tokens: list[int], images: Images | None) -> list[Key]:
+        keys = self._known(tokens, images)
         while self.has_states:
-            parent, first = self.blocks[keys[-1]][0] if keys else 0, len(keys) * BLOCK
+            parent, first = self.blocks[keys[-1]][0] if keys else start_of(images), len(keys) * BLOCK
             within = ((parent, tuple(tokens[first : first + count])) for count in range(BLOCK - 1, 0, -1))
             last = next((key for key in within if key in self.blocks), None)
             if last is not None:

@@ -10,6 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from headstart.inference.core.request import BY_TOKEN, Images
 from headstart.inference.core.tree import Tree
 from headstart.inference.kernels import Trace
 from headstart.inference.targets.architecture import cache_layout
@@ -106,6 +107,42 @@ def difference_in_bits(passes: Passes) -> str | None:
                         return f"the logits, in {name}, by up to {float(largest):.2g}"
     finally:
         passes.hidden.clear()
+    return None
+
+
+@torch.inference_mode()
+def difference_with_images(passes: Passes, prompt: list[int], images: Images) -> str | None:
+    """How the passes over a prompt with images, and over what follows, differ from the model's own forward; None if
+    they do not."""
+    device = passes.device
+    more = (torch.arange(TRIAL_TOKENS, device=device).unsqueeze(0) * 7 + 5) % passes.config.vocab_size
+    tokens = torch.cat([torch.tensor([prompt], device=device), more], dim=1)
+    inputs = dict(images.inputs)
+    for name in {*BY_TOKEN} & {*inputs}:
+        after = more if name == "input_ids" else torch.zeros_like(more)
+        inputs[name] = torch.cat([inputs[name], after.to(inputs[name])], dim=1)
+    count = tokens.shape[1]
+    try:
+        with own_attention_of(passes.model):
+            wanted = passes.forward(tokens, images=Images(inputs, count)).logits[0].float()
+        passes.forget_positions()
+        cache = passes.new_cache(count + TRIAL_TOKENS, batch=2)
+        row, rest = cache.row(1), tokens[:, images.end :]
+        computed = [passes.read_images(tokens[:, : images.end], images, row, None)[0].logits[0]]
+        if cache.recurrent is None:
+            row.set_lengths([images.end])
+            computed.append(passes.tree(chain_of(rest), row).logits[0])
+        else:
+            computed.append(passes.prefill(rest, row, images.end, None).logits[0])
+        logits = torch.cat(computed).float()
+        relative = float((logits - wanted).norm() / wanted.norm().clamp(min=1e-6))
+        if not relative <= ROUNDING.get(passes.dtype, ROUNDING_IN_HALF):
+            return f"whose passes after images differ from its own forward by {relative:.1%} of the logits"
+    except Exception as error:  # a model may raise anything
+        return f"whose passes with images end in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    finally:
+        passes.hidden.clear()
+        passes.forget_positions()
     return None
 
 

@@ -18,7 +18,7 @@ from headstart.common.errors import wrong_value
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of
 from headstart.heads.target_ends import TargetEnds
-from headstart.inference.core.request import cut_at_end
+from headstart.inference.core.request import Images, cut_at_end
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.kernels import FastForm, fast_form, own_layers_of
 from headstart.inference.targets.architecture import (
@@ -28,7 +28,7 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_method, difference_in_bits
+from headstart.inference.targets.check import choose_method, difference_in_bits, difference_with_images
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
@@ -168,6 +168,18 @@ class TargetModel:
     def difference_in_bits(self) -> str | None:
         """The first operation whose bits depend on what else a pass computes; None if a token's logits never do."""
         return difference_in_bits(self.passes)
+
+    def refuse_images(self, prompt: list[int], images: Images) -> None:
+        """Raise ValueError if the target cannot decode after images; the first prompt with images is the trial."""
+        passes = self.passes
+        why: str | None = None if passes.reads_images else "which has no image tower"
+        if why is None:
+            if passes.difference_with_images is None:
+                passes.difference_with_images = difference_with_images(passes, prompt, images) or ""
+            why = passes.difference_with_images
+        if why:
+            allowed = "text, or a target that decodes after images as its own forward computes, is"
+            raise wrong_value("images", f"with a {self.config.model_type!r} target, {why}", allowed, "leave them out")
 
     @property
     def may_capture(self) -> bool:

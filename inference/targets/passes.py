@@ -18,6 +18,7 @@ from headstart.heads.target_ends import final_norm
 from headstart.inference.core.cache import KVCache, Slots
 from headstart.inference.core.cache_memory import Shape
 from headstart.inference.core.recurrent import WINDOW, LayerStates, OwnCaches, after_windows
+from headstart.inference.core.request import Images
 from headstart.inference.core.side_by_side import CannotLieSideBySide, PackedCache, PackedMask, Part, unpacked
 from headstart.inference.core.tree import PendingTokens, Places, Tree, block_mask, causal_block, padded_rows, take
 from headstart.inference.core.verify import count_drafted
@@ -67,6 +68,10 @@ class Passes:
         accepted = signature(model.forward).parameters
         self.cache_name = "cache_params" if "cache_params" in accepted else "past_key_values"
         self.selects_logits = "logits_to_keep" in accepted
+        self.reads_images = any(name.startswith(("pixel_values", "image_")) for name in accepted)
+        # The modules that keep, from a pass with images to the next pass, how far positions are behind their index.
+        self.keep_offsets: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self.difference_with_images: str | None = None  # why images are refused, "" if they are not; None: not tried
         self.by_position = False  # masks say where the keys of each position lie
         self.layout: CacheLayout
         self.method: DecodingMethod
@@ -97,7 +102,7 @@ class Passes:
     ) -> KVCache:
         """Slots for `capacity` tokens per row, a pending tree included, and the recurrent states of each row."""
         layout = self.layout
-        return KVCache.allocate(
+        cache = KVCache.allocate(
             layout.shapes,
             head_shape,
             capacity,
@@ -109,6 +114,9 @@ class Passes:
             layout.new_recurrent_states(batch),
             None if layout.empty is None else layout.layers,
         )
+        if self.keep_offsets:
+            cache.target.offsets = torch.zeros(batch, dtype=torch.long, device=self.device)
+        return cache
 
     @torch.inference_mode()
     def forward(
@@ -119,15 +127,19 @@ class Passes:
         cache: Cache | None = None,
         last_only: bool = False,
         logits_at: list[int] | None = None,
+        images: Images | None = None,
     ) -> TargetOutput:
         """One pass over tokens; causal if there is no mask.
 
         `last_only` computes logits for the last token alone, `logits_at` for the tokens at these indices. With
-        target.split layers, arguments and results are on the first device.
+        target.split layers, arguments and results are on the first device. `images` are in these tokens, the first of
+        a text; positions and mask are the model's own then.
         """
-        if self.by_position and mask is None and isinstance(cache, KVCache):
+        if self.by_position and mask is None and isinstance(cache, KVCache) and images is None:
             mask = self.masks(cache.target, causal_block(tokens.shape[1], self.device))
-        return self._run(tokens, positions, mask, cache, [tokens.shape[1] - 1] if last_only else logits_at)[0]
+        return self._run(
+            tokens, positions, mask, cache, [tokens.shape[1] - 1] if last_only else logits_at, images=images
+        )[0]
 
     def _run(
         self,
@@ -137,6 +149,7 @@ class Passes:
         cache: Cache | None,
         logits_at: list[int] | None,
         use_cache: bool = False,
+        images: Images | None = None,
     ) -> tuple[TargetOutput, Cache | None]:
         """`forward`, and the cache that the model returns."""
         arguments: dict[str, Any] = {"attention_mask": mask, "position_ids": positions, self.cache_name: cache}
@@ -144,7 +157,9 @@ class Passes:
         # first device, but the final norm is on the last.
         arguments["logits_to_keep"] = logits_at if self.selects_logits else None
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        output = self.model(input_ids=tokens, use_cache=use_cache or cache is not None, **arguments)
+        arguments |= {"input_ids": tokens, "use_cache": use_cache or cache is not None}
+        arguments |= {} if images is None else images.arguments(self.device, self.dtype)
+        output = self.model(**arguments)
         taps, last_hidden = self._take_hidden(tokens)
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         logits = output.logits.to(self.device)
@@ -180,8 +195,7 @@ class Passes:
         if cache.recurrent is not None:
             return self._chains(tree, cache)
         block = PendingTokens(tree.ancestors, tree.depths)
-        positions = cache.target.starts.unsqueeze(1) + tree.depths
-        return self.forward(tree.tokens, positions, self.masks(cache.target, block), cache)
+        return self.forward(tree.tokens, cache.target.positions(tree.depths), self.masks(cache.target, block), cache)
 
     def _chains(self, tree: Tree, cache: KVCache) -> TargetOutput:
         """A pass over each row's window, its root and its chain."""
@@ -192,24 +206,34 @@ class Passes:
         states.counts = [len(window) + 1 + count for window, count in zip(windows, drafted, strict=True)]
         if isinstance(states, OwnCaches):
             chains = [tree.tokens[row : row + 1, : 1 + count] for row, count in enumerate(drafted)]
-            return TargetOutput.of_rows([self._own_cache(states, row, chain) for row, chain in enumerate(chains)])
+            return TargetOutput.of_rows([self._own_cache(cache, row, chain) for row, chain in enumerate(chains)])
         tokens, index = after_windows(windows, tree.tokens)
         states.width, shortest = tokens.shape[1], min(map(len, windows))
         is_sure = min(states.counts) == states.width and not any(drafted)
         output = self._from_states(tokens, cache, [*range(shortest, states.width)], is_sure)
         return output.at(shortest, index)
 
-    def _own_cache(self, states: OwnCaches, row: int, chain: Int[Tensor, "1 nodes"]) -> TargetOutput:
+    def _own_cache(self, cache: KVCache, row: int, chain: Int[Tensor, "1 nodes"]) -> TargetOutput:
         """A pass over one row's window, its root and its chain, with the model's own cache."""
+        states, slots, positions = cache.recurrent, cache.target, None
+        assert isinstance(states, OwnCaches)
         window = states.window(row)
         tokens, index = after_windows([window], chain)
-        cache = states.load(row, is_sure=chain.shape[1] == 1)
+        if slots.offsets is not None and slots.offsets[row]:
+            depths = torch.arange(tokens.shape[1], device=self.device) - len(window)
+            positions = slots.positions(depths.expand(len(slots.lengths), -1))[row : row + 1]
+        own = states.load(row, is_sure=chain.shape[1] == 1)
         wanted = [*range(len(window), tokens.shape[1])]
-        output, states.after[row] = self._run(tokens, None, None, cache, wanted, use_cache=True)
+        output, states.after[row] = self._run(tokens, positions, None, own, wanted, use_cache=True)
         return output.at(len(window), index)
 
     def _from_states(
-        self, tokens: Int[Tensor, "rows count"], cache: KVCache, logits_at: list[int] | None, is_sure: bool
+        self,
+        tokens: Int[Tensor, "rows count"],
+        cache: KVCache,
+        logits_at: list[int] | None,
+        is_sure: bool,
+        images: Images | None = None,
     ) -> TargetOutput:
         """A causal pass that continues each row's last verified states. It leaves the cache's lengths unchanged."""
         states, slots = cache.recurrent, cache.target
@@ -221,13 +245,18 @@ class Passes:
         if max(lengths):
             block = causal_block(tokens.shape[1], self.device)
             assert block.depths is not None
-            positions, mask = slots.starts.unsqueeze(1) + block.depths, self.masks(slots, block)
-        output = self.forward(tokens, positions, mask, cache, logits_at=logits_at)
+            positions, mask = slots.positions(block.depths), self.masks(slots, block)
+        output = self.forward(tokens, positions, mask, cache, logits_at=logits_at, images=images)
         slots.set_lengths(lengths)
         return output
 
     def prefill(
-        self, tokens: Int[Tensor, "1 count"], row: KVCache, before: int, logits_at: list[int] | None
+        self,
+        tokens: Int[Tensor, "1 count"],
+        row: KVCache,
+        before: int,
+        logits_at: list[int] | None,
+        images: Images | None = None,
     ) -> TargetOutput:
         """Prefill a row with recurrent states, which holds the first `before` tokens of its text, further."""
         states = row.recurrent
@@ -240,13 +269,41 @@ class Passes:
             states.write(0, None)
         if isinstance(states, OwnCaches):
             cache = states.load(0, is_sure=True)
-            output, states.after[0] = self._run(tokens, None, None, cache, logits_at, use_cache=True)
+            positions = None
+            if before and row.target.offsets is not None and row.target.offsets[0]:
+                positions = before + row.target.offsets + torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
+            output, states.after[0] = self._run(
+                tokens, positions, None, cache, logits_at, use_cache=True, images=images
+            )
         else:
             assert isinstance(states, LayerStates)
             row.set_lengths([before])
-            output = self._from_states(tokens, row, logits_at, is_sure=before > 0)
+            output = self._from_states(tokens, row, logits_at, is_sure=before > 0, images=images)
         states.commit([0])
         return output
+
+    def read_images(
+        self, tokens: Int[Tensor, "1 end"], images: Images, row: KVCache, logits_at: list[int] | None
+    ) -> tuple[TargetOutput, int]:
+        """Prefill an empty row with the beginning of a prompt, up to the end of its last image, by the model's own
+        positions and masks. Returns what to add to the index of each later token for its position, too."""
+        row.set_lengths([0])
+        try:
+            if row.recurrent is not None:
+                output = self.prefill(tokens, row, 0, logits_at, images)
+            else:
+                output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+            found = [int(each.rope_deltas) for each in self.keep_offsets if each.rope_deltas is not None]
+        finally:
+            self.forget_positions()
+        offset = found[0] if found else 0
+        row.target.set_offset(0, offset)
+        return output, offset
+
+    def forget_positions(self) -> None:
+        """Drop what the model keeps of a pass with images, which a text that follows would take for its own."""
+        for module in self.keep_offsets:
+            module.rope_deltas = None
 
     def prepare_step(self, cache: KVCache, drafts: bool) -> bool:
         """Before a step, advance recurrent states whose windows are full; returns whether the step may draft.
