@@ -82,7 +82,7 @@ class Slots:
         """Whether offsets are plain numbers, the same for all rows."""
         return not self.static and (len(self.lengths) == 1 or min(self.lengths) == max(self.lengths))
 
-    def positions(self, depths: Int[Tensor, "rows block"]) -> Int[Tensor, "rows block"]:
+    def positions(self, depths: Int[Tensor, "_ block"]) -> Int[Tensor, "rows block"]:
         """The rotary positions of a block's tokens."""
         positions = self.starts.unsqueeze(1) + depths
         return positions if self.offsets is None else positions + self.offsets[: len(self.starts)].unsqueeze(1)
