@@ -150,7 +150,8 @@ class Prefill:
         if (images := chunks[0].images) is not None:
             inputs = torch.tensor(tokens, device=self.target.device)
             wanted = None if chunks[0].is_scored else [len(tokens[0]) - 1]
-            output, chunks[0].row.offset = self.target.passes.read_images(inputs, images, rows[0], wanted)
+            output = self.target.passes.read_images(inputs, images, rows[0], wanted)
+            chunks[0].row.offset = self.target.passes.offset
             return [output]
         if len(chunks) == 1:
             return [prefill_chunk(self.target, tokens[0], rows[0], chunks[0].before, not chunks[0].is_scored)]

@@ -125,10 +125,9 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
     try:
         with own_attention_of(passes.model):
             wanted = passes.forward(tokens, images=Images(inputs, count)).logits[0].float()
-        passes.forget_positions()
         cache = passes.new_cache(count + TRIAL_TOKENS, batch=2)
         row, rest = cache.row(1), tokens[:, images.end :]
-        computed = [passes.read_images(tokens[:, : images.end], images, row, None)[0].logits[0]]
+        computed = [passes.read_images(tokens[:, : images.end], images, row, None).logits[0]]
         if cache.recurrent is None:
             row.set_lengths([images.end])
             computed.append(passes.tree(chain_of(rest), row).logits[0])
@@ -142,7 +141,6 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
         return f"whose passes with images end in {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         passes.hidden.clear()
-        passes.forget_positions()
     return None
 
 

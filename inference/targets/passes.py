@@ -71,6 +71,7 @@ class Passes:
         self.reads_images = any(name.startswith(("pixel_values", "image_")) for name in accepted)
         # The modules that keep, from a pass with images to the next pass, how far positions are behind their index.
         self.keep_offsets: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
+        self.offset = 0  # of the last images, as in `Slots.offsets`
         self.difference_with_images: str | None = None  # why images are refused, "" if they are not; None: not tried
         self.by_position = False  # masks say where the keys of each position lie
         self.layout: CacheLayout
@@ -159,7 +160,11 @@ class Passes:
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= {"input_ids": tokens, "use_cache": use_cache or cache is not None}
         arguments |= {} if images is None else images.arguments(self.device, self.dtype)
-        output = self.model(**arguments)
+        try:
+            output = self.model(**arguments)
+        finally:
+            if images is not None:
+                self.offset = self._take_offset()
         taps, last_hidden = self._take_hidden(tokens)
         tapped = torch.cat(taps, dim=-1) if taps else last_hidden[..., :0]
         logits = output.logits.to(self.device)
@@ -284,26 +289,23 @@ class Passes:
 
     def read_images(
         self, tokens: Int[Tensor, "1 end"], images: Images, row: KVCache, logits_at: list[int] | None
-    ) -> tuple[TargetOutput, int]:
+    ) -> TargetOutput:
         """Prefill an empty row with the beginning of a prompt, up to the end of its last image, by the model's own
-        positions and masks. Returns what to add to the index of each later token for its position, too."""
+        positions and masks."""
         row.set_lengths([0])
-        try:
-            if row.recurrent is not None:
-                output = self.prefill(tokens, row, 0, logits_at, images)
-            else:
-                output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
-            found = [int(each.rope_deltas) for each in self.keep_offsets if each.rope_deltas is not None]
-        finally:
-            self.forget_positions()
-        offset = found[0] if found else 0
-        row.target.set_offset(0, offset)
-        return output, offset
+        if row.recurrent is not None:
+            output = self.prefill(tokens, row, 0, logits_at, images)
+        else:
+            output = self.forward(tokens, cache=row, logits_at=logits_at, images=images)
+        row.target.set_offset(0, self.offset)
+        return output
 
-    def forget_positions(self) -> None:
-        """Drop what the model keeps of a pass with images, which a text that follows would take for its own."""
+    def _take_offset(self) -> int:
+        """What the model keeps of a pass with images, and a text that follows would take for its own."""
+        kept = [module.rope_deltas for module in self.keep_offsets if module.rope_deltas is not None]
         for module in self.keep_offsets:
             module.rope_deltas = None
+        return int(kept[0]) if kept else 0
 
     def prepare_step(self, cache: KVCache, drafts: bool) -> bool:
         """Before a step, advance recurrent states whose windows are full; returns whether the step may draft.

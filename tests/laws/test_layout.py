@@ -62,7 +62,7 @@ BUDGETS = {
     "inference/core": 2_340,
     "inference/doctor": 723,
     "inference/drafters": 1_986,
-    "inference/engine": 1_732,
+    "inference/engine": 1_733,
     "inference/generate": 1_157,
     "inference/kernels": 1_915,
     "inference/report": 1_112,

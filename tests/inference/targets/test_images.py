@@ -16,6 +16,7 @@ from headstart.inference.engine.loop import DecodeLoop, generate_batch
 from headstart.inference.targets.model import TargetModel
 
 NEW = 24
+TEXT_ROW = [5, 6, 7, 8, 5, 6, 7]
 IMAGE, OPEN, CLOSE = 60, 61, 62
 TEXT: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -103,11 +104,10 @@ def test_text_with_images_equals_generate(family: str) -> None:
     wanted = [of_transformers(model, images) for _, images in prompts]
     assert len({*map(tuple, wanted)}) > 2
     target = TargetModel(model, ())
-    text = [5, 6, 7, 8, 5, 6, 7]
-    plain_text = generate_batch(target, [Request(text, NEW)])[0].tokens
+    plain_text = generate_batch(target, [Request(TEXT_ROW, NEW)])[0].tokens
     requests = [Request(ids, NEW, images=images) for ids, images in prompts]
-    mixed = [requests[0], Request(text, NEW), *requests[1:], Request(text, NEW)]
-    texts = [*([*ids, *rest] for (ids, _), rest in zip(prompts, wanted, strict=True)), [*text, *plain_text]]
+    mixed = [requests[0], Request(TEXT_ROW, NEW), *requests[1:], Request(TEXT_ROW, NEW)]
+    texts = [*([*ids, *rest] for (ids, _), rest in zip(prompts, wanted, strict=True)), [*TEXT_ROW, *plain_text]]
     drafter: Drafter = Hidden(*texts) if target.passes.verifies_trees else Moody(*texts)
     for given in (None, drafter):
         for rows in (1, 3, 16):
@@ -175,3 +175,22 @@ def test_images_are_refused_by_name_by_a_target_without_a_tower() -> None:
     ids, images = prompt_of("gemma3", (1,))
     with pytest.raises(ValueError, match="no image tower"):
         generate_batch(target, [Request(ids, NEW, images=images)])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", "gemma3"])
+def test_tokens_after_images_have_the_same_bits_in_every_pass(family: str) -> None:
+    model: Any = build(family)
+    target = TargetModel(model.to(torch.bfloat16), ())
+    target.speed_up(lambda: target)
+    ids, images = prompt_of(family, (1, 2), more=40)
+    plain = Request(ids, NEW, images=images, logprobs=True, keep_logits=True)
+    wanted = generate_batch(target, [plain])[0]
+    texts = [*ids, *wanted.tokens], [*TEXT_ROW, *generate_batch(target, [Request(TEXT_ROW, NEW)])[0].tokens]
+    loop = DecodeLoop(target, Hidden(*texts), prefix_memory=10**8, prefill_chunk=17)
+    for cached in (False, True):
+        numbers = [loop.submit(Request(TEXT_ROW, NEW)), loop.submit(plain)]
+        while not loop.idle:
+            loop.step()
+        found = loop.generations[numbers[1]]
+        assert bool(found.cached_tokens) == cached
+        assert torch.equal(torch.cat(found.logits), torch.cat(wanted.logits))
