@@ -45,6 +45,7 @@ from typing import Any, cast
 import torch
 import transformers
 from target_page import STATES, UNKNOWN_CACHE, write_files, write_table
+from tiny_images import MAKERS, prompt_with_images
 from tiny_targets import FIRST_WORD, TYPES, VOCAB, WORDS, make_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -52,7 +53,7 @@ from transformers import PreTrainedModel
 from headstart.common.progress import Progress
 from headstart.data_pipelines.harvest_stages import LOGITS_TOLERANCE
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.request import GREEDY, Request
+from headstart.inference.core.request import GREEDY, Images, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
@@ -69,6 +70,10 @@ LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
 # Never a token for padding, which takes no position in some families.
 SAMPLED = Sampling(1.0, seed=3, logit_bias=tuple((token, -100.0) for token in range(3)))
+# After images, whose placeholders are never written.
+NO_WORDS = [*range(FIRST_WORD), *range(WORDS, VOCAB)]
+WORDS_ALONE = Sampling(seed=3, logit_bias=tuple((token, -100.0) for token in NO_WORDS))
+NEW_AFTER_IMAGES = 10
 PATIENCE = 300.0  # seconds for one family
 FOLDER = Path("runs")
 
@@ -181,6 +186,56 @@ def bits(name: str) -> str:
     model.config.dtype = torch.bfloat16
     pack_weights(model, exact=True)
     return TargetModel(model, ()).difference_in_bits or SAME
+
+
+def with_images(name: str) -> str:
+    """SAME, if each text after images is that of the model's own `generate`; else why not."""
+    try:
+        model = make_target(name, sees=True)
+        prompts = [prompt_with_images(name, model, count, seed=count) for count in (1, 2, 0)]
+        texts = [own_text_after_images(model, tokens, images) for tokens, images in prompts]
+    except Exception as error:
+        return f"not tried: {in_short(error)}"
+    try:
+        target = TargetModel(model, ())
+        requests = [Request(tokens, NEW_AFTER_IMAGES, WORDS_ALONE, images=images) for tokens, images in prompts]
+        sampled = [replace(request, sampling=replace(WORDS_ALONE, temperature=1.0)) for request in requests]
+        different = [*unlike(target, requests, texts), *unlike(target, sampled, None)]
+    except ValueError as error:
+        return f"refused: {' '.join(str(error).split())}"
+    except Exception as error:
+        return f"crash: {in_short(error)}"
+    return f"differs: {', '.join(different)}" if different else SAME
+
+
+def own_text_after_images(model: PreTrainedModel, prompt: list[int], images: Images | None) -> list[int]:
+    """What transformers' own greedy `generate` writes in words after a prompt with images."""
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        written: Any = cast(Any, model).generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=NEW_AFTER_IMAGES,
+            suppress_tokens=NO_WORDS,
+            **({} if images is None else images.inputs),
+        )
+    text: list[int] = written[0, len(prompt) :].tolist()
+    return text
+
+
+def unlike(target: TargetModel, requests: list[Request], texts: list[list[int]] | None) -> Iterator[str]:
+    """The ways of decoding in which a text differs, from the plain ones if no `texts` are given."""
+    plain = [generate_batch(target, [request])[0].tokens for request in requests]
+    wanted = texts or plain
+    whole = [request.prompt + text for request, text in zip(requests, wanted, strict=True)]
+    drafter = PartlyRight(whole, target.passes.verifies_trees)
+    alone = [generate_batch(target, [request], drafter)[0].tokens for request in requests]
+    together = [each.tokens for each in generate_batch(target, requests, drafter)]
+    for way, written in {"plain": plain, "alone": alone, "batch": together}.items():
+        for what, text, other in zip(("one image", "two images", "text"), written, wanted, strict=True):
+            if text != other:
+                yield f"{'greedy' if texts else 'T = 1'} {way} ({what})"
 
 
 def only_bits(name: str) -> dict[str, Any]:
