@@ -58,7 +58,14 @@ def family_of(result: dict[str, Any]) -> Family:
     harvest, decoder = result.get("harvest"), decoder_of(result["family"])
     if decoder is not None and harvest == "yes":
         harvest = "on text alone"
-    return Family(outcome, why, harvest, decoder, result.get("bits"))
+    images = result.get("images") and after_images(result["images"])
+    return Family(outcome, why, harvest, decoder, images, result.get("bits"))
+
+
+def after_images(found: str) -> str:
+    """What decoding after images gave, for users."""
+    found = re.sub(r"^(refused: )images: with an? \S+ target, (?:whose )?(.*) given, text, or .*", r"\1its \2", found)
+    return without_place(found)
 
 
 def by_difference(text: str) -> str:
@@ -113,15 +120,16 @@ def reasons(table: FamilyTable) -> Iterator[str]:
 def rows(table: FamilyTable) -> Iterator[str]:
     """Every family."""
     yield "## The table\n"
-    yield "| model type | decodes by | same bits | heads can be trained | EAGLE-3 refused by | why not by trees |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "| model type | decodes by | after images | same bits | heads can be trained | EAGLE-3 refused by | why not by trees |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
     for name, family in table.families.items():
-        bits, trained, engines, why = "-", "-", "-", "see above"
+        images, bits, trained, engines, why = "-", "-", "-", "-", "see above"
         if family.is_target:
+            images = "yes" if family.images == SAME else cell(family.images or "-")
             bits = "yes" if family.bits == SAME else cell(family.bits or "not tried")
             trained, why = cell(family.harvest or "not tried"), cell(family.why)
             engines = ", ".join(label.partition(" ")[0] for label in refusing(family.decoder or name))
-        yield f"| {name} | {family.method} | {bits} | {trained} | {engines} | {why} |"
+        yield f"| {name} | {family.method} | {images} | {bits} | {trained} | {engines} | {why} |"
 
 
 def cell(text: str | None) -> str:

@@ -1,61 +1,111 @@
-"""Prompts with images for the tiny models of `tiny_targets.py`.
+"""Prompts with images for the tiny models of `tiny_targets.py`, in every type that reads them and decodes without an
+encoder.
 
-The pixels are random, in the form in which the processor of each type gives them. A type's maker makes one image of a
-random size; the images of a prompt are joined, and its tokens have one placeholder for each feature of an image.
+The pixels are random, in the form in which the processor of each type gives them. A maker makes one image; the images
+of a prompt are joined, and its tokens have one placeholder for each feature of an image.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from tiny_targets import FIRST_WORD, WORDS
+from tiny_targets import FIRST_WORD, VOCAB, WORDS
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
 from headstart.inference.core.request import Images
 
 Inputs = dict[str, Tensor]
-Maker = Callable[[Any, Generator], Inputs]
+TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+GRIDS = [(4, 8), (8, 4), (4, 4)]  # patches in height and width
 
 
-def square(model: Any, random: Generator, **more: Tensor) -> Inputs:
+def square(model: Any, random: Generator) -> Inputs:
     """One image of the tower's size."""
     size = vars(tower(model)).get("image_size", 32)
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    return {"pixel_values": torch.randn(1, 3, height, width, generator=random), **more}
-
-
-def sized(model: Any, random: Generator) -> Inputs:
-    """One image whose size is given beside its pixels."""
-    height, width = pick([(16, 16), (16, 16)], random)
-    return {
-        "pixel_values": torch.randn(1, 3, height, width, generator=random),
-        "image_sizes": torch.tensor([[height, width]]),
-    }
-
-
-def patches(model: Any, random: Generator, name: str = "image_grid_thw", **more: Tensor) -> Inputs:
-    """The patches of one image in rows, with its grid."""
-    height, width = pick([(4, 8), (8, 4), (4, 4)], random)
-    grid = [1, height, width] if name == "image_grid_thw" else [height, width]
-    shape = next(p.shape[1:] for n, p in model.named_parameters() if ("patch_emb" in n or "embeddings.proj" in n or "patch_generator.embedder" in n) and "weight" in n and p.ndim > 1)
-    pixels = torch.randn(height * width, shape.numel(), generator=random)
-    return {"pixel_values": pixels, name: torch.tensor([grid]), **more}
-
-
-def tiles(model: Any, random: Generator) -> Inputs:
-    """An image as a thumbnail and tiles of the tower's size."""
-    side, (rows, columns) = tower(model).image_size, pick([(1, 2), (2, 1)], random)
-    return {
-        "pixel_values": torch.randn(1, 1 + rows * columns, 3, side, side, generator=random),
-        "image_sizes": torch.tensor([[rows * side, columns * side]]),
-    }
+    return {"pixel_values": pixels(1, 3, *(size if isinstance(size, list | tuple) else (size, size)), random=random)}
 
 
 def in_one_row(model: Any, random: Generator) -> Inputs:
-    """One image of a prompt whose images lie in one row of a batch."""
-    inputs = {"pixel_values": square(model, random)["pixel_values"][None]}
-    return inputs | ({"pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)} if model.config.model_type == "granite_docling" else {})
+    """One image of the tower's size, one of several of a row in a batch."""
+    return {"pixel_values": square(model, random)["pixel_values"][None]}
+
+
+def in_tiles(model: Any, random: Generator) -> Inputs:
+    """One image as one tile of a row in a batch."""
+    return {**in_one_row(model, random), "pixel_attention_mask": torch.ones(1, 1, dtype=torch.bool)}
+
+
+def of_two_towers(model: Any, random: Generator) -> Inputs:
+    """One image in two resolutions."""
+    side = model.config.high_res_vision_config.image_size
+    return {**square(model, random), "high_res_pixel_values": pixels(1, 3, side, side, random=random)}
+
+
+def sized(model: Any, random: Generator) -> Inputs:
+    """One padded image with its size."""
+    size = pick([(16, 16), (8, 16), (16, 8)], random)
+    return {"pixel_values": pixels(1, 3, 16, 16, random=random), "image_sizes": torch.tensor([size])}
+
+
+def thumbnail_and_tiles(model: Any, random: Generator) -> Inputs:
+    """One image as a thumbnail and two tiles of the tower's size."""
+    side, (rows, columns) = tower(model).image_size, pick([(1, 2), (2, 1)], random)
+    size = torch.tensor([[rows * side, columns * side]])
+    return {"pixel_values": pixels(1, 3, 3, side, side, random=random), "image_sizes": size}
+
+
+def patches(model: Any, random: Generator) -> Inputs:
+    """The patches of one image in rows, with its grid."""
+    height, width = pick(GRIDS, random)
+    names = ("patch_emb", "embeddings.proj", "patch_projection")
+    weights = (weight for name, weight in model.named_parameters() if weight.ndim > 1 and any(n in name for n in names))
+    rows = pixels(height * width, next(weights)[0].numel(), random=random)
+    return {"pixel_values": rows, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def patches_of_channels(model: Any, random: Generator) -> Inputs:
+    """The patches of one image as small images, with its grid."""
+    inputs, size = patches(model, random), tower(model).patch_size
+    return {**inputs, "pixel_values": inputs["pixel_values"].unflatten(-1, (-1, size, size))}
+
+
+def patches_to_merge(model: Any, random: Generator) -> Inputs:
+    """The patches of one image with its grid, and how many in a row become one feature."""
+    return {**patches(model, random), "image_merge_sizes": torch.tensor([2])}
+
+
+def merged(model: Any, random: Generator) -> Inputs:
+    """One image as small images of one feature each, with their grid."""
+    height, width = pick([(2, 4), (4, 2), (2, 2)], random)
+    side = tower(model).patch_size * tower(model).spatial_merge_size
+    tiles = pixels(height * width, side, side, 3, random=random)
+    return {"pixel_values": tiles, "image_grid_thw": torch.tensor([[1, height, width]])}
+
+
+def grid_of_two(model: Any, random: Generator) -> Inputs:
+    """The patches of one image with its height and width."""
+    inputs = patches(model, random)
+    return {"pixel_values": inputs["pixel_values"], "image_grid_hw": inputs["image_grid_thw"][:, 1:]}
+
+
+def padded_patches(model: Any, random: Generator) -> Inputs:
+    """The patches of one image, filled up to the largest number."""
+    inputs, most = patches(model, random), 32
+    rows, count = inputs["pixel_values"], len(inputs["pixel_values"])
+    return {
+        "pixel_values": torch.cat([rows, torch.zeros(most - count, rows.shape[1])])[None],
+        "spatial_shapes": inputs["image_grid_thw"][:, 1:],
+        "pixel_attention_mask": (torch.arange(most) < count).long()[None],
+    }
+
+
+def side_by_side(model: Any, random: Generator) -> Inputs:
+    """The patches of one image side by side in one row, with its grid."""
+    (height, width), size = pick(GRIDS, random), tower(model).patch_size
+    row = pixels(1, 3, size, size * height * width, random=random)
+    return {"pixel_values": row, "target_sizes": torch.tensor([[height, width]])}
 
 
 def at_places(model: Any, random: Generator) -> Inputs:
@@ -63,73 +113,128 @@ def at_places(model: Any, random: Generator) -> Inputs:
     height, width = pick([(4, 4), (2, 8), (8, 2)], random)
     places = torch.cartesian_prod(torch.arange(height), torch.arange(width)).flip(-1)
     size = tower(model).patch_size if model.config.model_type == "gemma4" else tower(model).model_patch_size
-    return {"pixel_values": torch.rand(1, 16, 3 * size**2, generator=random), "image_position_ids": places[None]}
+    return {
+        "pixel_values": torch.rand(1, 16, 3 * size**2, generator=random),
+        "image_position_ids": places[None],
+    }
 
 
-def grouped(model: Any, random: Generator) -> Inputs:
-    """The patches of one image as small images, with their grid."""
-    inputs, size = patches(model, random), tower(model).patch_size
-    return inputs | {"pixel_values": inputs["pixel_values"].unflatten(-1, (-1, size, size))}
+def pooled(model: Any, random: Generator) -> Inputs:
+    """One crop of 4 x 4 patches, with those that become one feature."""
+    block = torch.tensor([[0, 1, 4, 5]])
+    return {
+        "pixel_values": pixels(1, 16, 3 * tower(model).patch_size ** 2, random=random),
+        "image_token_pooling": block + torch.tensor([[0], [2], [8], [10]]),
+        "image_grids": torch.tensor([[2, 2, 0, 0]]),
+        "image_num_crops": torch.tensor([1]),
+    }
 
 
-def merged(model: Any, random: Generator) -> Inputs:
-    """One image as small images of one feature each, with their grid."""
-    height, width = pick([(2, 4), (4, 2), (2, 2)], random)
-    side = tower(model).patch_size * tower(model).spatial_merge_size
-    pixels = torch.randn(height * width, side, side, 3, generator=random)
-    return {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, height, width]])}
+def unembedded(model: Any, random: Generator) -> Inputs:
+    """The patches of one image for a model without a tower."""
+    return {"pixel_values": pixels(1, 6, 3 * model.config.patch_size**2, random=random)}
 
 
-def tower(model: Any) -> Any:
-    """The configuration of a model's image tower."""
-    return next(vars(model.config)[name] for name in ("vision_config", "vq_config") if name in vars(model.config))
+def of_two_frames(model: Any, random: Generator) -> Inputs:
+    """The patches of one image, in two equal frames."""
+    size = tower(model).patch_size
+    return {"pixel_values": pixels(4, 1, size, size, 3, random=random).repeat(1, 2, 1, 1, 1)}
 
 
-def pick(values: list[Any], random: Generator) -> Any:
-    return values[int(torch.randint(len(values), (), generator=random))]
+def with_question(model: Any, random: Generator) -> Inputs:
+    """One image with the question that its features depend on."""
+    return {**square(model, random), "qformer_input_ids": torch.tensor([words(4, random)])}
 
 
-MAKERS: dict[str, Maker] = {
-    **dict.fromkeys(
-        "aria aya_vision chameleon cohere2_vision deepseek_vl gemma3 got_ocr2 internvl janus llava llama4 ovis2 paligemma "
-        "pp_chart2table qianfan_ocr shieldgemma2 video_llava vipllava".split(),
-        square,
-    ),
-    **dict.fromkeys("emu3 lighton_ocr mistral3 mistral_large4".split(), sized),
-    **dict.fromkeys("granite4_vision llava_next llava_next_video llava_onevision".split(), tiles),
-    **dict.fromkeys("granite_docling idefics2 idefics3 smolvlm".split(), in_one_row),
-    **dict.fromkeys("gemma4 gemma4_unified".split(), at_places),
-    "kimi_k25": grouped,
-    "paddleocr_vl": grouped,
-    "inkling2": merged,
-    "video_llama_3": lambda *given: patches(*given, image_merge_sizes=torch.tensor([2])),
-    "step3p7": square,
-    **dict.fromkeys("minimax_m3_vl muse_glimmer muse_spark".split(), patches),
-    "lfm2_vl": lambda *given: (inputs := patches(*given, "spatial_shapes")) | {"pixel_values": inputs["pixel_values"][None], "pixel_attention_mask": torch.ones(1, len(inputs["pixel_values"]), dtype=torch.long)},
-    "nemotron_h_omni": lambda *given: patches(*given, "image_grid_hw"),
-    "fuyu": lambda m, r: {"pixel_values": torch.randn(1, 6, 3 * m.config.patch_size**2, generator=r)},
-    **dict.fromkeys(
-        "cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 glm46v glm4v glm4v_moe glm5_next "
-        "glm_ocr glmga hunyuan_vl hyperclovax_vision_v2 lfm3_vl qwen2_5_omni_thinker qwen2_5_vl "
-        "qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe qwen4_exp".split(),
-        patches,
-    ),
+def cross_attended(model: Any, random: Generator) -> Inputs:
+    """One image of two tiles of four, for layers that attend to it."""
+    side = tower(model).image_size
+    return {
+        "pixel_values": pixels(1, 1, 4, 3, side, side, random=random),
+        "aspect_ratio_ids": torch.tensor([[2]]),
+        "aspect_ratio_mask": torch.tensor([[[1, 1, 0, 0]]]),
+    }
+
+
+Maker = Callable[[Any, Generator], Inputs]
+BY_FORM: dict[Maker, str] = {
+    square: "aria aya_vision blip-2 chameleon cohere2_vision deepseek_ocr2 deepseek_vl gemma3 git got_ocr2 internvl janus "
+    "kosmos-2 llama4 llava ovis2 paligemma pp_chart2table qianfan_ocr shieldgemma2 step3p7 unlimited_ocr video_llava "
+    "vipllava",
+    in_one_row: "idefics idefics2 idefics3 smolvlm",
+    in_tiles: "granite_docling",
+    of_two_towers: "deepseek_vl_hybrid",
+    sized: "emu3 lighton_ocr mistral3 mistral_large4",
+    thumbnail_and_tiles: "granite4_vision llava_next llava_next_video llava_onevision",
+    patches: "cohere_compass cosmos3_edge cosmos3_omni dots3_note ernie4_5_vl_moe exaone4_5 glm46v glm4v glm4v_moe "
+    "glm5_next glm_ocr glmga hunyuan_vl hyperclovax_vision_v2 lfm3_vl minimax_m3_vl muse_glimmer muse_spark "
+    "qwen2_5_omni_thinker qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_omni_moe_thinker qwen3_vl qwen3_vl_moe "
+    "qwen4_exp",
+    patches_of_channels: "kimi_k25 paddleocr_vl",
+    patches_to_merge: "video_llama_3",
+    merged: "inkling2",
+    grid_of_two: "nemotron_h_omni",
+    padded_patches: "lfm2_vl",
+    side_by_side: "minicpm_ocr minicpmv4_6 minicpmv4_7",
+    at_places: "gemma4 gemma4_unified",
+    pooled: "molmo2",
+    unembedded: "fuyu",
+    of_two_frames: "inkling_mm_model",
+    with_question: "instructblip",
+    cross_attended: "mllama",
 }
+MAKERS = {name: maker for maker, names in BY_FORM.items() for name in names.split()}
+JOINED_AT = {in_one_row: 1, in_tiles: 1, side_by_side: -1}  # the axis of a prompt's images; 0 for others
+# A prompt of these has one image, or its images are not joined so simply.
+ONE_IMAGE = ("deepseek_ocr2", "git", "idefics", "instructblip", "kosmos-2", "mllama", "molmo2")
+# The tokens around an image, by the names of their fields.
+MARKS = {
+    "before": ("vision_start_token_id", "boi_token_id", "boi_token_index", "image_start_token_id", "image_start_id"),
+    "after": ("vision_end_token_id", "eoi_token_id", "eoi_token_index", "image_end_token_id", "image_end_id"),
+}
+END_WITH_MARK = ("minicpmv4_7",)  # the mark after an image has a position in its grid
+NUM_PLACEHOLDERS = {"git": 0, "idefics": 0, "kosmos-2": 64, "mllama": 1}  # of types that name no features
+NEEDS_IMAGES = ("blip-2", "idefics", "instructblip", "kosmos-2")
 
 
 def prompt_with_images(name: str, model: PreTrainedModel, count: int, seed: int) -> tuple[list[int], Images | None]:
     """A prompt of words with `count` images among them."""
     random = Generator().manual_seed(seed)
+    count = min(count, 1) if name in ONE_IMAGE else count
     images = [MAKERS[name](model, random) for _ in range(count)]
-    tokens = words(5, random)
+    tokens, end = words(5, random), 0
+    before, after = (mark(model, MARKS[edge]) for edge in ("before", "after"))
     for image in images:
-        tokens += [placeholder(model)] * num_features(model, image)
-        end = len(tokens)
+        tokens += [*before, *[placeholder(model)] * num_features(model, image), *after]
+        end = len(tokens) - (0 if name in END_WITH_MARK else len(after))
         tokens += words(3, random)
     if not images:
         return tokens, None
-    inputs = {key: torch.cat([image[key] for image in images]) for key in images[0]}
-    return tokens, Images({**inputs, **token_types(model, tokens)}, end)
+    inputs = {key: joined([image[key] for image in images], MAKERS[name], key) for key in images[0]}
+    return tokens, Images({**inputs, **by_token(model, tokens)}, end)
+
+
+def with_other_pixels(images: Images) -> Images:
+    random = Generator().manual_seed(0)
+    other = {
+        name: tensor / 2 + pixels(*tensor.shape, random=random) if tensor.is_floating_point() else tensor
+        for name, tensor in images.inputs.items()
+    }
+    return Images(other, images.end)
+
+
+def mark(model: Any, names: tuple[str, ...]) -> list[int]:
+    """The token of the first of these fields that a model's configuration has."""
+    return [token for name in names if (token := vars(model.config).get(name)) is not None][:1]
+
+
+def joined(parts: list[Tensor], maker: Maker, key: str) -> Tensor:
+    axis = JOINED_AT.get(maker, 0) if key.startswith("pixel") else 0
+    return torch.cat(parts, axis)
+
+
+def pixels(*shape: int, random: Generator) -> Tensor:
+    return torch.randn(*shape, generator=random)
 
 
 def words(count: int, random: Generator) -> list[int]:
@@ -137,13 +242,25 @@ def words(count: int, random: Generator) -> list[int]:
     return drawn
 
 
+def pick(values: list[Any], random: Generator) -> Any:
+    return values[int(torch.randint(len(values), (), generator=random))]
+
+
+def tower(model: Any) -> Any:
+    """The configuration of a model's image tower."""
+    return next(vars(model.config)[name] for name in ("vision_config", "vq_config") if name in vars(model.config))
+
+
 def placeholder(model: Any) -> int:
-    fields = model.config.to_dict() | {k: getattr(model.config, k) for k in ("image_token_id",) if hasattr(model.config, k)}
-    return next(fields[name] for name in ("image_token_id", "image_token_index") if fields.get(name) is not None)
+    names = ("image_token_id", "image_token_index")
+    given = (getattr(model.config, name, None) for name in names)
+    return next((token for token in given if token is not None), VOCAB - 1)
 
 
 def num_features(model: Any, image: Inputs) -> int:
     """Features of an image, and so placeholders in the prompt."""
+    if model.config.model_type in NUM_PLACEHOLDERS:
+        return NUM_PLACEHOLDERS[model.config.model_type]
     encoder = model if hasattr(model, "get_image_features") else model.model
     with torch.inference_mode():
         output = encoder.get_image_features(**image)
@@ -154,9 +271,10 @@ def num_features(model: Any, image: Inputs) -> int:
     return sum(each.shape[:-1].numel() for each in (features if isinstance(features, list | tuple) else [features]))
 
 
-def token_types(model: Any, tokens: list[int]) -> Inputs:
-    """Which tokens are images, under the name by which a model takes it."""
-    import inspect
-    arguments = inspect.signature(model.forward).parameters
+def by_token(model: Any, tokens: list[int]) -> Inputs:
+    """Which tokens are images, or see them, under the names by which a model takes it."""
     types = (torch.tensor([tokens]) == placeholder(model)).long()
-    return {name: types for name in ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids") if name in arguments}
+    kinds = {name: types for name in TOKEN_TYPES}
+    kinds["image_attention_mask"] = torch.ones_like(types)[..., None]
+    kinds["cross_attention_mask"] = torch.tensor([1, 1, 0, 0]).expand(*types.shape, 1, 4)
+    return {name: each for name, each in kinds.items() if name in inspect.signature(model.forward).parameters}

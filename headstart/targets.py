@@ -49,6 +49,7 @@ class Family:
     why: str | None = None  # why nothing better, where the method itself does not say it
     harvest: str | None = None  # whether heads can be trained: yes, on text alone, or why not; None: not tried
     decoder: str | None = None  # the model type of its language model, if it is another
+    images: str | None = None  # SAME, if it decodes after images as its own `generate` does, or why not; None: reads none
     bits: str | None = None  # SAME, or the first operation that gives a token other bits in another pass
 
     @property
@@ -133,6 +134,8 @@ def description(name: str, table: FamilyTable) -> Iterator[tuple[str, str]]:
             yield "exports", model.engines(family.decoder or model_type)
         else:
             yield "heads", f"cannot be trained for it: {str(family.harvest).removeprefix('no: ')}"
+    if family.images is not None:
+        yield "images", "are read" if family.images == SAME else family.images
     if family.bits is not None:
         holds = "a token has the same ones in every pass, in bfloat16 on a CPU"
         yield "bits", holds if family.bits == SAME else f"a token's depend on the pass: {family.bits}"
