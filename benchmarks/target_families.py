@@ -196,7 +196,9 @@ def with_images(name: str) -> str:
         model = make_target(name, sees=True)
         prompts = [prompt_with_images(name, model, count, seed=count) for count in COUNTS[name in NEEDS_IMAGES]]
         texts = [own_text_after_images(model, tokens, images) for tokens, images in prompts]
-        others = [own_text_after_images(model, tokens, images and with_other_pixels(images)) for tokens, images in prompts]
+        others = [
+            own_text_after_images(model, tokens, images and with_other_pixels(images)) for tokens, images in prompts
+        ]
     except Exception as error:
         return f"not tried: {in_short(error)}"
     if others == texts:
@@ -251,7 +253,7 @@ def only_bits(name: str) -> dict[str, Any]:
 
 
 def only_images(name: str) -> dict[str, Any]:
-    return {"family": name, "images": after_images(with_images(name)) if name in MAKERS else None}
+    return {"family": name, "images": after_images(with_images(name))}
 
 
 def own_texts(model: PreTrainedModel, prompt: list[int]) -> list[list[int]]:
@@ -382,6 +384,7 @@ def renew(column: str, jobs: int) -> None:
     table, partial = FamilyTable.packaged(), FOLDER / f"{column}.partial"
     FOLDER.mkdir(exist_ok=True)
     names = [name for name, family in table.families.items() if family.is_target]
+    names = [name for name in names if column != "images" or name in MAKERS]
     known = {each["family"]: each.get(column) for each in check_all(names, jobs, partial, RENEWED[column])}
     found: dict[str, Any] = {name: {column: known.get(name)} for name in table.families}
     write_files(replace(table, families={name: replace(each, **found[name]) for name, each in table.families.items()}))

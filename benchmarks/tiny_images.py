@@ -158,9 +158,9 @@ def cross_attended(model: Any, random: Generator) -> Inputs:
 
 Maker = Callable[[Any, Generator], Inputs]
 BY_FORM: dict[Maker, str] = {
-    square: "aria aya_vision blip-2 chameleon cohere2_vision deepseek_ocr2 deepseek_vl gemma3 git got_ocr2 internvl janus "
-    "kosmos-2 llama4 llava ovis2 paligemma pp_chart2table qianfan_ocr shieldgemma2 step3p7 unlimited_ocr video_llava "
-    "vipllava",
+    square: "aria aya_vision blip-2 chameleon cohere2_vision deepseek_ocr2 deepseek_vl gemma3 git got_ocr2 internvl "
+    "janus kosmos-2 llama4 llava ovis2 paligemma pp_chart2table qianfan_ocr shieldgemma2 step3p7 unlimited_ocr "
+    "video_llava vipllava",
     in_one_row: "idefics idefics2 idefics3 smolvlm",
     in_tiles: "granite_docling",
     of_two_towers: "deepseek_vl_hybrid",
@@ -184,15 +184,16 @@ BY_FORM: dict[Maker, str] = {
     cross_attended: "mllama",
 }
 MAKERS = {name: maker for maker, names in BY_FORM.items() for name in names.split()}
-JOINED_AT = {in_one_row: 1, in_tiles: 1, side_by_side: -1}  # the axis of a prompt's images; 0 for others
+JOINED_AT: dict[Maker, int] = {
+    in_one_row: 1,
+    in_tiles: 1,
+    side_by_side: -1,
+}  # the axis of a prompt's images; 0 for others
 # A prompt of these has one image, or its images are not joined so simply.
 ONE_IMAGE = ("deepseek_ocr2", "git", "idefics", "instructblip", "kosmos-2", "mllama", "molmo2")
 # The tokens around an image, by the names of their fields.
-MARKS = {
-    "before": ("vision_start_token_id", "boi_token_id", "boi_token_index", "image_start_token_id", "image_start_id"),
-    "after": ("vision_end_token_id", "eoi_token_id", "eoi_token_index", "image_end_token_id", "image_end_id"),
-}
-END_WITH_MARK = ("minicpmv4_7",)  # the mark after an image has a position in its grid
+BEFORE = ("vision_start_token_id", "boi_token_id", "boi_token_index", "image_start_token_id", "image_start_id")
+AFTER = ("vision_end_token_id", "eoi_token_id", "eoi_token_index", "image_end_token_id", "image_end_id")
 NUM_PLACEHOLDERS = {"git": 0, "idefics": 0, "kosmos-2": 64, "mllama": 1}  # of types that name no features
 NEEDS_IMAGES = ("blip-2", "idefics", "instructblip", "kosmos-2")
 
@@ -203,10 +204,10 @@ def prompt_with_images(name: str, model: PreTrainedModel, count: int, seed: int)
     count = min(count, 1) if name in ONE_IMAGE else count
     images = [MAKERS[name](model, random) for _ in range(count)]
     tokens, end = words(5, random), 0
-    before, after = (mark(model, MARKS[edge]) for edge in ("before", "after"))
+    before, after = mark(model, BEFORE), mark(model, AFTER)
     for image in images:
         tokens += [*before, *[placeholder(model)] * num_features(model, image), *after]
-        end = len(tokens) - (0 if name in END_WITH_MARK else len(after))
+        end = len(tokens)
         tokens += words(3, random)
     if not images:
         return tokens, None
@@ -224,8 +225,8 @@ def with_other_pixels(images: Images) -> Images:
 
 
 def mark(model: Any, names: tuple[str, ...]) -> list[int]:
-    """The token of the first of these fields that a model's configuration has."""
-    return [token for name in names if (token := vars(model.config).get(name)) is not None][:1]
+    """The token of the first of these fields that a model's configuration has; any other if it has none."""
+    return [token for name in names if (token := vars(model.config).get(name)) is not None][:1] or [WORDS]
 
 
 def joined(parts: list[Tensor], maker: Maker, key: str) -> Tensor:
@@ -274,7 +275,7 @@ def num_features(model: Any, image: Inputs) -> int:
 def by_token(model: Any, tokens: list[int]) -> Inputs:
     """Which tokens are images, or see them, under the names by which a model takes it."""
     types = (torch.tensor([tokens]) == placeholder(model)).long()
-    kinds = {name: types for name in TOKEN_TYPES}
+    kinds = dict.fromkeys(TOKEN_TYPES, types)
     kinds["image_attention_mask"] = torch.ones_like(types)[..., None]
     kinds["cross_attention_mask"] = torch.tensor([1, 1, 0, 0]).expand(*types.shape, 1, 4)
     return {name: each for name, each in kinds.items() if name in inspect.signature(model.forward).parameters}

@@ -69,7 +69,16 @@ MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
 UNEVEN = ROPE | {"mrope_section": [3, 3, 2]}
 TEXT_ENDS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
-GEMMA4_TOWER = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16, "patch_size": 4, "position_embedding_size": 64}
+GEMMA4_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
 SEEN = {"image_token_id": 127}
 TILES = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
 
@@ -79,7 +88,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "blip-2": {"image_token_index": 127},
     "blenderbot": {"encoder_layers": LAYERS},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "chameleon": {"vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": 100 + code for code in range(8)}}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": 100 + code for code in range(8)}}
+    },
     "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": MIXED | {"rope_parameters": {SLIDING: UNEVEN, FULL: UNEVEN}},
@@ -112,8 +123,21 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
     "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": MIXED | {"num_kv_shared_layers": 2},
-    "gemma4": {"text_config": {"use_bidirectional_attention": "vision"}, "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2} | GEMMA4_TOWER},
-    "gemma4_unified": {"text_config": {"use_bidirectional_attention": "vision"}, "vision_config": {"model_type": "gemma4_unified_vision", "patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 64, "mm_posemb_size": 16, "output_proj_dims": 64}},
+    "gemma4": {
+        "text_config": {"use_bidirectional_attention": "vision"},
+        "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2} | GEMMA4_TOWER,
+    },
+    "gemma4_unified": {
+        "text_config": {"use_bidirectional_attention": "vision"},
+        "vision_config": {
+            "model_type": "gemma4_unified_vision",
+            "patch_size": 4,
+            "pooling_kernel_size": 2,
+            "mm_embed_dim": 64,
+            "mm_posemb_size": 16,
+            "output_proj_dims": 64,
+        },
+    },
     "gemma4_unified_text": {"global_head_dim": 32},
     "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "global_head_dim": 32},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
@@ -137,7 +161,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
-    "llama4_vision_model": {"projector_input_dim": 64, "projector_output_dim": 64, "vision_output_dim": 64, "intermediate_size": 256},
+    "llama4_vision_model": {
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+        "vision_output_dim": 64,
+        "intermediate_size": 256,
+    },
     "llama4_text": {"interleave_moe_layer_step": 2},
     "llava_next": TILES,
     "llava_next_video": TILES,
@@ -246,6 +275,8 @@ def shrunk(config: PreTrainedConfig) -> dict[str, Any]:
             new[name] = 16
         elif re.fullmatch(r".*_token_(id|index)|.*_patch_id|im_\w+_id", name) and isinstance(value, int):
             new[name] = next(special_token)
+        elif name == "deepstack_visual_indexes":
+            new[name] = [0, 1]
         elif name == "tie_word_embeddings":
             new[name] = False
         elif name == "is_decoder":

@@ -49,7 +49,7 @@ class Family:
     why: str | None = None  # why nothing better, where the method itself does not say it
     harvest: str | None = None  # whether heads can be trained: yes, on text alone, or why not; None: not tried
     decoder: str | None = None  # the model type of its language model, if it is another
-    images: str | None = None  # SAME, if it decodes after images as its own `generate` does, or why not; None: reads none
+    images: str | None = None  # SAME: texts after images are those of its own `generate`; else why not
     bits: str | None = None  # SAME, or the first operation that gives a token other bits in another pass
 
     @property

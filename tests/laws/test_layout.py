@@ -57,7 +57,7 @@ BUDGETS = {
     "heads/formats": 1_378,
     "heads/formats/kinds": 821,
     "heads/kinds": 2_131,
-    "headstart": 1_179,
+    "headstart": 1_182,
     "inference": 259,
     "inference/core": 2_340,
     "inference/doctor": 723,

@@ -14,8 +14,19 @@ from headstart.targets import SAME, FamilyTable
 TRIED = {name: each.images for name, each in FamilyTable.packaged().families.items() if each.images is not None}
 # Positions in three rows or four, features added in later layers, image tokens that see each other, tiles, patches of
 # several images in one tensor, images as tokens, states that cannot be cut back, attention in chunks.
-FAST = ("emu3", "gemma4", "glm4v", "granite4_vision", "hunyuan_vl", "idefics3", "lfm2_vl", "llama4", "llava_next")
-FAST += ("minicpmv4_7", "molmo2", "git", "mllama")
+FAST = [
+    "emu3",
+    "gemma4",
+    "git",
+    "glm4v",
+    "granite4_vision",
+    "hunyuan_vl",
+    "idefics3",
+    "lfm2_vl",
+    "llama4",
+    "llava_next",
+]
+FAST += ["minicpmv4_7", "mllama", "molmo2"]
 REFUSED = {
     "git": "after images differ from its own forward",  # no placeholders: the cache holds more than the text's tokens
     "mllama": "with images end in RuntimeError",  # each token takes a row of the mask of its attention to the images
