@@ -3,14 +3,13 @@
     python benchmarks/target_families.py             # all of them: half an hour on two cores
     python benchmarks/target_families.py qwen3_next mamba
     python benchmarks/target_families.py --list differs
-    python benchmarks/target_families.py --bits     # renew only the column about bits, in both; or --images
+    python benchmarks/target_families.py --bits     # renew only the column about bits, in both
     python benchmarks/target_families.py --write    # the last run as docs/targets.md and as the packaged table
 
 A tiny random model of each causal and image-text-to-text type (`tiny_targets.py`) gets prompts of 9, 40 and 23 tokens
 in float32, and a drafter that is partly right. Greedy text must equal transformers' `generate`; text at T = 1 must
 equal our own plain decoding; and each row of a batch must get the text that it gets alone. Heads can be trained for a
-type whose logits are its lm_head over its final norm, as their loss recomputes them. Types that read images also get
-prompts with one and two of them. Outcomes:
+type whose logits are its lm_head over its final norm, as their loss recomputes them. Outcomes:
 
 trees, chains, own cache   lossless, with this kind of drafts; plain: without any
 refused                    TargetModel or the loop says why not
@@ -45,8 +44,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from target_page import STATES, UNKNOWN_CACHE, after_images, write_files, write_table
-from tiny_images import MAKERS, NEEDS_IMAGES, prompt_with_images, with_other_pixels
+from target_page import STATES, UNKNOWN_CACHE, write_files, write_table
 from tiny_targets import FIRST_WORD, TYPES, VOCAB, WORDS, make_target
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -54,7 +52,7 @@ from transformers import PreTrainedModel
 from headstart.common.progress import Progress
 from headstart.data_pipelines.harvest_stages import LOGITS_TOLERANCE
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.request import GREEDY, Images, Request
+from headstart.inference.core.request import GREEDY, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
@@ -71,11 +69,6 @@ LENGTHS, NEW_TOKENS, AHEAD = (9, 40, 23), 24, 5
 TIE = 1e-3
 # Never a token for padding, which takes no position in some families.
 SAMPLED = Sampling(1.0, seed=3, logit_bias=tuple((token, -100.0) for token in range(3)))
-# After images, whose placeholders are never written.
-NO_WORDS = [*range(FIRST_WORD), *range(WORDS, VOCAB)]
-WORDS_ALONE = Sampling(seed=3, logit_bias=tuple((token, -100.0) for token in NO_WORDS))
-NEW_AFTER_IMAGES = 10
-COUNTS = ((1, 2, 0), (1, 2))  # images in the prompts; each has some if the type takes no text alone
 PATIENCE = 300.0  # seconds for one family
 FOLDER = Path("runs")
 
@@ -143,7 +136,7 @@ def check(name: str) -> dict[str, Any]:
         found |= {"method": target.passes.method, "why": why_not_trees(target)}
         differences = list(differing(target, prompts, texts, target.passes.verifies_trees, found))
         found["harvest"] = harvests(target, prompts[1])
-        found |= {"bits": bits(name), "images": with_images(name) if name in MAKERS else None}
+        found["bits"] = bits(name)
     except ValueError as error:
         at = last_line(error)
         is_ours = str(at.line).startswith("raise ") and "site-packages" not in at.filename
@@ -190,70 +183,11 @@ def bits(name: str) -> str:
     return TargetModel(model, ()).difference_in_bits or SAME
 
 
-def with_images(name: str) -> str:
-    """SAME, if each text after images is that of the model's own `generate`; else why not."""
-    try:
-        model = make_target(name, sees=True)
-        prompts = [prompt_with_images(name, model, count, seed=count) for count in COUNTS[name in NEEDS_IMAGES]]
-        texts = [own_text_after_images(model, tokens, images) for tokens, images in prompts]
-        others = [
-            own_text_after_images(model, tokens, images and with_other_pixels(images)) for tokens, images in prompts
-        ]
-    except Exception as error:
-        return f"not tried: {in_short(error)}"
-    if others == texts:
-        return "not tried: its text does not depend on the pixels"
-    try:
-        target = TargetModel(model, ())
-        requests = [Request(tokens, NEW_AFTER_IMAGES, WORDS_ALONE, images=images) for tokens, images in prompts]
-        sampled = [replace(request, sampling=replace(WORDS_ALONE, temperature=1.0)) for request in requests]
-        different = [*unlike(target, requests, texts), *unlike(target, sampled, None)]
-    except ValueError as error:
-        return f"refused: {' '.join(str(error).split())}"
-    except Exception as error:
-        return f"crash: {in_short(error)}"
-    return f"differs: {', '.join(different)}" if different else SAME
-
-
-def own_text_after_images(model: PreTrainedModel, prompt: list[int], images: Images | None) -> list[int]:
-    """What transformers' own greedy `generate` writes in words after a prompt with images."""
-    tokens = torch.tensor([prompt])
-    with torch.inference_mode():
-        written: Any = cast(Any, model).generate(
-            input_ids=tokens,
-            attention_mask=torch.ones_like(tokens),
-            do_sample=False,
-            max_new_tokens=NEW_AFTER_IMAGES,
-            suppress_tokens=NO_WORDS,
-            **({} if images is None else images.inputs),
-        )
-    text: list[int] = written[0, -NEW_AFTER_IMAGES:].tolist()
-    return text
-
-
-def unlike(target: TargetModel, requests: list[Request], texts: list[list[int]] | None) -> Iterator[str]:
-    """The ways of decoding in which a text differs, from the plain ones if no `texts` are given."""
-    plain = [generate_batch(target, [request])[0].tokens for request in requests]
-    wanted = texts or plain
-    whole = [request.prompt + text for request, text in zip(requests, wanted, strict=True)]
-    drafter = PartlyRight(whole, target.passes.verifies_trees)
-    alone = [generate_batch(target, [request], drafter)[0].tokens for request in requests]
-    together = [each.tokens for each in generate_batch(target, requests, drafter)]
-    for way, written in {"plain": plain, "alone": alone, "batch": together}.items():
-        for what, text, other in zip(("one image", "two images", "text"), written, wanted, strict=False):
-            if text != other:
-                yield f"{'greedy' if texts else 'T = 1'} {way} ({what})"
-
-
 def only_bits(name: str) -> dict[str, Any]:
     try:
         return {"family": name, "bits": bits(name)}
     except Exception as error:
         return {"family": name, "bits": f"not tried: {in_one_line(error)}"}
-
-
-def only_images(name: str) -> dict[str, Any]:
-    return {"family": name, "images": after_images(with_images(name))}
 
 
 def own_texts(model: PreTrainedModel, prompt: list[int]) -> list[list[int]]:
@@ -376,21 +310,6 @@ def check_all(
     return found
 
 
-RENEWED = {"bits": only_bits, "images": only_images}
-
-
-def renew(column: str, jobs: int) -> None:
-    """Check the targets of the packaged table again for one of its columns."""
-    table, partial = FamilyTable.packaged(), FOLDER / f"{column}.partial"
-    FOLDER.mkdir(exist_ok=True)
-    names = [name for name, family in table.families.items() if family.is_target]
-    names = [name for name in names if column != "images" or name in MAKERS]
-    known = {each["family"]: each.get(column) for each in check_all(names, jobs, partial, RENEWED[column])}
-    found: dict[str, Any] = {name: {column: known.get(name)} for name in table.families}
-    write_files(replace(table, families={name: replace(each, **found[name]) for name, each in table.families.items()}))
-    partial.unlink()
-
-
 def read(results: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in results.read_text().splitlines()]
 
@@ -404,8 +323,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="TYPE", help="the types to check; all by default")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="how many at a time")
     parser.add_argument("--list", metavar="OUTCOME", help="list the last run's types with this outcome")
-    for column in RENEWED:
-        parser.add_argument(f"--{column}", action="store_true", help=f"renew the column about {column} in both")
+    parser.add_argument("--bits", action="store_true", help="renew the column about bits in both")
     parser.add_argument("--write", action="store_true", help="write docs/targets.md and the packaged table of it")
     options = parser.parse_args()
     if unknown := {*options.names} - {*TYPES}:
@@ -417,10 +335,15 @@ def main() -> None:
         parser.error(
             f"no run of transformers {transformers.__version__} in {FOLDER}; first check all types, without options"
         )
-    for column in RENEWED:
-        if vars(options)[column]:
-            renew(column, options.jobs)
-            return
+    if options.bits:
+        table, partial = FamilyTable.packaged(), FOLDER / "bits.partial"
+        FOLDER.mkdir(exist_ok=True)
+        names = [name for name, family in table.families.items() if family.is_target]
+        known = {each["family"]: each.get("bits") for each in check_all(names, options.jobs, partial, only_bits)}
+        families = {name: replace(family, bits=known.get(name)) for name, family in table.families.items()}
+        write_files(replace(table, families=families))
+        partial.unlink()
+        return
     if options.write:
         write_table(read(results), TYPES, transformers.__version__, date.fromtimestamp(results.stat().st_mtime))
         return

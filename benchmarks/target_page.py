@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ MARK = "<!-- What follows is written by benchmarks/target_families.py --write. -
 def write_table(results: list[dict[str, Any]], types: list[str], version: str, day: date) -> None:
     """Write both files; a type without a result was not tried."""
     found = {each["family"]: family_of(each) for each in results}
+    known = FamilyTable.packaged()
+    found = {name: replace(family, images=known.of(name).images) for name, family in found.items()}
     absent = Family("not tried", "no result yet")
     write_files(FamilyTable(version, str(day), {name: found.get(name, absent) for name in sorted(types)}))
 
@@ -58,8 +60,7 @@ def family_of(result: dict[str, Any]) -> Family:
     harvest, decoder = result.get("harvest"), decoder_of(result["family"])
     if decoder is not None and harvest == "yes":
         harvest = "on text alone"
-    images = result.get("images") and after_images(result["images"])
-    return Family(outcome, why, harvest, decoder, images, result.get("bits"))
+    return Family(outcome, why, harvest, decoder, bits=result.get("bits"))
 
 
 def after_images(found: str) -> str:

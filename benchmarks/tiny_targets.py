@@ -69,36 +69,16 @@ MROPE = {"rope_parameters": ROPE | {"mrope_section": [4, 2, 2]}}
 UNEVEN = ROPE | {"mrope_section": [3, 3, 2]}
 TEXT_ENDS = ("bos_token_id", "pad_token_id", "eos_token_id")
 
-GEMMA4_TOWER = {
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 16,
-    "patch_size": 4,
-    "position_embedding_size": 64,
-}
-SEEN = {"image_token_id": 127}
-TILES = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
-
 # What the names do not say, by type.
 SPECIAL: dict[str, dict[str, Any]] = {
-    "aria": {"projector_patch_to_query_dict": {16: 8}},
-    "blip-2": {"image_token_index": 127},
     "blenderbot": {"encoder_layers": LAYERS},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "chameleon": {
-        "vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": 100 + code for code in range(8)}}
-    },
-    "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
+    "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
     "codegen": {"rotary_dim": 8},
     "cohere_compass_text": MIXED | {"rope_parameters": {SLIDING: UNEVEN, FULL: UNEVEN}},
-    "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
     "mllama_text_model": {"cross_attention_layers": [1]},  # the last layer has none in a real one either
     "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 2, "clip_qkv": 4.0}},
     "deepseek_v2": FEW,
-    "deepseek_ocr2_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2},
     "deepseek_v4": {
         "layer_types": [SLIDING, "heavily_compressed_attention", "compressed_sparse_attention"],
@@ -110,34 +90,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # Of more tokens than this, Doge keeps those with the largest scores, which tie exactly where a token repeats.
     "doge": {"keep_window_size": 256},
     "dots1": MIXED | FEW | {"n_routed_experts": 8, "n_shared_experts": 1},
-    "emu3": {
-        "image_token_id": 127,
-        "vocabulary_map": {
-            "<image>": 127,
-            "<|extra_200|>": 126,
-            **{f"<|visual token {code:06}|>": 100 + code for code in range(8)},
-        },
-    },
-    "emu3_vqgan": {"codebook_size": 8, "num_res_blocks": 1, "hidden_size": 128},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [24, 24], "rope_parameters": UNEVEN},
     "falcon_h1": {"mamba_d_ssm": 128, "mamba_d_head": 16},
-    "gemma3": {"mm_tokens_per_image": 4},
     "gemma3n_text": MIXED | {"num_kv_shared_layers": 2},
-    "gemma4": {
-        "text_config": {"use_bidirectional_attention": "vision"},
-        "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2} | GEMMA4_TOWER,
-    },
-    "gemma4_unified": {
-        "text_config": {"use_bidirectional_attention": "vision"},
-        "vision_config": {
-            "model_type": "gemma4_unified_vision",
-            "patch_size": 4,
-            "pooling_kernel_size": 2,
-            "mm_embed_dim": 64,
-            "mm_posemb_size": 16,
-            "output_proj_dims": 64,
-        },
-    },
     "gemma4_unified_text": {"global_head_dim": 32},
     "gemma4_text": MIXED | {"num_kv_shared_layers": 2, "global_head_dim": 32},
     "glm4v_moe_text": {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}},
@@ -150,32 +105,18 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
         "deepstack_layer_map": [[0, 1]],
         "spatial_target_layers": [2],
-        "image_grid_pinpoints": [[16, 32], [32, 16]],
+        "image_grid_pinpoints": [[16, 32]],
     },
     "granitemoehybrid": {"layer_types": [LINEAR, FULL] * 2},
     "hrm_text": {"num_layers_per_stack": ..., "num_hidden_layers": 1},
     "hunyuan_vl_text": MROPE,
     "inkling_vision": {"num_hidden_layers": LAYERS},
-    "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
-    "instructblip": {"image_token_index": 127},
     "jamba": {"attn_layer_period": 3, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", FULL] * 2},
     "lfm2_moe": {"layer_types": ["conv", FULL] * 2},
-    "llama4_vision_model": {
-        "projector_input_dim": 64,
-        "projector_output_dim": 64,
-        "vision_output_dim": 64,
-        "intermediate_size": 256,
-    },
     "llama4_text": {"interleave_moe_layer_step": 2},
-    "llava_next": TILES,
-    "llava_next_video": TILES,
-    "llava_onevision": TILES,
     "longcat_flash": {"head_dim": 8, "qk_head_dim": 24, "zero_expert_num": 4},
     "mamba2": {"num_heads": 8},
-    "minicpm_ocr": SEEN | {"insert_layer_id": 0},
-    "minicpmv4_6": SEEN | {"insert_layer_id": 0},
-    "minicpmv4_7": SEEN | {"insert_layer_id": 0, "image_start_id": 126, "image_end_id": 125},
     "molmo2_adapter": {"vision_feature_layer": [1, 0]},
     "molmo2_vision": {"image_size": [16, 16], "num_position_embeddings": 16},
     "minimax_m3_vl_text": {
@@ -185,12 +126,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     # transformers reads a prompt without Moshi's window, but cuts the cache to it.
     "moshi": {"sliding_window": 256},
     "muse_spark_audio": {"num_hidden_layers": 4},
-    "muse_glimmer": {"out_hidden_size": 256},
-    "muse_spark_vision": {"out_hidden_size": 256},
-    "muse_spark": {"out_hidden_size": 256},
-    "nemotron_h_omni": SEEN,
     "paddleocr_vl_text": MROPE,
-    "qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
     "qwen2_5_omni_thinker": {"vision_start_token_id": 100},
     "qwen2_5_omni_text": MROPE,
     "qwen2_5_vl_text": MROPE,
@@ -208,11 +144,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 1,
     },
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 16]},
-    "sam_vision_model": {"global_attn_indexes": [0]},
-    "shieldgemma2": {"mm_tokens_per_image": 4},
     "step3p5": MIXED | {"rope_parameters": {SLIDING: ROPE, FULL: ROPE}, "sliding_window": WINDOW},
-    "vipllava": {"vision_feature_layer": [-2, -1, 1]},
-    "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
     "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"attention_hidden_size": 128, "attention_head_dim": 32},

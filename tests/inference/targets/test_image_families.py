@@ -36,7 +36,7 @@ REFUSED = {
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    return importlib.import_module("target_families")
+    return importlib.import_module("image_families")
 
 
 @pytest.mark.parametrize("name", slow_unless(FAST, sorted(TRIED)))

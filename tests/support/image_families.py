@@ -1,24 +1,118 @@
-"""Prompts with images for the tiny models of `tiny_targets.py`, in every type that reads them and decodes without an
-encoder.
+"""Decoding after images in every type that reads them and decodes without an encoder, with the tiny models of
+`benchmarks/tiny_targets.py`.
+
+    PYTHONPATH=benchmarks python tests/support/image_families.py    # renew the column about images of docs/targets.md
 
 The pixels are random, in the form in which the processor of each type gives them. A maker makes one image; the images
 of a prompt are joined, and its tokens have one placeholder for each feature of an image.
 """
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
-from tiny_targets import FIRST_WORD, VOCAB, WORDS
+from target_families import PartlyRight, in_short
+from target_page import after_images, write_files
+from tiny_targets import FIRST_WORD, SPECIAL, VOCAB, WORDS, make_target
 from torch import Generator, Tensor
 from transformers import PreTrainedModel
 
-from headstart.inference.core.request import Images
+from headstart.inference.core.request import Images, Request
+from headstart.inference.core.sampling import Sampling
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.targets.model import TargetModel
+from headstart.targets import SAME, FamilyTable
 
 Inputs = dict[str, Tensor]
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids", "moe_mm_token_type_ids", "image_embeds_position_mask")
+# After images, whose placeholders are never written.
+NO_WORDS = [*range(FIRST_WORD), *range(WORDS, VOCAB)]
+WORDS_ALONE = Sampling(seed=3, logit_bias=tuple((token, -100.0) for token in NO_WORDS))
+NEW_AFTER_IMAGES = 10
+COUNTS = ((1, 2, 0), (1, 2))  # images in the prompts; each has some if the type takes no text alone
 GRIDS = [(4, 8), (8, 4), (4, 4)]  # patches in height and width
+
+GEMMA4_TOWER = {
+    "hidden_size": 64,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "patch_size": 4,
+    "position_embedding_size": 64,
+}
+SEEN = {"image_token_id": 127}
+TILES = {"image_grid_pinpoints": [[16, 32], [32, 16]]}
+# What the names of fields do not say about towers, by type.
+SPECIAL.update(
+    {
+        "aria": {"projector_patch_to_query_dict": {16: 8}},
+        "blip-2": {"image_token_index": 127},
+        "chameleon": {
+            "vocabulary_map": {"<image>": 127, **{f"IMGIMG{'ABCDEFGHIJ'[code]}Z": 100 + code for code in range(8)}}
+        },
+        "chameleon_vqgan": {"num_embeddings": 8, "resolution": 32, "num_res_blocks": 1},
+        "mllama_vision_model": {"intermediate_layers_indices": [0], "vision_output_dim": 128},
+        "deepseek_ocr2_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
+        "emu3": {
+            "image_token_id": 127,
+            "vocabulary_map": {
+                "<image>": 127,
+                "<|extra_200|>": 126,
+                **{f"<|visual token {code:06}|>": 100 + code for code in range(8)},
+            },
+        },
+        "emu3_vqgan": {"codebook_size": 8, "num_res_blocks": 1, "hidden_size": 128},
+        "gemma3": {"mm_tokens_per_image": 4},
+        "gemma4": {
+            "text_config": {"use_bidirectional_attention": "vision"},
+            "vision_config": {"model_type": "gemma4_vision", "pooling_kernel_size": 2} | GEMMA4_TOWER,
+        },
+        "gemma4_unified": {
+            "text_config": {"use_bidirectional_attention": "vision"},
+            "vision_config": {
+                "model_type": "gemma4_unified_vision",
+                "patch_size": 4,
+                "pooling_kernel_size": 2,
+                "mm_embed_dim": 64,
+                "mm_posemb_size": 16,
+                "output_proj_dims": 64,
+            },
+        },
+        "granite4_vision": {
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[0, 1]],
+            "spatial_target_layers": [2],
+            "image_grid_pinpoints": [[16, 32], [32, 16]],
+        },
+        "internvl_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
+        "instructblip": {"image_token_index": 127},
+        "llama4_vision_model": {
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+            "vision_output_dim": 64,
+            "intermediate_size": 256,
+        },
+        "llava_next": TILES,
+        "llava_next_video": TILES,
+        "llava_onevision": TILES,
+        "minicpm_ocr": SEEN | {"insert_layer_id": 0},
+        "minicpmv4_6": SEEN | {"insert_layer_id": 0},
+        "minicpmv4_7": SEEN | {"insert_layer_id": 0, "image_start_id": 126, "image_end_id": 125},
+        "muse_glimmer": {"out_hidden_size": 256},
+        "muse_spark_vision": {"out_hidden_size": 256},
+        "muse_spark": {"out_hidden_size": 256},
+        "nemotron_h_omni": SEEN,
+        "qianfan_ocr_vision": {"image_size": [16, 16], "patch_size": [4, 4]},
+        "sam_vision_model": {"global_attn_indexes": [0]},
+        "shieldgemma2": {"mm_tokens_per_image": 4},
+        "vipllava": {"vision_feature_layer": [-2, -1, 1]},
+        "unlimited_ocr_sam_vision_model": {"downsample_channels": [64, 64], "global_attn_indexes": [1]},
+    }
+)
 
 
 def square(model: Any, random: Generator) -> Inputs:
@@ -279,3 +373,70 @@ def by_token(model: Any, tokens: list[int]) -> Inputs:
     kinds["image_attention_mask"] = torch.ones_like(types)[..., None]
     kinds["cross_attention_mask"] = torch.tensor([1, 1, 0, 0]).expand(*types.shape, 1, 4)
     return {name: each for name, each in kinds.items() if name in inspect.signature(model.forward).parameters}
+
+
+def with_images(name: str) -> str:
+    """SAME, if each text after images is that of the model's own `generate`; else why not."""
+    try:
+        model = make_target(name, sees=True)
+        prompts = [prompt_with_images(name, model, count, seed=count) for count in COUNTS[name in NEEDS_IMAGES]]
+        texts = [own_text_after_images(model, tokens, images) for tokens, images in prompts]
+        others = [
+            own_text_after_images(model, tokens, images and with_other_pixels(images)) for tokens, images in prompts
+        ]
+    except Exception as error:
+        return f"not tried: {in_short(error)}"
+    if others == texts:
+        return "not tried: its text does not depend on the pixels"
+    try:
+        target = TargetModel(model, ())
+        requests = [Request(tokens, NEW_AFTER_IMAGES, WORDS_ALONE, images=images) for tokens, images in prompts]
+        sampled = [replace(request, sampling=replace(WORDS_ALONE, temperature=1.0)) for request in requests]
+        different = [*unlike(target, requests, texts), *unlike(target, sampled, None)]
+    except ValueError as error:
+        return f"refused: {' '.join(str(error).split())}"
+    except Exception as error:
+        return f"crash: {in_short(error)}"
+    return f"differs: {', '.join(different)}" if different else SAME
+
+
+def own_text_after_images(model: PreTrainedModel, prompt: list[int], images: Images | None) -> list[int]:
+    """What transformers' own greedy `generate` writes in words after a prompt with images."""
+    tokens = torch.tensor([prompt])
+    with torch.inference_mode():
+        written: Any = cast(Any, model).generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=NEW_AFTER_IMAGES,
+            suppress_tokens=NO_WORDS,
+            **({} if images is None else images.inputs),
+        )
+    text: list[int] = written[0, -NEW_AFTER_IMAGES:].tolist()
+    return text
+
+
+def unlike(target: TargetModel, requests: list[Request], texts: list[list[int]] | None) -> Iterator[str]:
+    """The ways of decoding in which a text differs, from the plain ones if no `texts` are given."""
+    plain = [generate_batch(target, [request])[0].tokens for request in requests]
+    wanted = texts or plain
+    whole = [request.prompt + text for request, text in zip(requests, wanted, strict=True)]
+    drafter = PartlyRight(whole, target.passes.verifies_trees)
+    alone = [generate_batch(target, [request], drafter)[0].tokens for request in requests]
+    together = [each.tokens for each in generate_batch(target, requests, drafter)]
+    for way, written in {"plain": plain, "alone": alone, "batch": together}.items():
+        for what, text, other in zip(("one image", "two images", "text"), written, wanted, strict=False):
+            if text != other:
+                yield f"{'greedy' if texts else 'T = 1'} {way} ({what})"
+
+
+def main() -> None:
+    table = FamilyTable.packaged()
+    tried = {name for name, family in table.families.items() if family.is_target and name in MAKERS}
+    found = {name: after_images(with_images(name)) if name in tried else None for name in table.families}
+    families = {name: replace(family, images=found[name]) for name, family in table.families.items()}
+    write_files(replace(table, families=families))
+
+
+if __name__ == "__main__":
+    main()
