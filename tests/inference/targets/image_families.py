@@ -1,7 +1,7 @@
 """Decoding after images in every type that reads them and decodes without an encoder, with the tiny models of
 `benchmarks/tiny_targets.py`.
 
-    PYTHONPATH=benchmarks python tests/support/image_families.py    # renew the column about images of docs/targets.md
+    PYTHONPATH=benchmarks python tests/inference/targets/image_families.py    # renew a column of docs/targets.md
 
 The pixels are random, in the form in which the processor of each type gives them. A maker makes one image; the images
 of a prompt are joined, and its tokens have one placeholder for each feature of an image.
