@@ -17,7 +17,8 @@ from headstart.inference.core.verify import Accepted
 
 GREEDY = Sampling()
 TRACE_COPY_STEPS = 64  # steps whose hidden states are copied to host memory together
-BY_TOKEN = ("input_ids", "mm_token_type_ids", "token_type_ids")  # arguments of a model's forward, [1, prompt] each
+# Arguments of a model's forward, [1, prompt] each.
+BY_TOKEN = ("input_ids", "mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 Detokenize = Callable[[list[int]], str]
 Alternatives = list[tuple[int, float]]  # tokens with their log-probabilities
 
@@ -139,10 +140,13 @@ class Images:
 
     @classmethod
     def of(cls, encoded: Mapping[str, Tensor], placeholders: tuple[int, ...]) -> "Images":
-        """From the output of a processor for one prompt; `placeholders` are the token ids that stand for images."""
+        """From the output of a processor for one prompt; `placeholders` are the token ids that stand for images.
+
+        The token after the last one is read with it: it ends the image, and in some families has a place in its grid.
+        """
         (ids,) = encoded["input_ids"].tolist()
         (end,) = [place for place, token in enumerate(ids, start=1) if token in placeholders][-1:] or [len(ids)]
-        return cls({name: tensor for name, tensor in encoded.items() if name != "attention_mask"}, end)
+        return cls({name: each for name, each in encoded.items() if name != "attention_mask"}, min(end + 1, len(ids)))
 
     def prompt(self, vocab_size: int) -> list[int]:
         """The prompt's tokens for a request and for heads: 0 in place of a placeholder outside the vocabulary."""

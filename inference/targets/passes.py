@@ -159,7 +159,8 @@ class Passes:
         arguments["logits_to_keep"] = logits_at if self.selects_logits else None
         arguments = {name: value for name, value in arguments.items() if value is not None}
         arguments |= {"input_ids": tokens, "use_cache": use_cache or cache is not None}
-        arguments |= {} if images is None else images.arguments(self.device, self.dtype)
+        if images is not None:  # without a mask, Qwen's omni models count positions by tokens
+            arguments |= {"attention_mask": torch.ones_like(tokens), **images.arguments(self.device, self.dtype)}
         try:
             output = self.model(**arguments)
         finally:
