@@ -73,10 +73,12 @@ def read_part(place: str, part: Any, sources: Sources, pictures: list[Any]) -> J
         if not isinstance(part.get("text"), str):
             raise wrong_value(f"{place}.text", reprlib.repr(part.get("text")), "a text is", "write it in quotes")
         return {"type": "text", "text": part["text"]}
-    if kind not in PICTURES or sources.refused is not None:
-        why = f", because {sources.refused}" if kind in PICTURES else ""
-        kinds = "text" if sources.refused is not None else "text, image_url and image"
-        raise wrong_value(f"{place}.type", reprlib.repr(kind), f"only {kinds}{why} is", "leave the part out")
+    if kind in PICTURES and sources.refused is not None:
+        raise ValueError(
+            f"{place}.type: {kind!r} given, but {sources.refused}; only text is allowed: leave the part out"
+        )
+    if kind not in PICTURES:
+        raise wrong_value(f"{place}.type", reprlib.repr(kind), "text, image_url or image is", "leave the part out")
     name = next((name for name in FIELDS if part.get(name) is not None), None)
     if name is None:
         raise wrong_value(place, reprlib.repr(part), f"a part with {' or '.join(FIELDS)} is", "add the picture")

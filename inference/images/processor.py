@@ -12,16 +12,15 @@ VIDEOS = "video_processor"
 
 def load_processor(folder: Path, trust_remote_code: bool = False) -> ProcessorMixin:
     """The processor saved in a folder; raises ValueError, naming the folder, if it has none that reads pictures."""
-    needed = "preprocessor_config.json and processor_config.json of a model that reads images are needed"
     try:
         processor = load_with_images_alone(folder, trust_remote_code)
+        reason = f"its {type(processor).__name__} has no image_token"
     except Exception as error:  # files that are damaged or missing raise anything
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"{folder}: no processor can be loaded ({reason}); {needed}: copy or download them") from error
-    if not isinstance(processor, ProcessorMixin) or not isinstance(vars(processor).get("image_token"), str):
-        kind = type(processor).__name__
-        raise ValueError(f"{folder}: its {kind} has no image_token; {needed}: choose a target that reads images")
-    return processor
+        processor, reason = None, " ".join(str(error).split())[:200]
+    if isinstance(processor, ProcessorMixin) and isinstance(vars(processor).get("image_token"), str):
+        return processor
+    needed = "preprocessor_config.json and processor_config.json of a model that reads images are needed"
+    raise ValueError(f"{folder}: no processor reads pictures ({reason}); {needed}: copy or download the model again")
 
 
 def load_with_images_alone(folder: Path, trust_remote_code: bool) -> ProcessorMixin:
