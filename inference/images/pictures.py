@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import httpx
 
@@ -25,13 +25,14 @@ from headstart.common.errors import wrong_value
 Json = dict[str, Any]
 TEXTS, PICTURES = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
 FIELDS = ("image_url", "image", "url", "path", "base64")  # of a part, one of which holds the picture
-COUNT_MAX = 16  # in a prompt
+COUNT_MAX = 64  # in a prompt
 BYTES_MAX = 20 * 2**20  # of a picture's file
 PIXELS_MAX = 64_000_000  # of all pictures in a prompt: 192 MB once they are decoded
 FETCH_SECONDS = 10.0
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # few, because each format's reader is a way in
 ALLOWED = f"a picture as {', '.join(FORMATS)} is"
-DATA_URL = "data:image/png;base64,..."
+DATA = "data:image/png;base64,"
+DATA_URL = f"{DATA}..."
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ def read_part(place: str, part: Any, sources: Sources, pictures: list[Any]) -> J
             raise wrong_value(f"{place}.text", reprlib.repr(part.get("text")), "a text is", "write it in quotes")
         return {"type": "text", "text": part["text"]}
     if kind in PICTURES and sources.refused is not None:
-        raise ValueError(
-            f"{place}.type: {kind!r} given, but {sources.refused}; only text is allowed: leave the part out"
-        )
+        raise wrong_value(f"{place}.type", repr(kind), f"only text ({sources.refused}) is", "leave the part out")
     if kind not in PICTURES:
         raise wrong_value(f"{place}.type", reprlib.repr(kind), "text, image_url or image is", "leave the part out")
     name = next((name for name in FIELDS if part.get(name) is not None), None)
@@ -87,8 +86,10 @@ def read_part(place: str, part: Any, sources: Sources, pictures: list[Any]) -> J
         value, field = value["url"], f"{field}.url"
     if len(pictures) == COUNT_MAX:
         raise ValueError(f"{field}: picture {COUNT_MAX + 1} of this prompt, {COUNT_MAX} are allowed; send fewer")
+    if name == "base64":
+        value = f"{DATA}{value}"
     left = PIXELS_MAX - sum(each.width * each.height for each in pictures)
-    pictures.append(read_picture(field, DATA_URL[:22] + value if name == "base64" else value, sources, left))
+    pictures.append(read_picture(field, value, sources, left))
     return {"type": "image"}
 
 
@@ -96,10 +97,10 @@ def read_picture(field: str, value: Any, sources: Sources, pixels_max: int = PIX
     """The picture (a PIL image) that a field holds or names."""
     if isinstance(value, Mapping):  # as Hugging Face's data sets store it
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
-    shown = reprlib.repr(value)
+    shown = f"{len(value):,} bytes" if isinstance(value, bytes) else reprlib.repr(value)
     if isinstance(value, str | Path):
         text = str(value)
-        scheme = urlsplit(text[:100]).scheme.lower() if ":" in text[:10] else ""
+        scheme = text[:8].partition(":")[0].lower() if ":" in text[:8] else ""
         if scheme == "data":
             value = from_data_url(field, text)
         elif scheme in ("http", "https"):
@@ -107,17 +108,24 @@ def read_picture(field: str, value: Any, sources: Sources, pixels_max: int = PIX
         elif sources.folder is None or scheme not in ("", "file"):
             raise wrong_value(field, shown, sources.allowed, "send the picture itself in a data URL")
         else:
-            path = sources.folder / (unquote(urlsplit(text).path) if scheme else text)
-            if not path.is_file():
-                raise wrong_value(field, shown, f"an existing file ({path} is missing) is", "correct the path")
-            if path.stat().st_size > BYTES_MAX:
-                raise too_large(field, shown, path.stat().st_size)
-            value = path.read_bytes()
+            value = from_file(field, shown, sources.folder, unquote(text[7:]) if scheme else text)
     if isinstance(value, bytes):
         return decoded(field, shown, value, pixels_max)
     if type(value).__module__.startswith("PIL."):
         return as_rgb(field, shown, value, pixels_max)
     raise wrong_value(field, shown, sources.allowed, "write it as a text")
+
+
+def from_file(field: str, shown: str, folder: Path, name: str) -> bytes:
+    path = folder / name
+    try:
+        if not path.is_file():
+            raise wrong_value(field, shown, f"an existing file, in {folder} unless absolute, is", "correct the path")
+        if (size := path.stat().st_size) > BYTES_MAX:
+            raise too_large(field, shown, size)
+        return path.read_bytes()
+    except OSError as error:
+        raise wrong_value(field, f"{shown} ({error.strerror})", "a file that can be read is", "correct it") from None
 
 
 def from_data_url(field: str, url: str) -> bytes:

@@ -97,6 +97,11 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         parser.error(f"{source}: {wrong}, visible ASCII characters are allowed, as in HTTP headers; change it")
     if any(not name for name in arguments.served_model_name or ()):
         parser.error("--served-model-name: '' given, a name is allowed; write one, or leave it out")
+    for host in arguments.image_host or ():
+        if not re.fullmatch(r"[\w.-]+|[0-9a-fA-F]*:[0-9a-fA-F:]+", host):
+            parser.error(
+                f"--image-host: {host!r} given, a host's name such as images.example.org is allowed; correct it"
+            )
     if arguments.adapt_memory is not None and model.head is None:
         drafts = f"--adapt-memory: {arguments.adapt_memory:g} given, but drafts by {model.drafts} cannot be trained"
         parser.error(f"{drafts}, a head is needed; give --head, or leave --adapt-memory out")

@@ -112,7 +112,7 @@ class Service:
 
     async def in_thread(self, read: Callable[[bytes], Result], body: bytes) -> Result:
         """Read a body in another thread, as this takes a while for a long one; a large one after the other."""
-        is_large = len(body) > LARGE or (bool(self.settings.image_hosts) and b"://" in body)
+        is_large = len(body) > LARGE or (bool(self.settings.image_hosts) and b"image" in body)
         async with self.encoding[is_large]:
             if is_large:  # a collection of its many new objects would hold the interpreter's lock, and find nothing
                 gc.disable()

@@ -62,6 +62,8 @@ REFUSED: list[tuple[Any, str, tuple[str, ...]]] = [
     ({"type": "image", "path": "/etc/passwd"}, ".path: '/etc/passwd' given", ("a data URL",)),
     ({"type": "image", "image": Path("/etc/passwd")}, ".image: ", ("a data URL",)),
     ({"type": "image", "image": {"path": "/etc/passwd", "bytes": None}}, ".image: '/etc", ("a data URL",)),
+    ({"type": "image", "base64": 5}, ".base64: ", ("base64 is allowed",)),
+    (image_url("http://["), ".url: 'http://['", ("a data URL",)),
     (image_url(LINK), f".url: '{LINK}' given", ("a data URL",)),
     (image_url("HTTPS://user@127.0.0.1/x"), ".url: 'HTTPS://", ("a data URL",)),
     (image_url("ftp://127.0.0.1/x"), ".url: 'ftp://", ("a data URL",)),
@@ -96,8 +98,8 @@ def test_a_picture_is_refused_by_name(part: Any, place: str, facts: tuple[str, .
 
 def test_limits_count_all_pictures_of_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     part = image_url(data_url(picture()))
-    with pytest.raises(ValueError, match=r"content\[17\].image_url.url: picture 17 .* 16 are allowed"):
-        read_pictures(message(*[part] * 17), Sources())
+    with pytest.raises(ValueError, match=r"content\[65\].image_url.url: picture 65 .* 64 are allowed"):
+        read_pictures(message(*[part] * 65), Sources())
     monkeypatch.setattr(pictures, "PIXELS_MAX", 600)
     assert len(read_pictures(message(part, part), Sources())[1]) == 2
     with pytest.raises(ValueError, match=r"content\[3\].image_url.url: .* 16 x 16 pixels .* at most 88 more"):
@@ -110,7 +112,7 @@ def test_limits_count_all_pictures_of_a_prompt(monkeypatch: pytest.MonkeyPatch) 
 def test_where_no_pictures_are_read_the_reason_is_told_and_nothing_is_decoded() -> None:
     for part in (image_url("/etc/passwd"), {"type": "image", "image": 5}):
         with pytest.raises(
-            ValueError, match=r"messages\[1\].content\[1\].type: 'image.* given, but it is blind; only te"
+            ValueError, match=r"messages\[1\].content\[1\].type: 'image.* given, only text \(it is blind\) is"
         ):
             read_pictures(message(part), Sources(Path("/"), refused="it is blind"))
 
@@ -129,8 +131,15 @@ def test_every_layout_gives_the_same_picture(tmp_path: Path) -> None:
         assert read_one(part).tobytes() == picture().tobytes()
     for name in ("red one.png", tmp_path / "red one.png", f"file://{tmp_path}/red%20one.png"):
         assert read_one({"type": "image", "path": name}, files).tobytes() == picture().tobytes()
-    with pytest.raises(ValueError, match=r"path: 'blue.png' given, an existing file .*blue.png is missing"):
+    with pytest.raises(
+        ValueError, match=r"path: 'blue.png' given, an existing file, in .* unless absolute, is allowed"
+    ):
         read_one({"type": "image", "path": "blue.png"}, files)
+    for other in (".", "/dev/zero", "\0"):
+        with pytest.raises(ValueError, match="an existing file"):
+            read_one({"type": "image", "image": other}, files)
+    with pytest.raises(ValueError, match=r"File name too long\) given, a file that can be read is"):
+        read_one({"type": "image", "image": "x" * 300}, files)
 
 
 def test_content_without_pictures_becomes_one_text() -> None:

@@ -1,5 +1,7 @@
 """Laws of requests with pictures: their texts are those of transformers, and nothing is read that was not allowed."""
 
+import re
+import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +22,8 @@ from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.images.prompts import ImagePrompts, image_prompts
-from headstart.inference.serve.options import ServerSettings
+from headstart.inference.serve.command import load
+from headstart.inference.serve.options import ServerSettings, serve_options
 from headstart.inference.serve.service import Served
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
@@ -201,6 +204,18 @@ def test_pictures_are_fetched_only_from_hosts_that_were_allowed(seeing: Served, 
 def test_a_target_whose_images_are_refused_still_writes_text(seeing: Served, written: Any) -> None:
     reason = "the target's passes after images differ"
     with running(replace(seeing, images=reason), ServerSettings((NAME,), max_batch=4)) as started:
-        said = assert_refused(ask(started, CONVERSATIONS[1]), 400, reason, "only text is allowed")
+        said = assert_refused(ask(started, CONVERSATIONS[1]), 400, f"only text ({reason}) is allowed")
         assert said.startswith("messages[0].content[0].type: 'image_url' given")
         assert ask(started, CONVERSATIONS[0]).json()["choices"][0]["message"]["content"] == written(CONVERSATIONS[0])[0]
+
+
+def test_the_start_says_whether_images_are_read(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folder, tmp_path / "target")
+    for said in ("images are read", "images are refused: .*target: no processor reads pictures"):
+        options = serve_options(None, ["--target", str(tmp_path / "target"), "--dtype", "float32", "--always-draft"])
+        served = load(options, ThreadPoolExecutor(1))
+        assert re.search(f"target: {said}", capsys.readouterr().out)
+        assert served.about["images"] == isinstance(served.images, ImagePrompts) == (said == "images are read")
+        (tmp_path / "target" / "preprocessor_config.json").unlink(missing_ok=True)
