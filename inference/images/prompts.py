@@ -26,7 +26,10 @@ class ImagePrompts:
     """Encodes conversations with pictures for one target. Several threads may use it at once."""
 
     def __init__(self, template: ChatTemplate, processor: ProcessorMixin) -> None:
-        """The processor's own template is used if the tokenizer's leaves pictures out; ValueError if both do."""
+        """The processor's own template is used if the tokenizer's leaves pictures out, and for texts too if the
+        tokenizer has none. Raises ValueError if both leave pictures out."""
+        if not template.exists:
+            template.tokenizer.chat_template = processor.chat_template
         self.processor, self.lock, self.template = processor, Lock(), template
         self.place = str(vars(processor)["image_token"])  # written by the template for each picture
         found = [getattr(owner, name, None) for owner in (processor, processor.tokenizer) for name in MARKS]

@@ -55,8 +55,8 @@ class PromptEncoder:
         image_hosts: frozenset[str] = frozenset(),
     ) -> None:
         """`images` says how to encode pictures or why they are refused, `image_hosts` from where they are fetched."""
-        self.images, refused = (images, None) if isinstance(images, ImagePrompts) else (None, images)
-        self.sources = Sources(hosts=image_hosts, refused=refused)
+        self.images = None if isinstance(images, str) else images
+        self.sources = Sources(hosts=image_hosts, refused=images if isinstance(images, str) else None)
         self.template, self.tokenizer, self.log = template, template.tokenizer, log
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.said: set[str] = set()  # warnings
@@ -149,10 +149,11 @@ def turn(name: str, message: Message) -> dict[str, Any]:
         raise wrong(f"{name}.content", None, "a text, or a list of parts with a type, is", "write it in quotes")
     if unread := unread_fields(given):
         refuse_unknown(unread[0], given[unread[0]], FIELDS, name)
-    if not isinstance(content, str):
-        content = [{"type": part.type, **(part.model_extra or {})} for part in content]
+    parts = (
+        content if isinstance(content, str) else [{"type": each.type, **(each.model_extra or {})} for each in content]
+    )
     try:
-        return read_message({**given, "content": content})
+        return read_message({**given, "content": parts})
     except ValueError as error:
         raise ApiError(400, f"{name}.{error}", f"{name}.{str(error).partition(':')[0]}") from None
 

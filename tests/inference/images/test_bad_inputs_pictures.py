@@ -144,7 +144,11 @@ def test_every_layout_gives_the_same_picture(tmp_path: Path) -> None:
 
 def test_content_without_pictures_becomes_one_text() -> None:
     parts = [{"type": kind, "text": kind} for kind in ("text", "input_text", "output_text")]
-    given = [{"role": "user", "content": parts}, {"role": "tool", "content": None}, {"role": "assistant"}]
+    given: list[dict[str, Any]] = [
+        {"role": "user", "content": parts},
+        {"role": "tool", "content": None},
+        {"role": "assistant"},
+    ]
     assert read_pictures(given, Sources()) == (
         [{"role": "user", "content": "textinput_textoutput_text"}, *given[1:]],
         [],

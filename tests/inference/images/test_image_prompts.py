@@ -93,7 +93,7 @@ def test_generate_takes_what_a_processor_returns(
     generate: Any = model.generate
     wanted = generate(**encoded, max_new_tokens=NEW, do_sample=False)
     for drafter in (None, Lookup(Growth(4, 2, 8), ngram=1)):
-        ours = SpeculativeModel(target, drafter)
+        ours: Any = SpeculativeModel(target, drafter)
         assert torch.equal(ours.generate(**encoded, max_new_tokens=NEW), wanted)
         padded = {
             name: torch.nn.functional.pad(encoded[name], (2, 0)) for name in encoded if encoded[name].shape == ids.shape
@@ -104,7 +104,8 @@ def test_generate_takes_what_a_processor_returns(
 
 
 def test_texts_depend_on_the_picture(target: TargetModel, prompts: ImagePrompts) -> None:
-    ours, found = SpeculativeModel(target), set()
+    ours: Any = SpeculativeModel(target)
+    found = set()
     for colour in COLOURS:
         images = prompts.encode(*read_pictures([{"role": "user", "content": [image(colour)]}], Sources()))
         ids = images.inputs["input_ids"]
@@ -116,8 +117,9 @@ def test_generate_refuses_tensors_that_it_cannot_use(
     target: TargetModel, prompts: ImagePrompts, tmp_path: Path
 ) -> None:
     given: dict[str, Any] = dict(prompts.encode(*read_pictures(CONVERSATIONS[0], Sources())).inputs)
-    ours, ids = SpeculativeModel(target), given["input_ids"]
-    words: Any = prompts.processor(text=["hello"], return_tensors="pt")  # type: ignore[operator]
+    ours: Any = SpeculativeModel(target)
+    ids = given["input_ids"]
+    words: Any = prompts.processor(text=["hello"], return_tensors="pt")
     plain = ours.generate(words["input_ids"], max_new_tokens=3)
     assert torch.equal(ours.generate(**words, max_new_tokens=3), plain)
     with pytest.raises(
@@ -158,6 +160,10 @@ def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_ou
     given = read_pictures([{"role": "user", "content": [image("red"), text("x")]}], Sources())
     assert ImagePrompts(template, processor).encode(*given).inputs["pixel_values"].shape == (16, 96)
     assert template.render([{"role": "user", "content": "x"}]) == "x"
+    bare = ChatTemplate(load_processor(folder).tokenizer)
+    bare.tokenizer.chat_template = None
+    assert ImagePrompts(bare, processor).template is bare
+    assert bare.render([{"role": "user", "content": "x"}]) == "[user]x[assistant]"
     processor.chat_template = TEMPLATE.replace(PLACE, "")
     with pytest.raises(ValueError, match=rf"writes no {PLACE.replace('|', '.')} for a picture"):
         ImagePrompts(template, processor)
@@ -167,7 +173,10 @@ def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> 
     """LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text."""
     template = ChatTemplate(load_processor(folder).tokenizer)
     template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
-    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": [{"type": "image"}, text("x")]}]
+    turns: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "image"}, text("x")]},
+    ]
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
