@@ -12,7 +12,7 @@ COPY --chown=10001 . .
 
 # The environment sees the image's torch, so that pip installs no other one.
 RUN python3 -m venv --system-site-packages /opt/headstart \
-    && /opt/headstart/bin/pip install --no-cache-dir -c constraints.txt -e '.[serve,data,report,lora]'
+    && /opt/headstart/bin/pip install --no-cache-dir -c constraints.txt -e '.[serve,images,data,report,lora]'
 
 USER 10001
 ENV PATH=/opt/headstart/bin:$PATH

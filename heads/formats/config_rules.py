@@ -1,7 +1,7 @@
 """Rules for config.json: each yields what keeps one engine from serving the head as it was trained."""
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from headstart.heads.formats.subject import Subject, Violation, config_error
 from headstart.heads.kinds.checkpoint import target_misfits
@@ -9,6 +9,8 @@ from headstart.heads.kinds.eagle3 import TAPS
 from headstart.heads.target_config import Rope
 from headstart.recipes.other_commands import ENGINE_NAMES
 
+MROPE = ("mrope_section", "mrope_interleaved")  # keys of rotary embeddings that turn by time, row and column
+BY_INDEX = ("vllm", "speculators")  # vLLM 0.33.0 in its default runner; SGLang 0.5.23 does as the head's config says
 MISSING_NORMS = {"llama_cpp": ("fc_norm", "norm_output")}  # keys of EAGLE-3.1's norms that an engine does not have
 # Families (model_type of the decoder) for which an engine starts no EAGLE-3 head, which needs hidden states from inside
 # the target. Read on 26 November 2026: vLLM 0.33.0 refuses where its own class of the target lacks SupportsEagle3
@@ -91,6 +93,13 @@ def rope(subject: Subject, engine: str) -> Iterator[Violation]:
         if older != newer:
             allowed = f"rope_parameters says {asdict(newer)}; make rope_theta and rope_scaling agree with it"
             yield config_error(engine, "rope_theta", asdict(older), allowed)
+    plain = {key: value for key, value in newer.scaling.items() if key not in MROPE}
+    section = newer.scaling.get("mrope_section")
+    newer = replace(newer, kind="default" if newer.kind == "mrope" else newer.kind, scaling=plain)
+    if section is not None and (subject.note or engine in BY_INDEX):
+        by = f"{ENGINE_NAMES[engine]} counts" if engine in BY_INDEX else "headstart trains with"
+        allowed = f"leave it out: {by} one position a token, its index, after images too, where drafts would be worse"
+        yield Violation(engine, "warning", "config.json mrope_section", section, allowed)
     if newer != target.rope and "target_rope" not in subject.note:
         severity = "error" if subject.note else "warning"
         allowed = f"the target's {asdict(target.rope)} is allowed, unless the head was trained with other values"

@@ -30,7 +30,7 @@ from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.engine.speculation import SpeculationByLoad, speculation_for
 from headstart.inference.generate.options import LOOKUP
-from headstart.inference.generate.prompts import read_prompts, read_stop_strings
+from headstart.inference.generate.prompts import is_of_images, read_images, read_prompts, read_stop_strings
 from headstart.inference.generate.settings import (
     Config,
     Fields,
@@ -154,6 +154,7 @@ class SpeculativeModel:
         Greedy output equals that of transformers' `generate`, token for token.
         Sampled output depends only on target, prompt, seed and sampling fields, never on the drafter or the batch.
         `seed` is one number or one per prompt; with num_return_sequences, the i-th sequence of a prompt uses seed + i.
+        One prompt may have images: give all that the target's processor returns, generate(**processor(...)).
         Raises ValueError for a field that is not supported or out of range, naming all unsupported ones.
         """
         started = time.perf_counter()
@@ -214,10 +215,12 @@ class SpeculativeModel:
         self, input_ids: Tensor | None, attention_mask: Tensor | None, config: Config | None, overrides: Fields
     ) -> tuple[Settings, list[Request]]:
         """The settings of a call, with eos_token_id and pad_token_id resolved, and its requests."""
+        images = {name: value for name, value in overrides.items() if is_of_images(name)}
+        overrides = {name: value for name, value in overrides.items() if name not in images}
         own = target_fields(self.target.generation_config)
         with named_by_source(own.keys() - config_fields(config).keys() - overrides.keys()):
             settings = self._read_settings(config, overrides)
-            return settings, self._build_requests(input_ids, attention_mask, settings)
+            return settings, self._build_requests(input_ids, attention_mask, settings, images)
 
     def _read_settings(self, config: Config | None, overrides: Fields) -> Settings:
         settings = read_settings(config, overrides, self.target.generation_config)
@@ -227,11 +230,12 @@ class SpeculativeModel:
         return settings.model_copy(update={"eos_token_id": [*ends], "pad_token_id": pad})
 
     def _build_requests(
-        self, input_ids: Tensor | None, attention_mask: Tensor | None, settings: Settings
+        self, input_ids: Tensor | None, attention_mask: Tensor | None, settings: Settings, of_images: Fields
     ) -> list[Request]:
-        """One request per row of the output."""
+        """One request per row of the output; `of_images` are the arguments for the images in the only prompt."""
         ends, vocab_size = tuple(settings.eos_token_id or ()), self.target.config.vocab_size
         prompts = read_prompts(input_ids, attention_mask, settings.pad_token_id, ends, vocab_size)
+        images = read_images(prompts, of_images, self.target.model.config) if of_images else None
         assert input_ids is not None
         width = input_ids.shape[1]
         seeds = read_seeds(settings.seed, len(prompts))
@@ -262,6 +266,7 @@ class SpeculativeModel:
                 end_tokens=ends,
                 constraint=None if each.forbid_nothing else each,
                 keep_logits=scores and bool(settings.return_dict_in_generate),
+                images=images,
             )
             for prompt, seed, each in zip(prompts, seeds, rules, strict=True)
             for copy in range(copies)

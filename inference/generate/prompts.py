@@ -2,7 +2,7 @@
 
 import reprlib
 import warnings
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.common.errors import wrong_value
-from headstart.inference.core.request import Detokenize, StopStrings
+from headstart.inference.core.request import BY_TOKEN, Detokenize, Images, StopStrings
 
 TOKENIZED = 'generate(**tokenizer(texts, return_tensors="pt", padding=True, padding_side="left"))'
 
@@ -75,6 +75,33 @@ def read_prompts(
         remedy = "tokenize with padding_side='left' and pass its attention_mask"
         raise ValueError(f"input_ids: {wrong}, padding is allowed on the left only; {remedy}")
     return [row[seen].tolist() for row, seen in zip(input_ids, mask, strict=True)]
+
+
+def is_of_images(name: str) -> bool:
+    """Whether a call's argument may be one that processors give for prompts with images, such as pixel_values."""
+    return name in BY_TOKEN or name.startswith(("pixel_", "image_", "num_image", "batch_num_image"))
+
+
+def read_images(prompts: list[list[int]], given: Mapping[str, Any], config: Any) -> Images | None:
+    """The images of a call's only prompt; `config` is transformers' of the target, which knows the placeholders.
+
+    Raises ValueError for more prompts, as the tensors do not say whose image is whose.
+    """
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise wrong_value(
+                name, type(value).__name__, "a torch tensor is", 'give processor(..., return_tensors="pt")'
+            )
+    by_token = {name: value for name, value in given.items() if name in BY_TOKEN}
+    if len(by_token) == len(given) and not any(value.any() for value in by_token.values()):
+        return None  # a processor's output for text
+    if len(prompts) > 1:
+        name = min(given, key=lambda name: name in by_token)
+        raise wrong_value(name, f"with {len(prompts)} prompts", "1 prompt is", "call generate for each one")
+    ids = torch.tensor(prompts)
+    cut = {name: value[:, -ids.shape[1] :] for name, value in by_token.items()}  # without padding on the left
+    known = {vars(config).get("image_token_id"), vars(config).get("image_token_index")}
+    return Images.of({**given, **cut, "input_ids": ids}, tuple(known - {None}))
 
 
 def read_stop_strings(stops: Any, tokenizer: Any, vocab_size: int) -> StopStrings | None:

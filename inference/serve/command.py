@@ -31,6 +31,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.engine.speculation import speculation_for
 from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.generate.loading import load_model
+from headstart.inference.images.prompts import image_prompts
 from headstart.inference.serve.app import build_app
 from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServeOptions, serve_options
@@ -85,7 +86,12 @@ def load(options: ServeOptions, thread: Executor) -> Served:
         target.tap_columns(drafter.taps)  # refuses a head that reads other hidden states
         return loop_with(drafter)
 
-    head = options.model.head
+    head, images = options.model.head, image_prompts(section, template, target)
+    if target.passes.reads_images:
+        print(
+            f"{section.path}: {f'images are refused: {images}' if isinstance(images, str) else 'images are read'}",
+            flush=True,
+        )
     return Served(
         target=target,
         template=template,
@@ -99,10 +105,12 @@ def load(options: ServeOptions, thread: Executor) -> Served:
             "growth": str(growth_for(decode, target)),
             "dtype": section.dtype,
             "device": str(target.device),
+            "images": not isinstance(images, str),
         },
         promised=promised_length(head),
         thread=thread,
         adaptation=None if traffic is None or head is None else Adaptation(traffic, head.resolve(), loop_with_head),
+        images=images,
     )
 
 

@@ -34,6 +34,7 @@ class ServerSettings:
     keep_alive: float = 15.0  # seconds of silence after which a stream gets a comment
     busy_status: int = 503  # where the queue is full
     hosts: frozenset[str] | None = None  # names of this server besides loopback names; None: any name
+    image_hosts: frozenset[str] = frozenset()  # from which pictures in requests are fetched
 
     def is_own(self, host: str | None) -> bool:
         """Whether a request may have this host, without its port, in Host or Origin.
@@ -96,6 +97,11 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
         parser.error(f"{source}: {wrong}, visible ASCII characters are allowed, as in HTTP headers; change it")
     if any(not name for name in arguments.served_model_name or ()):
         parser.error("--served-model-name: '' given, a name is allowed; write one, or leave it out")
+    for host in arguments.image_host or ():
+        if not re.fullmatch(r"[\w.-]+|[0-9a-fA-F]*:[0-9a-fA-F:]+", host):
+            parser.error(
+                f"--image-host: {host!r} given, a host's name such as images.example.org is allowed; correct it"
+            )
     if arguments.adapt_memory is not None and model.head is None:
         drafts = f"--adapt-memory: {arguments.adapt_memory:g} given, but drafts by {model.drafts} cannot be trained"
         parser.error(f"{drafts}, a head is needed; give --head, or leave --adapt-memory out")
@@ -115,6 +121,7 @@ def serve_options(doc: str | None, argv: Sequence[str] | None = None) -> ServeOp
             request_timeout=arguments.request_timeout or None,
             busy_status=arguments.busy_status,
             hosts=own_hosts(arguments.host, arguments.allowed_host or ()),
+            image_hosts=frozenset(name.lower() for name in arguments.image_host or ()),
         ),
         arguments.shutdown_timeout,
         None if arguments.memory is None else int(arguments.memory * GIBIBYTE),
@@ -143,6 +150,8 @@ def add_names(parser: argparse.ArgumentParser) -> None:
     only = "host name, besides localhost, by which clients and web pages may reach the server; repeatable"
     name_or_any = "default: none with a loopback --host, else any"
     add("--allowed-host", action="append", metavar="NAME", help=f"{only} ({name_or_any})")
+    fetched = "host name from which pictures that requests name by address are fetched; repeatable"
+    add("--image-host", action="append", metavar="NAME", help=f"{fetched} (default: none; data URLs are always read)")
     always = "draft at any load; by default a drafter drafts only while that pays, by this machine's step times"
     add("--always-draft", action="store_true", help=always)
     status = "HTTP status of refusals while the queue is full; clients retry after both (default: %(default)s)"

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.images.prompts import ImagePrompts
 from headstart.inference.serve.api.encode import Encoded, PromptEncoder, RequestEncoder
 from headstart.inference.serve.api.errors import ApiError, as_api_error, stopping
 from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, read_fields
@@ -42,6 +43,7 @@ class Served:
     thread: Executor  # one thread, in which the target was loaded
     promised: float | None = None  # the acceptance length in the head's config.json
     adaptation: Adaptation | None = None  # with --adapt-memory
+    images: ImagePrompts | str = "the target reads text alone"  # how to encode pictures, or why they are refused
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -57,7 +59,8 @@ class Service:
         self.metrics = Metrics(settings.names[0], self._gauges())
         self.acceptance = AcceptanceWatch(served.promised, log)
         target = served.target
-        self.prompts = PromptEncoder(served.template, target.config.vocab_size, target.max_positions, log)
+        sizes = target.config.vocab_size, target.max_positions
+        self.prompts = PromptEncoder(served.template, *sizes, log, served.images, settings.image_hosts)
         self.max_choices = settings.max_batch + settings.max_queue  # that may decode or wait
         self.requests = RequestEncoder(target, self.prompts, served.defaults, self.max_choices)
         self.encoding = {is_large: asyncio.Lock() for is_large in (False, True)}  # small bodies overtake large ones
@@ -109,7 +112,7 @@ class Service:
 
     async def in_thread(self, read: Callable[[bytes], Result], body: bytes) -> Result:
         """Read a body in another thread, as this takes a while for a long one; a large one after the other."""
-        is_large = len(body) > LARGE
+        is_large = len(body) > LARGE or (bool(self.settings.image_hosts) and b"image" in body)
         async with self.encoding[is_large]:
             if is_large:  # a collection of its many new objects would hold the interpreter's lock, and find nothing
                 gc.disable()

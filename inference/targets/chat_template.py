@@ -173,6 +173,8 @@ class ChatTemplate:
     def _as_read(self, message: Json, tools: list[Json] | None) -> Json:
         """A message in the form that the template reads which renders a conversation with these tools."""
         turn, source = dict(message), self.source(tools)
+        if isinstance(turn["content"], str) and self.reads_parts_alone:
+            turn["content"] = [{"type": "text", "text": turn["content"]}]
         if turn["role"] == "developer" and "developer" not in source:
             turn["role"] = "system"
         if turn.get("reasoning_content"):
@@ -182,6 +184,18 @@ class ChatTemplate:
         if source not in self._call_forms:
             self._call_forms[source] = self.call_form(tools)
         return self._with_calls(turn, *self._call_forms[source])
+
+    @cached_property
+    def reads_parts_alone(self) -> bool:
+        """Whether the template writes words only from a list of parts, as those of some targets that read images."""
+
+        def writes(content: Any) -> bool:
+            try:
+                return "probe" in str(self._apply([{"role": "user", "content": content}], None, None, tokenize=False))
+            except Exception:  # a template may raise anything for content of the other form
+                return False
+
+        return self.exists and not writes("probe") and writes([{"type": "text", "text": "probe"}])
 
     def source(self, tools: list[Json] | None) -> str:
         """The template for a conversation; a tokenizer may have another one for those with tools."""

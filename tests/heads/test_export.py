@@ -19,6 +19,7 @@ from exported import (
     recipe_of,
     same_bits,
 )
+from seeing_target import build_seeing_target
 from transformers import LlamaForCausalLM
 
 from headstart.heads.formats.card import acceptance_lengths
@@ -26,7 +27,7 @@ from headstart.heads.formats.export import export, refuse_unservable, violations
 from headstart.heads.formats.layouts import FORMATS
 from headstart.heads.formats.lint import lint
 from headstart.heads.frozen import FrozenTarget
-from headstart.heads.kinds.checkpoint import load_head_for, save_head
+from headstart.heads.kinds.checkpoint import draft_vocab, load_head_for, new_head, save_head
 from headstart.recipes import Recipe
 from headstart.recipes.schema import ExportSection
 from headstart.trainers import run
@@ -251,6 +252,20 @@ def test_the_card_says_where_the_data_came_from(
     text = (export(Recipe.model_validate({**values, "data": values["data"] | section})) / "README.md").read_text()
     assert said in text
     assert text.count("written by the target") == ("responses" not in section and "store" not in section)
+
+
+def test_the_card_says_what_a_head_reads_at_images(
+    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path
+) -> None:
+    seeing = build_seeing_target(tmp_path / "target")
+    frozen = FrozenTarget.from_folder(seeing, torch.float32)
+    for folder, reads in ((target_folder, False), (seeing, True)):
+        recipe = recipe_of(tmp_path, folder)
+        vocab = draft_vocab(recipe.head, torch.arange(frozen.config.vocab_size))
+        head = new_head(recipe.head, frozen, vocab, 0) if reads else make_head()
+        save_head(head, tmp_path / "head")
+        shutil.rmtree(tmp_path / "export", ignore_errors=True)
+        assert ("reads the embedding of the placeholder token" in (export(recipe) / "README.md").read_text()) == reads
 
 
 COMMANDS = {

@@ -84,6 +84,7 @@ eagle1 = partial(Mistake, "eagle1")
 medusa = partial(Mistake, "medusa", engines="vllm")
 speculators = partial(Mistake, "speculators", engines="vllm speculators")
 OTHER_ROPE = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+BY_ROWS = {"rope_type": "mrope", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
 EMBEDDING = tensor("embed_tokens.weight", torch.ones(97, 32))
 FIRST_NORM = "layers.0.input_layernorm.weight"
 MISTAKES = [
@@ -152,6 +153,21 @@ def test_each_planted_mistake_is_found_for_the_engines_it_concerns(
     errors = [each for each in lint_in_memory(files, frozen) if each.severity == "error"]
     hits = {each.engine for each in errors if each.where.endswith(mistake.where) and mistake.text in str(each)}
     assert hits == {each.engine for each in errors} == {*mistake.engines.split()}, [*map(str, errors)]
+
+
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_positions_by_rows_and_columns_give_a_warning_where_they_are_counted_by_index(
+    make_head: MakeHead, frozen: FrozenTarget, is_ours: bool
+) -> None:
+    files = files_in_memory(make_head(vocab=LIMITED, taps=(2, 3, 4)), "vllm")
+    engines = engines_of(files)
+    files.config.update(rope_parameters=BY_ROWS, rope_scaling=BY_ROWS)
+    if not is_ours:
+        del files.config["headstart"]
+    warned = [each for each in violations(files, frozen, engines) if each.where == "config.json mrope_section"]
+    assert [each.engine for each in warned] == [*engines] if is_ours else ["vllm"]
+    assert all(each.severity == "warning" and "one position a token, its index" in each.allowed for each in warned)
+    assert not [each for each in violations(files, frozen, engines) if each.where == "config.json rope_theta"]
 
 
 def no_hidden_norm(config: Config, tensors: Tensors) -> None:

@@ -10,10 +10,12 @@ from functools import cached_property, partial
 from typing import Any
 
 from headstart.inference.core.constraint import Constraint
-from headstart.inference.core.request import Detokenize, Request, StopStrings
+from headstart.inference.core.request import Detokenize, Images, Request, StopStrings
 from headstart.inference.core.sampling import Sampling, check_bias
 from headstart.inference.engine.budget import check_length
 from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.images.pictures import Sources, read_pictures
+from headstart.inference.images.prompts import ImagePrompts
 from headstart.inference.serve.api.constraints import Grammars
 from headstart.inference.serve.api.errors import ApiError, wrong
 from headstart.inference.serve.api.fields import (
@@ -44,8 +46,17 @@ class PromptEncoder:
     """Encodes prompts for one target. Several threads may use it at once."""
 
     def __init__(
-        self, template: ChatTemplate, vocab_size: int, max_positions: int, log: Callable[[str], None] = print
+        self,
+        template: ChatTemplate,
+        vocab_size: int,
+        max_positions: int,
+        log: Callable[[str], None] = print,
+        images: ImagePrompts | str = "the target reads text alone",
+        image_hosts: frozenset[str] = frozenset(),
     ) -> None:
+        """`images` says how to encode pictures or why they are refused, `image_hosts` from where they are fetched."""
+        self.images = None if isinstance(images, str) else images
+        self.sources = Sources(hosts=image_hosts, refused=images if isinstance(images, str) else None)
         self.template, self.tokenizer, self.log = template, template.tokenizer, log
         self.vocab_size, self.max_positions = vocab_size, max_positions
         self.said: set[str] = set()  # warnings
@@ -59,7 +70,12 @@ class PromptEncoder:
         return self.from_text(fields.prompt, "prompt", fields.add_special_tokens is not False)
 
     def from_chat(self, fields: Templated) -> list[int]:
-        """Apply the target's chat template; raises ApiError for messages that the template refuses."""
+        """The tokens of `chat`."""
+        return self.chat(fields)[0]
+
+    def chat(self, fields: Templated) -> tuple[list[int], Images | None]:
+        """Apply the target's chat template; raises ApiError for messages that the template refuses, and ValueError for
+        pictures that cannot be read."""
         messages, variables, continued = fields.messages, fields.variables, fields.continue_final_message
         if not messages:
             given = messages if "messages" in fields.model_fields_set else None
@@ -71,14 +87,21 @@ class PromptEncoder:
             raise wrong("chat_template_kwargs", taken, "variables of the template itself are", "leave it out")
         opens_answer = not continued if fields.add_generation_prompt is None else fields.add_generation_prompt
         turns = [turn(f"messages[{index}]", message) for index, message in enumerate(messages)]
+        turns, pictures = read_pictures(turns, self.sources)
+        tools = None if fields.tool_choice == "none" else fields.tools or None
+        images = self.images if pictures else None
+        if images is not None:
+            if fields.add_special_tokens:
+                raise wrong("add_special_tokens", True, "with pictures, only false is", "leave it out")
+            images.refuse_marks(turns, tools)
+        template = self.template if images is None else images.template
         try:
-            tools = None if fields.tool_choice == "none" else fields.tools or None
-            if tools and not self.template.writes_tools:
+            if tools and not template.writes_tools:
                 self.say_once(UNSEEN_TOOLS)
-            text = self.template.render(turns, tools, opens_answer, continued, variables)
+            text = template.render(turns, tools, opens_answer, continued, variables)
             # What is too long is blamed on the tools where the messages alone are not.
             is_long = tools is not None and len(text) > self.longest_text
-            alone = self.template.render(turns, None, opens_answer, continued, variables) if is_long else text
+            alone = template.render(turns, None, opens_answer, continued, variables) if is_long else text
         except Exception as error:  # a template is a program, which may raise anything
             if str(error).startswith("chat_template_kwargs."):
                 raise
@@ -86,7 +109,10 @@ class PromptEncoder:
             remedy = "messages that it can render are allowed; change their roles or their order"
             raise ApiError(400, f"{refused}; {remedy}", "messages") from None
         name = "messages" if len(alone) > self.longest_text or not is_long else "tools"
-        return self.from_text(text, name, bool(fields.add_special_tokens))
+        if images is None or len(text) > self.longest_text:
+            return self.from_text(text, name, bool(fields.add_special_tokens)), None
+        encoded = images.encode_text(text, pictures)
+        return encoded.prompt(self.vocab_size), encoded
 
     def say_once(self, warning: str) -> None:
         if warning not in self.said:
@@ -120,12 +146,14 @@ def turn(name: str, message: Message) -> dict[str, Any]:
     given = {**vars(message), **(message.model_extra or {})}
     content = message.content if message.content is not None or not message.tool_calls else ""
     if content is None:
-        raise wrong(f"{name}.content", None, "a text, or a list of parts of type text, is", "write it in quotes")
+        raise wrong(f"{name}.content", None, "a text, or a list of parts with a type, is", "write it in quotes")
     if unread := unread_fields(given):
         refuse_unknown(unread[0], given[unread[0]], FIELDS, name)
-    text = content if isinstance(content, str) else "".join(part.text for part in content)
+    parts = (
+        content if isinstance(content, str) else [{"type": each.type, **(each.model_extra or {})} for each in content]
+    )
     try:
-        return read_message({**given, "content": text})
+        return read_message({**given, "content": parts})
     except ValueError as error:
         raise ApiError(400, f"{name}.{error}", f"{name}.{str(error).partition(':')[0]}") from None
 
@@ -165,8 +193,10 @@ class RequestEncoder:
             _ = self.grammars  # before the first request, because this holds the interpreter's lock for seconds
 
     def encode(self, fields: ChatRequest | CompletionRequest) -> Encoded:
+        images = None
         if isinstance(fields, ChatRequest):
-            prompts, alternatives = self.chat(fields), fields.top_logprobs if fields.logprobs else None
+            prompt, images = self.chat(fields)
+            prompts, alternatives = [prompt], fields.top_logprobs if fields.logprobs else None
         else:
             prompts, alternatives = self.completion(fields), fields.logprobs
         self.prompts.check_tokens("stop_token_ids", fields.stop_token_ids)
@@ -198,6 +228,7 @@ class RequestEncoder:
                 constraint=self.defaults.rules(prompt, length, ends, min_tokens, grammar),
                 speculative=fields.speculative,
                 prompt_logprobs=isinstance(fields, CompletionRequest) and fields.echo and alternatives is not None,
+                images=images,
             )
             for prompt, length in zip(prompts, lengths, strict=True)
             for copy in range(fields.n)
@@ -205,12 +236,12 @@ class RequestEncoder:
         echoes = [text(each) for each in prompts] if isinstance(fields, CompletionRequest) and fields.echo else None
         return Encoded(fields, prompts, requests, seed, text, calls, echoes)
 
-    def chat(self, fields: ChatRequest) -> list[list[int]]:
+    def chat(self, fields: ChatRequest) -> tuple[list[int], Images | None]:
         if fields.top_logprobs and not fields.logprobs:
             allowed = "without logprobs true, only 0 is"
             raise wrong("top_logprobs", fields.top_logprobs, allowed, "set logprobs to true")
         self.check_choices(1, fields.n)
-        return [self.prompts.from_chat(fields)]
+        return self.prompts.chat(fields)
 
     def completion(self, fields: CompletionRequest) -> list[list[int]]:
         if fields.return_token_ids and fields.stream:

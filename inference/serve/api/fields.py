@@ -180,19 +180,20 @@ class Listed(BaseModel, strict=True):
         return in_turn(values)
 
 
-class TextPart(Listed):
-    type: Literal["text"]
-    text: Text
+class Part(Listed, extra="allow"):
+    """A part of a message's content; `read_pictures` reads it."""
+
+    type: Text
 
 
-Parts = Annotated[list[TextPart], Allowed("")]
+Parts = Annotated[list[Part], Allowed("")]
 
 
 class Message(Listed, extra="allow"):
     """A message of a chat. `encode.turn` reads the other fields, and refuses those that nothing reads."""
 
     role: Annotated[Role, Allowed("system, developer, user, assistant, tool are")]
-    content: Annotated[Text | Parts, Allowed("a text, or a list of parts of type text, is")] | None = None
+    content: Annotated[Text | Parts, Allowed("a text, or a list of parts with a type, is")] | None = None
     tool_calls: list[Any] | None = None
     name: Text | None = None
     tool_call_id: Text | None = None

@@ -49,8 +49,14 @@ class Part(Listed):
     text: Text
 
 
-Parts = Annotated[list[Part], Allowed("")]
-Content = Annotated[Text | Parts, Allowed("a text, or a list of parts of type input_text or output_text, is")]
+class Picture(Listed):
+    type: Literal["input_image"]
+    image_url: Text
+
+
+Parts = Annotated[list[Part | Picture], Allowed("")]
+KINDS = "input_text, output_text or, with image_url, input_image"
+Content = Annotated[Text | Parts, Allowed(f"a text, or a list of parts of type {KINDS}, is")]
 IGNORED_IN_ITEMS = frozenset({"id", "status", "summary", "encrypted_content", "phase"})
 Included = Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]
 Kind = Literal["message", "function_call", "function_call_output", "reasoning"]
@@ -166,8 +172,14 @@ class ResponsesRequest(CommonFields):
         return messages
 
 
-def joined(content: str | list[Part] | None) -> str | None:
-    return content if content is None or isinstance(content, str) else "".join(part.text for part in content)
+def joined(content: str | list[Part | Picture] | None) -> Any:
+    """Content as a chat has it: a text, or parts if there is a picture in it."""
+    if content is None or isinstance(content, str):
+        return content
+    texts = [part.text for part in content if isinstance(part, Part)]
+    if len(texts) == len(content):
+        return "".join(texts)
+    return [part.model_dump() | {"type": "text" if isinstance(part, Part) else part.type} for part in content]
 
 
 def nested(tool: Any) -> Any:

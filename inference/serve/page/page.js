@@ -13,7 +13,7 @@ const COMPARED = 96; // tokens of each text side by side, at most
 const ALTERNATIVES = 5;
 const ROUNDING = { float32: 0.01, bfloat16: 0.5, float16: 0.1 }; // generous bounds on what it does to logits
 
-const state = { model: null, turns: [], steps: [], shown: -1, follow: true, running: null, mode: "chat" };
+const state = { model: null, turns: [], steps: [], shown: -1, follow: true, running: null, mode: "chat", pictures: [] };
 
 // ---- asking the server ------------------------------------------------------------------------------------------
 
@@ -152,19 +152,48 @@ function make(tag, kind, text = "") {
   return element;
 }
 
-async function ask(question) {
+// Pictures that the next message shows, as data URLs.
+function addPictures(files) {
+  if (!state.model?.headstart.images) return;
+  for (const file of [...files].filter((each) => each.type.startsWith("image/"))) {
+    const reader = new FileReader();
+    reader.addEventListener("load", () => { state.pictures.push(reader.result); showPictures(); });
+    reader.readAsDataURL(file);
+  }
+}
+
+function shownPicture(url) {
+  return Object.assign(document.createElement("img"), { src: url, alt: "picture of this message" });
+}
+
+function showPictures() {
+  $("pictures").replaceChildren(...state.pictures.map((url, place) => {
+    const image = Object.assign(shownPicture(url), { title: "Remove this picture" });
+    image.addEventListener("click", () => { state.pictures.splice(place, 1); showPictures(); });
+    return image;
+  }));
+}
+
+function message(question, pictures) {
+  const parts = pictures.map((url) => ({ type: "image_url", image_url: { url } }));
+  return { role: "user", content: parts.length ? [...parts, { type: "text", text: question }] : question };
+}
+
+async function ask(question, pictures) {
   $("hero").hidden = true;
   $("talk").hidden = false;
   const answer = make("div", "turn");
   const text = make("div", $("colours").checked ? "text coloured" : "text");
   answer.append(text);
-  $("talk").append(make("div", "turn mine", question), answer);
+  const mine = make("div", "turn mine", question);
+  mine.prepend(...pictures.map(shownPicture));
+  $("talk").append(mine, answer);
   const writing = new Writing(text);
   const drafts = $("drafts").checked;
   text.writing = writing;
   showRail(true);
   follow(writing);
-  const turns = [...state.turns, { role: "user", content: question }];
+  const turns = [...state.turns, message(question, pictures)];
   try {
     await write(writing, turns, { drafts, most: Number($("most").value) || 400 }, state.running.signal, () => {
       const near = $("main").scrollHeight - $("main").scrollTop - $("main").clientHeight < 120;
@@ -325,10 +354,10 @@ function pick(event) {
 
 // ---- side by side -----------------------------------------------------------------------------------------------
 
-async function compare(question) {
+async function compare(question, pictures) {
   showCompare();
-  $("asked").textContent = question;
-  const turns = [{ role: "user", content: question }];
+  $("asked").replaceChildren(...pictures.map(shownPicture), question);
+  const turns = [message(question, pictures)];
   const seed = $("seed").value === "" ? Math.floor(Math.random() * 2 ** 31) : Number($("seed").value);
   const most = Math.min(Number($("most").value) || COMPARED, COMPARED);
   verdict("Writing with drafts …", "The same prompt and seed run twice, one after the other, so that each has the machine to itself.");
@@ -440,14 +469,16 @@ async function submit(event) {
   event?.preventDefault();
   if (state.running) return state.running.abort();
   const question = $("question").value.trim();
-  if (!question || !state.model) return;
+  if (!(question || state.pictures.length) || !state.model) return;
+  const pictures = state.pictures.splice(0);
+  showPictures();
   $("question").value = "";
   fit();
   state.running = new AbortController();
   $("composer").classList.add("busy");
   $("send").setAttribute("aria-label", "Stop");
   try {
-    await (state.mode === "chat" ? ask(question) : compare(question));
+    await (state.mode === "chat" ? ask : compare)(question, pictures);
   } finally {
     state.running = null;
     $("composer").classList.remove("busy");
@@ -487,6 +518,7 @@ async function meet() {
     const { drafter, head, dtype, device, chat_template: chat } = state.model.headstart;
     const drafts = head ? `drafts by its ${drafter}` : `drafts by ${drafter.replaceAll("_", " ")}`;
     $("about").textContent = `${state.model.id} · ${drafts} · ${dtype} on ${device}`;
+    $("attach").hidden = !state.model.headstart.images;
     if (!chat) $("question").placeholder = placeholder();
     showIdeas(chat ? IDEAS : BEGINNINGS);
   } catch (error) {
@@ -514,6 +546,10 @@ drawLegend();
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("composer").addEventListener("submit", submit);
 $("question").addEventListener("input", fit);
+$("question").addEventListener("paste", (event) => addPictures(event.clipboardData.files));
+$("picture").addEventListener("change", () => { addPictures($("picture").files); $("picture").value = ""; });
+document.addEventListener("dragover", (event) => event.preventDefault());
+document.addEventListener("drop", (event) => { event.preventDefault(); addPictures(event.dataTransfer.files); });
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) submit(event);
 });

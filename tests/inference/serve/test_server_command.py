@@ -35,6 +35,7 @@ a recipe and a target | recipes/tiny.yaml --target x => --target | x given with 
 a folder without a head | --target assets/demo_target --head docs => --head | docs holds no head
 no rows | --target x --max-batch 0 => --max-batch | 0 | 1 to 4096 | correct it
 a key that no header holds | --target x --api-key schlüssel => --api-key | non-ASCII | visible ASCII characters | change
+an address of pictures | --target x --image-host https://a.b/c => --image-host | https://a.b/c | host's name | correct
 an empty name | --target x --served-model-name= => --served-model-name | '' | a name | leave it out
 """)
 
@@ -71,6 +72,9 @@ def test_options_reach_the_settings() -> None:
     assert named.settings.names == ("a", "b")
     options = serve_options(None, ["--target", "x", "--max-batch", "3"])  # trees are costed for this batch
     assert (options.settings.max_batch, options.model.decode.max_batch) == (3, 3)
+    assert options.settings.image_hosts == frozenset()
+    options = serve_options(None, ["--target", "x", "--image-host", "Example.org", "--image-host", "::1"])
+    assert options.settings.image_hosts == {"example.org", "::1"}
 
 
 @contextmanager

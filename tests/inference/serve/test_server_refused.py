@@ -45,7 +45,11 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages[0].role: 'wizard' given", "system, developer"),
         ({"messages": [{"role": "user", "content": "x", "y": 1}]}, "messages[0].y: there is no such field", "content"),
         ({"messages": [{"role": "user", "content": "x", "thinking": 1}]}, "messages[0].thinking: 1 given", "a text"),
-        ({"messages": [{"role": "user", "content": PICTURE}]}, "messages[0].content: [{'image_", "parts of type text"),
+        (
+            {"messages": [{"role": "user", "content": PICTURE}]},
+            "messages[0].content[0].type: 'image_url'",
+            "only text (the target reads text alone) is",
+        ),
         (schema(None), "response_format.json_schema.schema: missing", "a JSON schema"),
         (schema({"type": "wizard"}), "response_format.json_schema.schema: ", "wizard"),
         (schema({"$ref": "#"}), "response_format.json_schema.schema: no text fits", "a JSON schema"),

@@ -150,7 +150,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": [{"content": "x"}]}, "input[0].role: None", "a role"),
     ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type: 'item_reference'", "a complete message"),
     ({"input": [{**CALL_ITEM, "arguments": "{"}]}, "input.tool_calls[0].function.arguments", "a JSON object"),
-    ({"input": [{"role": "user", "content": IMAGE}]}, "input[0].content: [{'image_url", "input_text"),
+    ({"input": [{"role": "user", "content": IMAGE}]}, "input.content[0].type: 'input_image'", "only text"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]: {", "type function"),
     ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema: missing", "a JSON schema"),
     ({"include": ["message.output_text.logprobs"]}, "include[0]: 'message", "reasoning.encrypted_content"),

@@ -1,0 +1,193 @@
+"""Laws of prompts with images: they are what transformers makes of the same messages, and `generate` continues them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from seeing_target import COLOURS, END, PLACE, START, TEMPLATE, build_seeing_target, picture
+from tiny_run import build_target
+from transformers import AutoModelForImageTextToText, PreTrainedModel
+
+from headstart.inference.drafters.growth import Growth
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.generate.model import SpeculativeModel
+from headstart.inference.images.pictures import Sources, read_pictures
+from headstart.inference.images.processor import load_processor
+from headstart.inference.images.prompts import ImagePrompts, image_prompts
+from headstart.inference.targets.chat_template import ChatTemplate
+from headstart.inference.targets.model import TargetModel
+from headstart.recipes.schema import TargetSection
+
+NEW = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_seeing_target(tmp_path_factory.mktemp("seeing"))
+
+
+@pytest.fixture(scope="module")
+def section(folder: Path) -> TargetSection:
+    return TargetSection(path=str(folder), dtype="float32", device="cpu", chat_template_kwargs={"mood": "!"})
+
+
+@pytest.fixture(scope="module")
+def target(section: TargetSection) -> TargetModel:
+    return TargetModel.load(section, ())
+
+
+@pytest.fixture(scope="module")
+def prompts(section: TargetSection, target: TargetModel) -> ImagePrompts:
+    found = image_prompts(section, ChatTemplate.of(section), target)
+    assert isinstance(found, ImagePrompts)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return AutoModelForImageTextToText.from_pretrained(folder).eval()
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def image(colour: str, **place: int) -> dict[str, Any]:
+    return {"type": "image", "image": picture(colour, **place)}
+
+
+CONVERSATIONS: list[list[dict[str, Any]]] = [
+    [{"role": "user", "content": [image("red"), text("which colour is it")]}],
+    [{"role": "user", "content": [text("look at"), image("green", row=1), text("and"), image("blue", cells=3)]}],
+    [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [image("yellow", column=1), text("which colour")]},
+        {"role": "assistant", "content": "yellow"},
+        {"role": "user", "content": [text("and this"), image("red", row=1)]},
+    ],
+]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_prompts_are_those_of_transformers(prompts: ImagePrompts, messages: list[dict[str, Any]]) -> None:
+    own: Any = prompts.processor
+    wanted = own.apply_chat_template(
+        messages, tokenize=True, return_dict=True, return_tensors="pt", add_generation_prompt=True
+    )
+    found = prompts.encode(*read_pictures(messages, Sources()))
+    del wanted["attention_mask"]
+    assert found.inputs.keys() == wanted.keys()
+    assert all(torch.equal(found.inputs[name], wanted[name]) for name in wanted)
+    assert wanted["input_ids"][0, found.end - 2] == prompts.placeholders[[*prompts.marks].index(PLACE)]
+
+
+@pytest.mark.parametrize("messages", CONVERSATIONS)
+def test_generate_takes_what_a_processor_returns(
+    target: TargetModel, prompts: ImagePrompts, model: PreTrainedModel, messages: list[dict[str, Any]]
+) -> None:
+    images = prompts.encode(*read_pictures(messages, Sources()))
+    ids = images.inputs["input_ids"]
+    encoded: dict[str, Any] = {**images.inputs, "attention_mask": torch.ones_like(ids)}
+    generate: Any = model.generate
+    wanted = generate(**encoded, max_new_tokens=NEW, do_sample=False)
+    for drafter in (None, Lookup(Growth(4, 2, 8), ngram=1)):
+        ours: Any = SpeculativeModel(target, drafter)
+        assert torch.equal(ours.generate(**encoded, max_new_tokens=NEW), wanted)
+        padded = {
+            name: torch.nn.functional.pad(encoded[name], (2, 0)) for name in encoded if encoded[name].shape == ids.shape
+        }
+        assert torch.equal(ours.generate(**{**encoded, **padded}, max_new_tokens=NEW)[:, 2:], wanted)
+        blocks = ours.stream(**encoded, max_new_tokens=NEW)
+        assert [token for block in blocks for token in block] == wanted[0, ids.shape[1] :].tolist()
+
+
+def test_texts_depend_on_the_picture(target: TargetModel, prompts: ImagePrompts) -> None:
+    ours: Any = SpeculativeModel(target)
+    found = set()
+    for colour in COLOURS:
+        images = prompts.encode(*read_pictures([{"role": "user", "content": [image(colour)]}], Sources()))
+        ids = images.inputs["input_ids"]
+        found.add(tuple(ours.generate(**images.inputs, max_new_tokens=NEW)[0, ids.shape[1] :].tolist()))
+    assert len(found) > 1
+
+
+def test_generate_refuses_tensors_that_it_cannot_use(
+    target: TargetModel, prompts: ImagePrompts, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = dict(prompts.encode(*read_pictures(CONVERSATIONS[0], Sources())).inputs)
+    ours: Any = SpeculativeModel(target)
+    ids = given["input_ids"]
+    words: Any = prompts.processor(text=["hello"], return_tensors="pt")
+    plain = ours.generate(words["input_ids"], max_new_tokens=3)
+    assert torch.equal(ours.generate(**words, max_new_tokens=3), plain)
+    with pytest.raises(
+        ValueError, match=r"pixel_values: with 2 prompts given, 1 prompt is allowed; call generate for e"
+    ):
+        ours.generate(**{**given, "input_ids": ids.repeat(2, 1)}, attention_mask=torch.ones(2, ids.shape[1]))
+    with pytest.raises(ValueError, match=r"pixel_values: list given, a torch tensor is allowed; .*return_tensors"):
+        ours.generate(**{**given, "pixel_values": [1]})
+    blind = TargetModel.load(TargetSection(path=str(build_target(tmp_path)), dtype="float32", device="cpu"), ())
+    with pytest.raises(ValueError, match=r"images: with a 'llama' target, which has no image tower given"):
+        SpeculativeModel(blind).generate(**{**given, "input_ids": ids.clamp(max=299)}, max_new_tokens=3)
+
+
+def test_words_are_not_read_as_the_place_of_a_picture(prompts: ImagePrompts) -> None:
+    turns, pictures = read_pictures(CONVERSATIONS[2], Sources())
+    for at, content in ((0, f"x {PLACE}"), (3, [text("a"), {"type": "image"}, text(PLACE)])):
+        changed = [{**turn, "content": content} if number == at else turn for number, turn in enumerate(turns)]
+        with pytest.raises(ValueError, match=rf"messages\[{at}\].content.*, a text without the target's mark") as told:
+            prompts.encode(changed, pictures)
+        assert PLACE in str(told.value)
+    with pytest.raises(ValueError, match=r"tools\[0\].name: "):
+        prompts.encode(turns, pictures, [{"name": PLACE}])
+
+
+def test_pictures_and_places_must_match(prompts: ImagePrompts) -> None:
+    pair = [picture(), picture("blue")]
+    with pytest.raises(ValueError, match=r"messages: 2 pictures, for which the .* writes 1 places, .* the user's mess"):
+        prompts.encode_text(f"{START}{PLACE}{END}", pair)
+    with pytest.raises(ValueError, match=r"messages: 1 pictures, for which the .* writes 2 places, .* one for each pl"):
+        prompts.encode_text(PLACE * 2, pair[:1])
+    with pytest.raises(ValueError, match=r"messages: pictures that the target's processor refuses \(.*200.*\) given"):
+        prompts.encode_text(PLACE, [Image.new("RGB", (3000, 4))])
+
+
+def test_the_processors_template_is_used_where_the_tokenizers_leaves_pictures_out(folder: Path) -> None:
+    processor, template = load_processor(folder), ChatTemplate(load_processor(folder).tokenizer)
+    template.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    given = read_pictures([{"role": "user", "content": [image("red"), text("x")]}], Sources())
+    assert ImagePrompts(template, processor).encode(*given).inputs["pixel_values"].shape == (16, 96)
+    assert template.render([{"role": "user", "content": "x"}]) == "x"
+    bare = ChatTemplate(load_processor(folder).tokenizer)
+    bare.tokenizer.chat_template = None
+    assert ImagePrompts(bare, processor).template is bare
+    assert bare.render([{"role": "user", "content": "x"}]) == "[user]x[assistant]"
+    processor.chat_template = TEMPLATE.replace(PLACE, "")
+    with pytest.raises(ValueError, match=rf"writes no {PLACE.replace('|', '.')} for a picture"):
+        ImagePrompts(template, processor)
+
+
+def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> None:
+    """LLaVA's, Idefics's and SmolVLM's templates left out messages whose content is a text."""
+    template = ChatTemplate(load_processor(folder).tokenizer)
+    template.tokenizer.chat_template = TEMPLATE.replace("m.content is string", "false")
+    turns: Any = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": [{"type": "image"}, text("x")]},
+    ]
+    assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
+
+
+def test_why_a_target_reads_no_images(folder: Path, target: TargetModel, tmp_path: Path) -> None:
+    blind = TargetSection(path=str(build_target(tmp_path / "blind")), dtype="float32", device="cpu")
+    assert image_prompts(blind, ChatTemplate.of(blind), TargetModel.load(blind, ())) == "the target has no image tower"
+    assert "blind: no processor reads pictures (its Tok" in str(image_prompts(blind, ChatTemplate.of(blind), target))
+    with pytest.raises(ValueError, match=r"lost: no processor reads pictures .* are needed: "):
+        load_processor(tmp_path / "lost")
+    wrong = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
+    wrong.passes.difference_with_images = "whose passes differ"
+    section = TargetSection(path=str(folder), dtype="float32", device="cpu")
+    said = image_prompts(section, ChatTemplate.of(section), wrong)
+    assert "whose passes differ" in str(said)

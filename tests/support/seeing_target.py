@@ -1,0 +1,100 @@
+"""A tiny random target that reads images, with its tokenizer, chat template and processor; and pictures to show it.
+
+A picture is a grid of 2 by 2 cells, one of them coloured. The target has one placeholder token for each cell.
+"""
+
+import base64
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from tiny_run import ENDS, build_tokenizer
+from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+START, PLACE, END = MARKS = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}" + "".join(MARKS) + "{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "bos_token_id": None,
+    "eos_token_id": ENDS,
+    "pad_token_id": None,
+    "tie_word_embeddings": False,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+TOWER: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+CELL = 8  # pixels along a side: 2 patches
+COLOURS = {"red": (220, 30, 30), "green": (20, 200, 60), "blue": (30, 60, 220), "yellow": (230, 220, 40)}
+
+
+def build_seeing_target(folder: Path, seed: int = 0, **text_changes: Any) -> Path:
+    """Save a random Qwen3-VL, its tokenizer (byte-level, with the three marks of images) and its processor."""
+    tokenizer = build_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, "<|video_pad|>"]})
+    tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 256
+    start, place, end, video = tokenizer.convert_tokens_to_ids([*MARKS, "<|video_pad|>"])
+    config = AutoConfig.for_model(
+        "qwen3_vl",
+        text_config={"vocab_size": len(tokenizer), **TEXT, **text_changes},
+        vision_config=TOWER,
+        image_token_id=place,
+        video_token_id=video,
+        vision_start_token_id=start,
+        vision_end_token_id=end,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config)
+    model.eval().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    sizes = {"shortest_edge": CELL**2, "longest_edge": 64 * CELL**2}  # pixels of a picture, not of an edge
+    Qwen2VLImageProcessorPil(patch_size=4, temporal_patch_size=2, merge_size=2, size=sizes).save_pretrained(folder)
+    return folder
+
+
+def picture(colour: str = "red", row: int = 0, column: int = 0, cells: int = 2) -> Image.Image:
+    """A white picture with one coloured cell."""
+    image = Image.new("RGB", (cells * CELL, cells * CELL), (255, 255, 255))
+    image.paste(COLOURS[colour], (column * CELL, row * CELL, (column + 1) * CELL, (row + 1) * CELL))
+    return image
+
+
+def file_bytes(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, form, **options)
+    return file.getvalue()
+
+
+def data_url(image: Image.Image | bytes, form: str = "PNG") -> str:
+    content = image if isinstance(image, bytes) else file_bytes(image, form)
+    return f"data:image/{form.lower()};base64,{base64.b64encode(content).decode()}"
