@@ -173,7 +173,7 @@ def name_of(growth: Dynamic) -> str:
 
 def run(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.report.threads or torch.get_num_threads())
-    prompts, folder = held_out_prompts(recipe), recipe.head_in_use
+    prompts, folder = [each.prompt for each in held_out_prompts(recipe)], recipe.head_in_use
     target = TargetModel.load(recipe.target, taps_to_read(recipe))
     head = load_drafting_head(folder, target)
     model = AutoModelForCausalLM.from_pretrained(folder_of(recipe.target), dtype=target.dtype).eval()

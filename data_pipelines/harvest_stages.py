@@ -30,6 +30,7 @@ from headstart.data_pipelines.prompts.responses import (
     describe_responses,
     finish_responses,
     never,
+    refuse_pictures,
     responses_path,
     responses_stage,
     server_writer,
@@ -157,6 +158,7 @@ class Harvest:
                 write_given(recipe, shard)
             return
         if data.server is not None:
+            refuse_pictures(recipe, shards)
             client = CompletionClient(data.server) if data.states is None else self.vllm.client
             writer = server_writer(recipe, client, self.ending)
         elif data.draft_head is not None:
@@ -199,12 +201,13 @@ class Harvest:
         """Write this rank's share of the features."""
         recipe, ranks = self.recipe, Ranks()
         if recipe.data.states is not None:
+            refuse_pictures(recipe, shards)
             tap_texts, device = self.vllm.tap, torch.device("cpu")
         else:
             target = self.load()
             check_states(recipe, target, shards, self.taps)
             check_teacher_logits(recipe, target, shards[0].rows[0]["tokens"])
-            if self.config.has_towers:
+            if self.config.has_towers and not any("images" in row for shard in self.shards for row in shard.rows):
                 self.say(f"{recipe.target.path} reads more than text; its heads are trained on text alone")
             tap_texts, device, ranks = partial(tap, target, taps=self.taps), target.device, target.ranks
         share = ranks.share(shards)
@@ -342,7 +345,7 @@ def taps_to_store(recipe: Recipe, config: TargetConfig) -> tuple[int, ...]:
 
 def check_states(recipe: Recipe, target: TargetModel, shards: Sequence[ShardPrompts], taps: tuple[int, ...]) -> None:
     """Raise ValueError if the target's states of the first prompt are not finite, before it writes or reads all."""
-    states, of = tap(target, [shards[0].rows[0]["tokens"]], taps), "the first prompt"
+    states, of = tap(target, [shards[0].rows[0]["tokens"]], taps=taps), "the first prompt"
     if recipe.data.online is None:
         finite_states(recipe, states, taps, of)
     else:  # nothing is stored in data.dtype

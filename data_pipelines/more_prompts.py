@@ -47,9 +47,14 @@ def take_over_responses(recipe: Recipe, stage: Stage, prompts: list[ShardPrompts
 
 def belong_to(rows: list[Json], shard: ShardPrompts) -> bool:
     """Whether each of these responses, in any order, answers the prompt with the same id in the shard."""
-    prompts = {row["id"]: (row["text"], row["spans"]) if "spans" in row else row["tokens"] for row in shard.rows}
+    prompts = {
+        row["id"]: (row.get("images"), *((row["text"], row["spans"]) if "spans" in row else (row["tokens"],)))
+        for row in shard.rows
+    }
     return all(
-        prompts.get(row["id"]) == ((row["tokens"], row["spans"]) if "spans" in row else row["prompt"]) for row in rows
+        prompts.get(row["id"])
+        == (row.get("images"), *((row["tokens"], row["spans"]) if "spans" in row else (row["prompt"],)))
+        for row in rows
     )
 
 

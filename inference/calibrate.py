@@ -14,7 +14,7 @@ Training does this at its end. This command does it for any head and writes the 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +31,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
+from headstart.inference.images.kept import over_text
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -75,13 +76,11 @@ class Tally:
 
 
 @torch.inference_mode()
-def fit_calibration(
-    target: TargetModel, head: DraftHead, prompts: Sequence[list[int]], depth: int, new_tokens: int
-) -> Calibration:
+def fit_calibration(target: TargetModel, head: DraftHead, prompts: Sequence[Request], depth: int) -> Calibration:
     """Fit multipliers and Gumbel weights down to `depth`, and the tree, on texts that the target writes."""
 
     def texts_at(sampling: Sampling) -> list[tuple[Request, list[int]]]:
-        return write_texts(target, head, [Request(prompt, new_tokens, sampling) for prompt in prompts], depth)
+        return write_texts(target, head, [replace(prompt, sampling=sampling) for prompt in prompts], depth)
 
     ranks = min(MAX_RANKS, len(head.vocab.ids))
     greedy = Tally.empty(torch.ones(depth, 1), ranks)
@@ -109,7 +108,7 @@ def tally_texts(tally: Tally, target: TargetModel, head: DraftHead, texts: Seque
     """Add the target's texts to the tally, at all of its depths."""
     for request, tokens in texts:
         text = torch.tensor([request.prompt + tokens], device=target.device)
-        levels = score_text(target, head, text, len(request.prompt), request.sampling, len(tally.weights))
+        levels = score_text(target, head, text, request, len(tally.weights))
         tally_text(tally, levels, request.sampling.temperature or 1.0)
 
 
@@ -131,11 +130,14 @@ class LevelScores:
 
 
 def score_text(
-    target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], prompt: int, sampling: Sampling, depth: int
+    target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], request: Request, depth: int
 ) -> Iterator[LevelScores]:
     """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
-    taps, columns = target.passes.forward(text[:, :-1], last_only=True).taps, target.tap_columns(head.taps)
-    yield from score_taps(head, taps if columns is None else taps[..., columns], text, prompt, sampling, depth)
+    images = None if request.images is None else over_text(request.images, text[0, :-1].tolist())
+    columns = target.tap_columns(head.taps)
+    taps = target.passes.forward(text[:, :-1], last_only=True, images=images).taps
+    taps = taps if columns is None else taps[..., columns]
+    yield from score_taps(head, taps, text, len(request.prompt), request.sampling, depth)
 
 
 def score_taps(
@@ -194,7 +196,7 @@ def calibrate(recipe: Recipe) -> None:
         target = TargetModel.load_to_answer(recipe.target, taps)
         head = load_head_for(recipe.head_in_use, target.frozen)
         growth = Growth.from_section(recipe.decode, head.max_levels)
-        head.calibration = fit_calibration(target, head, prompts, growth.depth, recipe.decode.max_new_tokens)
+        head.calibration = fit_calibration(target, head, prompts, growth.depth)
         save_head(head, recipe.head_in_use)
     print(f"calibration written to {recipe.head_in_use}/config.json; by depth:")
     for name, values in head.calibration.to_config().items():

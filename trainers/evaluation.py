@@ -1,6 +1,6 @@
 """Measurements of a head in training: held-out accuracy at each depth, and the acceptance length of real decoding."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -17,6 +17,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -46,7 +47,7 @@ class HeldOutDecoding:
     def decode(self, temperature: float) -> DecodeStats:
         """Decode the prompts as the recipe says; returns the statistics of all of them."""
         sampling = Sampling(temperature, seed=self.recipe.seed)
-        requests = [Request(prompt, self.new_tokens, sampling) for prompt in self.prompts()]
+        requests = [replace(prompt, sampling=sampling) for prompt in self.prompts()]
         most = self.recipe.decode.max_batch
         growth = growth_from_recipe(self.recipe.decode, self.target, self.head, batch=min(most, len(requests)))
         generations = generate_batch(self.target, requests, head_drafter(self.head, growth), most)
@@ -56,7 +57,7 @@ class HeldOutDecoding:
     def fit_calibration(self) -> Calibration:
         """A calibration of the head, fitted on the same prompts."""
         depth = Growth.from_section(self.recipe.decode, self.head.max_levels).depth
-        calibration = fit_calibration(self.target, self.head, self.prompts(), depth, self.new_tokens)
+        calibration = fit_calibration(self.target, self.head, self.prompts(), depth)
         self.target.singleton(SpareSteps).clear()
         return calibration
 
@@ -64,12 +65,13 @@ class HeldOutDecoding:
     def new_tokens(self) -> int:
         return min(self.recipe.decode.max_new_tokens, self.recipe.data.response_tokens)
 
-    def prompts(self) -> list[list[int]]:
-        """The first `train.eval_prompts` held-out prompts, as tokens."""
+    def prompts(self) -> list[Request]:
+        """The first `train.eval_prompts` held-out prompts."""
         rows = list(read_jsonl(self.recipe.prompts_dir / "heldout.jsonl"))[: self.recipe.train.eval_prompts]
         for row in rows:
             check_length(self.target, row["tokens"], self.new_tokens)
-        return [row["tokens"] for row in rows]
+        pictures = KeptPictures(self.recipe)
+        return [pictures.request(row, self.new_tokens) for row in rows]
 
 
 @torch.no_grad()

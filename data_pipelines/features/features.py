@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +24,8 @@ from headstart.data_pipelines.features.shard_files import (
 )
 from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
+from headstart.inference.core.request import Images
+from headstart.inference.images.kept import KeptPictures, over_text
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -40,14 +42,24 @@ class States:
     last_hidden: Float[Tensor, "tokens hidden"]
 
 
-TapTexts = Callable[[list[list[int]]], States]  # `tap` of a target in this process, in another, or over several ranks
+# `tap` of a target in this process, in another, or over several ranks; the images are those of each text.
+TapTexts = Callable[[list[list[int]], list[Images | None]], States]
 
 
-def tap(target: TargetModel, texts: list[list[int]], taps: tuple[int, ...] | None = None) -> States:
-    """The hidden states of each text, from one causal forward of the texts padded on the right.
+def tap(
+    target: TargetModel,
+    texts: list[list[int]],
+    images: Sequence[Images | None] = (),
+    taps: tuple[int, ...] | None = None,
+) -> States:
+    """The hidden states of each text, from one causal forward of the texts padded on the right, or one for each text if
+    any has images.
 
     `taps` are some of the target's; None is all of them.
     """
+    if any(each is not None for each in images):
+        parts = [tap_one(target, text, shown, taps) for text, shown in zip(texts, images, strict=True)]
+        return States(torch.cat([each.taps for each in parts]), torch.cat([each.last_hidden for each in parts]))
     lengths = [len(text) for text in texts]
     padded = max(lengths)
     if target.device.type == "cuda":
@@ -58,6 +70,16 @@ def tap(target: TargetModel, texts: list[list[int]], taps: tuple[int, ...] | Non
     if taps is not None:
         states = [states[target.taps.index(each)] for each in taps]
     return States(without_padding(states, lengths, last_hidden), without_padding([last_hidden], lengths, last_hidden))
+
+
+def tap_one(target: TargetModel, text: list[int], images: Images | None, taps: tuple[int, ...] | None) -> States:
+    """The hidden states of a text that may begin with images."""
+    if images is None:
+        return tap(target, [text], taps=taps)
+    passes, columns = target.passes, None if taps is None else target.tap_columns(taps)
+    tokens = torch.tensor([text], device=target.device)
+    output = passes.forward(tokens, last_only=True, images=over_text(images, text))
+    return States(output.taps[0] if columns is None else output.taps[0, :, columns], output.last_hidden[0])
 
 
 def without_padding(
@@ -119,7 +141,7 @@ def write_features(
     `made_from` identifies the inputs of each shard, by file name. With a GPU, background threads write the states of
     each batch, and checksum each whole shard, while the target continues; on a CPU they would take the target's cores.
     """
-    on_gpu = device.type != "cpu"
+    on_gpu, pictures = device.type != "cpu", KeptPictures(recipe)
     with (
         ExitStack() as unfinished,
         BackgroundThread(max_pending=1 if on_gpu else 0) as finisher,
@@ -136,7 +158,7 @@ def write_features(
             unfinished.enter_context(removed_on_failure(file.partial))
             for numbers in length_buckets(lengths, recipe.data.harvest_batch, GPU_PASS if on_gpu else 0):
                 batch = [texts[number] for number in numbers]
-                states = tap_texts([text.tokens for text in batch])
+                states = tap_texts([text.tokens for text in batch], [pictures.read(text.images) for text in batch])
                 writer.add(partial(write_batch, recipe, file, numbers, batch, states, taps))
                 meter.add(len(numbers), sum(lengths[number] for number in numbers))
             writer.add(partial(finisher.add, file.finish))

@@ -26,6 +26,8 @@ from headstart.data_pipelines.features.features import GPU_PASS, States, TapText
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.prompts.responses import read_texts
 from headstart.data_pipelines.stages.stage import Stage
+from headstart.inference.core.request import Images
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
@@ -60,7 +62,10 @@ def open_stores(
                 tap_texts = stack.enter_context(closing(process)).tap
             batch, dtype = recipe.data.harvest_batch, recipe.target.dtype
             most = GPU_PASS if torch.cuda.is_available() else 0
-            train, heldout = (OnlineStore(harvested, split, tap_texts, batch, dtype, most) for split in splits)
+            pictures = KeptPictures(recipe)
+            train, heldout = (
+                OnlineStore(harvested, split, tap_texts, batch, dtype, pictures, most) for split in splits
+            )
         if devices != IN_THIS_PROCESS:  # reading ahead in this process would slow training down
             train = stack.enter_context(closing(ReadAhead(train)))
         yield train, heldout
@@ -70,10 +75,17 @@ class OnlineStore(SampleStore):
     """The samples that a harvest would store, computed on demand, those that `expect` announces together."""
 
     def __init__(
-        self, responses: Stage, split: str, tap_texts: TapTexts, batch: int, dtype: str, tokens: int = 0
+        self,
+        responses: Stage,
+        split: str,
+        tap_texts: TapTexts,
+        batch: int,
+        dtype: str,
+        pictures: KeptPictures,
+        tokens: int = 0,
     ) -> None:
         """One forward of the target, whose number format is `dtype`, has the texts of a group of `length_buckets`."""
-        self.tap_texts, self.batch, self.dtype, self.tokens = tap_texts, batch, dtype, tokens
+        self.tap_texts, self.batch, self.dtype, self.pictures, self.tokens = tap_texts, batch, dtype, pictures, tokens
         names = [name for name in sorted(responses.facts()["files"]) if name.startswith(f"{split}-")]
         shards = [read_texts(responses.folder / name) for name in names]
         self.texts = [text for shard in shards for text in shard]
@@ -114,7 +126,8 @@ class OnlineStore(SampleStore):
             batch = [numbers[place] for place in places]
             texts = [self.texts[number] for number in batch]
             lengths = [len(text.tokens) for text in texts]
-            found = self.tap_texts([text.tokens for text in texts])
+            images = [self.pictures.read(text.images) for text in texts]
+            found = self.tap_texts([text.tokens for text in texts], images)
             refuse_non_finite(self.dtype, found, f"responses {', '.join(map(str, batch))}")
             states = vars(found)
             if sum(each[0].nbytes for each in states.values()) * sum(all_lengths) > ON_DEVICE:
@@ -137,11 +150,11 @@ class TargetProcess:
         its_end.close()
         self._lock = Lock()  # training samples are requested from a thread, held-out ones from the main thread
 
-    def tap(self, texts: list[list[int]]) -> States:
+    def tap(self, texts: list[list[int]], images: Sequence[Images | None] = ()) -> States:
         """The states of the texts; raises ValueError if the process has ended."""
         try:
             with self._lock:
-                self._pipe.send(texts)
+                self._pipe.send((texts, images))
                 answer = self._pipe.recv_bytes()
         except (EOFError, OSError) as error:
             raise ValueError(f"data.online: the target's process on {self.device} ended; see its error") from error
@@ -160,10 +173,10 @@ def serve(section: TargetSection, taps: tuple[int, ...], pipe: Connection) -> No
     target = TargetModel.load(section, taps)
     while True:
         try:
-            texts = pipe.recv()
+            texts, images = pipe.recv()
         except EOFError:
             return
-        states = tap(target, texts)
+        states = tap(target, texts, images)
         pipe.send_bytes(save({name: tensor.cpu() for name, tensor in vars(states).items()}))
 
 

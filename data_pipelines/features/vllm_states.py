@@ -8,7 +8,7 @@ each server are compared with the target's own.
 
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float
@@ -23,6 +23,7 @@ from headstart.data_pipelines.prompts.completion_client import Answer, Completio
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.target_config import TargetConfig, folder_of, path_for_engines
 from headstart.inference.core.cache_memory import free_memory
+from headstart.inference.core.request import Images
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.targets.loading import pick_device
 from headstart.inference.targets.model import TargetModel
@@ -78,8 +79,9 @@ class VllmStates:
         except ValueError as error:
             raise ValueError(f"{error}; {self.advice}") from error
 
-    def tap(self, texts: list[list[int]]) -> States:
-        """The hidden states of each text, which the servers compute together."""
+    def tap(self, texts: list[list[int]], images: Sequence[Images | None] = ()) -> States:
+        """The hidden states of each text, which the servers compute together; prompts with images never get here."""
+        assert not any(images), images
         bodies = [completion(text, Sampling(), max_new_tokens=1) for text in texts]
         found = {
             number: self._moved(texts[number], answer)

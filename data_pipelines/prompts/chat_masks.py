@@ -14,12 +14,21 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Any, Literal
 
-from headstart.data_pipelines.prompts.conversations import Conversation, Parsed, PromptAndAnswer, TokenRow, parse_row
+from headstart.data_pipelines.prompts.conversations import (
+    Conversation,
+    Parsed,
+    PromptAndAnswer,
+    TokenRow,
+    parse_row,
+    texts_of,
+)
 from headstart.data_pipelines.prompts.row_report import TOO_LONG
 from headstart.data_pipelines.prompts.rows import BadRow
 from headstart.data_pipelines.stages.stage import Json
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes.schema import DataSection
 
@@ -35,26 +44,47 @@ MARKS_FROM = 9_170_000_000_000
 
 @dataclass(frozen=True)
 class MaskedTokens:
-    """A text as tokens, and the token ranges that the assistant wrote, in order."""
+    """A text as tokens, the token ranges that the assistant wrote, in order, and its pictures, if any."""
 
     tokens: list[int]
     spans: list[Span]
+    images: Json | None = None  # as `KeptPictures` reads them
 
 
 class ChatMasks:
     """Turns conversations into prompts and masked texts; `added` counts what the template adds to answers."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self.template = template
+    def __init__(self, template: ChatTemplate, pictures: KeptPictures | None = None, source: str = "") -> None:
+        """`source` is where the conversations are from; without `pictures` none may show any."""
+        self.template, self.pictures, self.folder = template, pictures, Path(source).parent
         self.added = Counter[str]()  # text that the template writes before an answer's own words -> answers
         self.without_end = 0  # answers after which the template writes no special token
 
     def prompt(self, conversation: Conversation) -> list[int]:
         """The tokens after which the target answers the last turn that is not the assistant's."""
+        return self.asked(conversation).tokens
+
+    def asked(self, conversation: Conversation) -> MaskedTokens:
+        """`prompt` with its pictures."""
         asked = conversation.prompt()
         text = self.render(asked, ask=True)
         self._refuse_hidden(text, asked)
-        return self.template.encode(text)
+        return self._seen(asked, text)
+
+    def _seen(self, asked: Conversation, text: str) -> MaskedTokens:
+        """The tokens of a prompt, which `text` renders; a picture has a placeholder for each of its features."""
+        if not asked.shown:
+            return MaskedTokens(self.template.encode(text), [])
+        if self.pictures is None:
+            raise BadRow("unsupported field", "the row has images, which cannot be read here; remove them")
+        try:
+            self.pictures.prompts.refuse_marks(asked.messages, asked.tools)
+            named = enumerate(asked.shown, start=1)
+            kept = [self.pictures.keep(f"picture {number}", each, self.folder) for number, each in named]
+            images = {"text": text, "pictures": kept}
+            return MaskedTokens(self.pictures.prompt_of(images), [], images)
+        except ValueError as error:
+            raise BadRow("picture", str(error)) from error
 
     def masked(self, conversation: Conversation, turns: Turns) -> list[MaskedTokens]:
         """A conversation that ends with an answer as one sample, or as several if the template changes earlier turns.
@@ -74,14 +104,16 @@ class ChatMasks:
             asked = self.render(before, ask=True)
             self._refuse_hidden(asked, before)
             answer, encode = self._answer(conversation, place, asked), self.template.encode
-            prompt = encode(asked)
-            written = written_after(self.template, prompt, encode(asked + answer), answer)
+            written = written_after(self.template, encode(asked), encode(asked + answer), answer)
+            seen = self._seen(before, asked)
+            prompt = seen.tokens
             known, spans = (samples[-1].tokens, samples[-1].spans) if samples else ([], [])
             if samples and prompt[: len(known)] == known:
                 samples.pop()
             else:
                 spans = []
-            samples.append(MaskedTokens(prompt + written, [*spans, (len(prompt), len(prompt) + len(written))]))
+            spans = [*spans, (len(prompt), len(prompt) + len(written))]
+            samples.append(MaskedTokens(prompt + written, spans, seen.images))
         return samples
 
     def _answer(self, conversation: Conversation, place: int, asked: str) -> str:
@@ -128,7 +160,8 @@ class ChatMasks:
         hidden = [part for mark, part in parts.items() if mark not in written]
         for number, turn in enumerate(conversation.messages[first:], start=first + 1):
             reasoning, words = reasoning_of(turn, tag or "think")
-            hidden += [f"the words of turn {number}"] if not is_shown(words, shown) else []
+            texts = [words] if isinstance(turn["content"], str) else texts_of(turn)
+            hidden += [f"the words of turn {number}"] if not all(is_shown(text, shown) for text in texts) else []
             hidden += [f"the reasoning of turn {number}"] if tag and not is_shown(reasoning, shown) else []
         if hidden:
             raise BadRow("chat template", f"the chat template does not write {hidden[0]}")
@@ -153,7 +186,7 @@ class ChatMasks:
             return common_length(reversed(asked), reversed(opening[:end]))
 
         end = max(range(max(0, len(opening) - LONGEST_HEADER), len(opening) + 1), key=shared)
-        is_shown = before.messages[-1]["content"].strip() in opening[end - shared(end) : end]
+        is_shown = texts_of(before.messages[-1])[-1].strip() in opening[end - shared(end) : end]
         if not is_shown or full[:end] != opening[:end]:
             raise BadRow("chat template", "the chat template changes the turns before an answer once it is there")
         return end, None
@@ -178,15 +211,27 @@ class ChatMasks:
 def samples_of(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection) -> Iterator[Json]:
     """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
     if data.responses == "target":
-        tokens = encode_prompt(chat, parsed)
-        yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens}
+        if isinstance(parsed, Conversation):
+            asked = chat.asked(parsed)
+        else:
+            asked = MaskedTokens(encode_prompt(chat, parsed), [])
+        tokens, images = asked.tokens, with_images(asked)
+        if images and len(tokens) > data.prompt_tokens:
+            why = f"{len(tokens)} tokens with its images, which are not cut; data.prompt_tokens is {data.prompt_tokens}"
+            raise BadRow(TOO_LONG, why)
+        yield {"tokens": tokens[-data.prompt_tokens :], "cut": len(tokens) > data.prompt_tokens, **images}
         return
     for given in given_samples(chat, parsed, row, data):
         if len(given.tokens) > data.longest_sample:
             why = f"{len(given.tokens)} tokens; data.prompt_tokens and data.response_tokens allow {data.longest_sample}"
             raise BadRow(TOO_LONG, why)
         prompt = given.tokens[: given.spans[-1][0]]
-        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": [list(span) for span in given.spans]}
+        spans = [list(span) for span in given.spans]
+        yield {"tokens": prompt, "cut": False, "text": given.tokens, "spans": spans, **with_images(given)}
+
+
+def with_images(text: MaskedTokens) -> Json:
+    return {} if text.images is None else {"images": text.images}
 
 
 def encode_prompt(chat: ChatMasks, parsed: Parsed) -> list[int]:
@@ -279,8 +324,9 @@ def closed(turn: Json, tag: str, answer: str, tail: str) -> str:
 
 def reasoning_of(turn: Json, tag: str = "think") -> tuple[str, str]:
     """The reasoning of a turn, from its own field or from its words in a block <tag>, and the words without it."""
-    match = re.match(rf"\s*(?:<{tag}>)?(.*?)</{tag}>(.*)\Z", turn["content"], re.DOTALL)
-    reasoning, words = (match[1], match[2]) if match else ("", turn["content"])
+    content = "".join(texts_of(turn))
+    match = re.match(rf"\s*(?:<{tag}>)?(.*?)</{tag}>(.*)\Z", content, re.DOTALL)
+    reasoning, words = (match[1], match[2]) if match else ("", content)
     return turn.get("reasoning_content") or reasoning, words
 
 
@@ -308,7 +354,12 @@ def with_marks(turns: Sequence[Json], first: int) -> tuple[list[Json], dict[str,
         for call in turn.get("tool_calls", ()):
             part = f"the tool call {call['function']['name']} of turn {number}"
             calls.append({**call, "function": {name: mark(each, part) for name, each in call["function"].items()}})
-        words = mark(turn["content"], f"the words of turn {number}")
+        content, part = turn["content"], f"the words of turn {number}"
+        words = (
+            mark(content, part)
+            if isinstance(content, str)
+            else [{**each, "text": mark(each["text"], part)} if "text" in each else each for each in content]
+        )
         marked.append({**turn, "content": words, **({"tool_calls": calls} if calls else {})})
     return marked, parts
 

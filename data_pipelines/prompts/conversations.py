@@ -41,10 +41,13 @@ FORMS = (("tokens", "input_ids", "loss_mask"), ("messages", "conversations"), ("
 MASKS = ("loss_mask", "labels", "assistant_masks")  # fields that say of each token whether it is trained on
 TURN_KEYS = ("from", "value", "weight")  # that only rows have
 TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of content parts that hold the turn's text
+PICTURE_PARTS = ("image", "image_url", "input_image")  # types of content parts that are a picture
+PICTURES = ("images", "image")  # fields of a row with the pictures of parts that have none of their own
+PICTURE_MARK = "<image>"  # where a text of a row with pictures shows the next one
 # Keys that would change the training text and are not supported, each with the remedy.
 REFUSED = dict.fromkeys(
     (
-        *("images", "image", "videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
+        *("videos", "video", "audios", "audio", "documents", "refusal", "tool_plan", "thoughts"),
         *("loss", "mask", "masked", "loss_weight", "loss_weights", "trainable", "training"),
     ),
     "remove the field if the text is right without it",
@@ -56,6 +59,7 @@ REFUSED_IN_ROW = REFUSED | {
     "attention_mask": "remove it, and every token for which it is 0",
 }
 REFUSED_IN_TURN = REFUSED | {
+    **dict.fromkeys(("images", "image"), "move it into the turn's content: [{type: image, image: FILE}, ...]"),
     "function_call": "write tool_calls: [{function: {name, arguments}}]",
     "loss_mask": "write weight: 0 for a turn that is not trained on",
     "train": "write weight: 0 for a turn that is not trained on",
@@ -70,6 +74,12 @@ class Conversation:
     tools: list[Json] | None = None
     variables: Json = field(default_factory=dict)  # chat template variables for this conversation alone
     context_only: frozenset[int] = frozenset()  # places of turns of the assistant that are not trained on
+    pictures: tuple[Any, ...] = ()  # where the picture of each image part is, in order
+
+    @property
+    def shown(self) -> tuple[Any, ...]:
+        """Where the pictures of these messages are, in order."""
+        return self.pictures[: len(image_parts(self.messages))]
 
     @property
     def has_system(self) -> bool:
@@ -124,6 +134,7 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
         raise BadRow("unsupported field", f"the row has {masks[0]}, a mask of tokens, without tokens; {remedy}")
     refuse_keys(fields, REFUSED_IN_ROW, "the row")
     if tokens is not None:
+        refuse_keys(fields, dict.fromkeys(PICTURES, "give messages in place of tokens"), "the row")
         return parse_tokens(tokens, fields)
     if turns is None and "prompt" in fields and (answers := [name for name in ANSWERS if name in fields]):
         return parse_answer(fields, answers, is_turn)
@@ -134,7 +145,10 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
             )
         remedy = "append it to them as a turn of the assistant, or remove it"
         raise BadRow("unclear", f"{answers[0]} is given in addition to messages; {remedy}")
-    return parse_prompt(fields, is_turn) if turns is None else parse_turns(turns, fields)
+    parsed = parse_prompt(fields, is_turn) if turns is None else parse_turns(turns, fields)
+    if isinstance(parsed, str):
+        refuse_keys(fields, dict.fromkeys(PICTURES, "give messages, or a prompt that is a user's turn"), "plain text")
+    return parsed
 
 
 def has_words(answer: object) -> bool:
@@ -167,6 +181,7 @@ def parse_answer(row: Json, answers: list[str], is_turn: Callable[[str], bool]) 
     prompt, answer = text_field(row, "prompt"), text_field(row, name)
     if name == "response" and is_turn(prompt):
         return parse_turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], row)
+    refuse_keys(row, dict.fromkeys(PICTURES, "give the turns as messages"), "plain text")
     if row.get("system"):
         raise BadRow("unclear", f"system is given with a plain {name}, messages are needed; give the turns as messages")
     return PromptAndAnswer(prompt, answer)
@@ -192,7 +207,7 @@ def unread_keys(row: Json, parsed: Parsed) -> set[str]:
     lists = [row.get(name) for name in ("messages", "conversations", "prompt", *ANSWERS)]
     turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
     form = next(names for names in FORMS if any(row.get(name) is not None for name in names))
-    read = {*form, *(CHAT if isinstance(parsed, Conversation) else ())}
+    read = {*form, *((*CHAT, *PICTURES) if isinstance(parsed, Conversation) else ())}
     names = {name for name, value in row.items() if name not in read and value not in (None, "", [], {})}
     return names | {f"{name} of a turn" for turn in turns for name in unread_fields(turn) if name not in TURN_KEYS}
 
@@ -234,6 +249,8 @@ def parse_turns(turns: object, row: Json) -> Conversation:
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
+    given = one_of(row, *PICTURES)
+    pictures = place_pictures(messages, given if isinstance(given, list) else [] if given is None else [given])
     before = len(messages) - len(listed)
     context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not weight_of(turn, place))
     variables, tools = row.get("chat_template_kwargs") or {}, row.get("tools")
@@ -241,7 +258,7 @@ def parse_turns(turns: object, row: Json) -> Conversation:
         raise BadRow("unknown form", f"chat_template_kwargs is {in_words(variables)}, an object is needed; correct it")
     if isinstance(tools, str) and tools.strip():
         tools = parse_json(tools, "tools")
-    return Conversation(messages, list_of(dict, tools, "tools") if tools else None, variables, context_only)
+    return Conversation(messages, list_of(dict, tools, "tools") if tools else None, variables, context_only, pictures)
 
 
 def weight_of(turn: Json, place: int) -> bool:
@@ -264,10 +281,10 @@ def parse_turn(turn: Json, number: int) -> Json:
         raise BadRow("wrong turn", f"turn {number} is by function_call, which is not supported; {remedy}")
     if not isinstance(role, str) or role not in SPELLINGS:
         raise BadRow("wrong turn", f"turn {number} is by {role!r}; allowed roles are {', '.join(ROLES)}")
-    text = text_of(content, number)
+    text = content_of(content, number, role)
     if calls := turn.get("tool_calls"):
         list_of(dict, calls, "tool_calls")
-    elif not text.strip():
+    elif isinstance(text, str) and not text.strip():
         raise BadRow("empty", f"turn {number} by {role} is empty; give it text, or remove the turn")
     try:
         return read_message({**turn, "role": role, "content": text})
@@ -275,19 +292,78 @@ def parse_turn(turn: Json, number: int) -> Json:
         raise BadRow("unknown form", f"{place}{error}") from error
 
 
-def text_of(content: object, number: int) -> str:
-    """The text of a turn; a list of text parts is joined."""
+def content_of(content: object, number: int, role: str) -> str | list[Json]:
+    """The text of a turn, a list of text parts joined; or the parts of a turn that shows pictures."""
     if content is None:
         return ""
     if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") in TEXT_PARTS]
-        texts = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-        if len(texts) < len(content):
-            raise BadRow("unknown form", f"turn {number} contains parts that are not text; only text is supported")
-        return "".join(texts)
+        parts = [part_of(part, number) for part in content]
+        if all(part["type"] == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+        if role != "user":
+            raise BadRow("unknown form", f"turn {number} by {role} shows a picture; move it to a turn by user")
+        return parts
     if not isinstance(content, str):
         raise BadRow("unknown form", f"turn {number} is {in_words(content)}, text is needed")
     return content
+
+
+def part_of(given: object, number: int) -> Json:
+    """A content part as templates read it; a picture's `source` is None if the row's field of pictures has it."""
+    part = given if isinstance(given, dict) else {"type": "?"}
+    kind = part.get("type")
+    if kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if kind not in PICTURE_PARTS:
+        raise BadRow("unknown form", f"turn {number} contains parts that are neither text nor images; remove them")
+    source = one_of(part, "image", "image_url", "url", "path", owner=f"turn {number}: ")
+    return {"type": "image", "source": source.get("url", source) if isinstance(source, dict) else source}
+
+
+def place_pictures(messages: list[Json], given: list[Any]) -> tuple[Any, ...]:
+    """Where the picture of each image part of the messages is, in order; they lose their sources.
+
+    `given` are those of the parts without a source. If there is no such part, they belong where a text of the user has
+    PICTURE_MARK, or else before the first of these texts.
+    """
+    users, places = [turn for turn in messages if turn["role"] == "user"], image_parts(messages)
+    if given and not places:
+        is_marked = any(PICTURE_MARK in text for turn in users for text in texts_of(turn))
+        for turn in users if is_marked else users[:1]:
+            parts = (
+                turn["content"] if isinstance(turn["content"], list) else [{"type": "text", "text": turn["content"]}]
+            )
+            turn["content"] = marked_parts(parts) if is_marked else [*open_parts(len(given)), *parts]
+        places = image_parts(messages)
+    rest, sources = iter(given), [part.pop("source") for part in places]
+    if (found := sum(source is None for source in sources)) != len(given):
+        raise BadRow("unclear", f"the row has {len(given)} images for {found} places in its turns; give one for each")
+    return tuple(next(rest) if source is None else source for source in sources)
+
+
+def image_parts(messages: list[Json]) -> list[Json]:
+    contents = (turn["content"] for turn in messages if isinstance(turn["content"], list))
+    return [part for content in contents for part in content if part["type"] == "image"]
+
+
+def open_parts(count: int) -> list[Json]:
+    return [{"type": "image", "source": None} for _ in range(count)]
+
+
+def marked_parts(parts: list[Json]) -> list[Json]:
+    """The parts, with a picture in place of each PICTURE_MARK."""
+    made: list[Json] = []
+    for part in parts:
+        for number, text in enumerate(part["text"].split(PICTURE_MARK) if part["type"] == "text" else [None]):
+            made += open_parts(number > 0)
+            made += [part] if text is None else [{"type": "text", "text": text}] if text.strip() else []
+    return made
+
+
+def texts_of(turn: Json) -> list[str]:
+    """The texts of a turn, between its pictures."""
+    content = turn["content"]
+    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def parse_json(text: str, field: str) -> Any:

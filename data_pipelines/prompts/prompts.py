@@ -33,6 +33,7 @@ from headstart.data_pipelines.stages.stage import (
     writes_date,
 )
 from headstart.heads.target_config import TargetConfig, content_identity, folder_of, target_identity
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import DATE, ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import Tokenizer, load_tokenizer
@@ -42,7 +43,9 @@ from headstart.recipes.schema import SELF, DataSection
 ROW_REPORT = "rows.json"  # the unusable rows and why
 UNSEEN_TOOLS = "tools that the chat template does not write"
 GROWING_INPUTS = {"data.prompts", "data.num_prompts"}  # may change if the existing prompts remain the first
-Key = tuple[int, ...]  # the tokens by which a training sample and a held-out one are recognised as the same
+Key = tuple[
+    int | str, ...
+]  # the tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
@@ -203,10 +206,10 @@ def read_both(recipe: Recipe, template: ChatTemplate) -> PromptRows:
         RowReport(data.prompts, data.num_prompts, "data.num_prompts"),
         RowReport(str(data.heldout_prompts), data.heldout_samples, "data.heldout_samples"),
     ]
-    vocab_size = num_tokens(recipe)
-    heldout = read_prompts(template, data, None, reports[1], vocab_size=vocab_size)
+    vocab_size, pictures = num_tokens(recipe), KeptPictures(recipe, template)
+    heldout = read_prompts(template, data, None, reports[1], vocab_size=vocab_size, pictures=pictures)
     held_out = {key_of(row) for row in heldout}
-    train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size)
+    train = read_prompts(template, data, data.num_prompts, reports[0], held_out, vocab_size, pictures)
     return PromptRows(train, heldout, reports)
 
 
@@ -216,7 +219,9 @@ def start_selection(recipe: Recipe, template: ChatTemplate) -> Selection:
     if data.holds_out_own_prompts:
         return Selection(data)
     report = RowReport(source, data.heldout_samples, "data.heldout_samples")
-    rows = read_prompts(template, data, None, report, vocab_size=num_tokens(recipe))
+    rows = read_prompts(
+        template, data, None, report, vocab_size=num_tokens(recipe), pictures=KeptPictures(recipe, template)
+    )
     return Selection(data, rows, report, opening_texts(source, template))
 
 
@@ -237,10 +242,10 @@ def write_self_prompts(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
 
 
 def key_of(row: Json) -> Key:
-    """The tokens that identify a row: the prompt, or the full text if it has no prompt."""
+    """What identifies a row: the prompt's tokens and pictures, or the full text if it has no prompt."""
     prompt: list[int] = row["tokens"]
     text: list[int] = row.get("text", prompt)
-    return tuple(prompt if len(prompt) > 1 else text)
+    return (*(prompt if len(prompt) > 1 else text), *row.get("images", {}).get("pictures", ()))
 
 
 def read_prompts(
@@ -250,13 +255,14 @@ def read_prompts(
     report: RowReport,
     held_out: Set[Key] = frozenset(),
     vocab_size: int | None = None,
+    pictures: KeptPictures | None = None,
 ) -> list[Json]:
     """The first `count` samples of a source that are not held out; rows without a usable sample enter the report.
 
     `vocab_size` is the size of the target's embedding; a tokenizer with added tokens may have more.
     """
     rows: list[Json] = []
-    chat = ChatMasks(template)
+    chat = ChatMasks(template, pictures, report.source)
     for row in read_rows(report.source):
         if count is not None and len(rows) >= count:
             break

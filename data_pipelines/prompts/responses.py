@@ -13,20 +13,21 @@ from headstart.data_pipelines.stages.stage import WEIGHTS, Json, Stage, digest_o
 from headstart.heads.kinds.checkpoint import load_head_for, load_taps
 from headstart.heads.target_config import TargetConfig, folder_of, target_identity
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.loop import generate_each
 from headstart.inference.generate.defaults import TargetDefaults
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel, ends_of_answers
 from headstart.inference.targets.ranks import Ranks
 from headstart.recipes import Recipe
 
-# Prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
-Writer = Callable[[list[list[int]], list[Sampling]], Iterator[tuple[int, list[int]]]]
+# Rows of prompts and the sampling of each -> (number of the prompt, tokens written after it), as each text ends.
+Writer = Callable[[list[Json], list[Sampling]], Iterator[tuple[int, list[int]]]]
 Ending = Callable[[], bool]  # once true, finish running texts and start no new ones
+SEEN_ROUNDS = 2  # batches of prompts with images that are in memory at once
 
 
 def never() -> bool:
@@ -75,20 +76,21 @@ def journal_of(path: Path) -> Path:
 
 @dataclass(frozen=True)
 class Text:
-    """A sample without its features: its tokens, and which of them are trained on."""
+    """A sample without its features: its tokens, which of them are trained on, and the pictures of its prompt."""
 
     tokens: list[int]
     loss_mask: list[bool]
+    images: Json | None = None  # as `KeptPictures` reads them
 
     @classmethod
     def from_row(cls, row: Json) -> "Text":
         if "spans" not in row:
             mask = [False] * len(row["prompt"]) + [True] * len(row["response"])
-            return cls(row["prompt"] + row["response"], mask)
+            return cls(row["prompt"] + row["response"], mask, row.get("images"))
         mask = [False] * len(row["tokens"])
         for start, end in row["spans"]:
             mask[start:end] = [True] * (end - start)
-        return cls(row["tokens"], mask)
+        return cls(row["tokens"], mask, row.get("images"))
 
 
 def read_texts(path: Path) -> list[Text]:
@@ -98,8 +100,12 @@ def read_texts(path: Path) -> list[Text]:
 
 def write_given(recipe: Recipe, shard: ShardPrompts) -> None:
     """Write the given conversations of a shard, which the prompts stage has tokenized, as responses."""
-    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"]} for row in shard.rows]
+    rows = [{"id": row["id"], "tokens": row["text"], "spans": row["spans"], **images_of(row)} for row in shard.rows]
     write_jsonl(responses_path(recipe, shard), rows)
+
+
+def images_of(row: Json) -> Json:
+    return {"images": row["images"]} if "images" in row else {}
 
 
 def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompts], meter: ShardProgress) -> None:
@@ -119,10 +125,11 @@ def write_responses(recipe: Recipe, writer: Writer, shards: Sequence[ShardPrompt
         meter.skip(len(journal.done))
         work += [(journal, row) for row in shard.rows if row["id"] not in journal.done]
     samplings = [sampling_of(recipe, journal.shard.split, row["id"]) for journal, row in work]
-    for number, tokens in writer([row["tokens"] for _, row in work], samplings) if work else ():
+    for number, tokens in writer([row for _, row in work], samplings) if work else ():
         journal, row = work[number]
         temperature = samplings[number].temperature
-        journal.add({"id": row["id"], "prompt": row["tokens"], "response": tokens, "temperature": temperature})
+        text = {"id": row["id"], "prompt": row["tokens"], "response": tokens, "temperature": temperature}
+        journal.add({**text, **images_of(row)})
         meter.add(1, len(tokens))
 
 
@@ -220,14 +227,19 @@ def target_writer(
     """
     if max_batch is None:
         max_batch = texts_together(recipe, target, recipe.data.longest_sample)
-    defaults = TargetDefaults.of(target)  # a server applies them, too
+    defaults, most = TargetDefaults.of(target), recipe.data.response_tokens  # a server applies them, too
+    pictures = KeptPictures(recipe)
 
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
-        pairs = zip(prompts, samplings, strict=True)
-        most = recipe.data.response_tokens
-        requests = [defaults.applied(Request(prompt, most, sampling)) for prompt, sampling in pairs]
-        for number, generation in generate_each(target, requests, drafter, max_batch, ending):
-            yield number, generation.tokens
+    def write(prompts: list[Json], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+        pairs = list(zip(prompts, samplings, strict=True))
+        together = SEEN_ROUNDS * max_batch if any("images" in row for row in prompts) else len(pairs)
+        for first in range(0, len(pairs), together):
+            some = pairs[first : first + together]
+            requests = [defaults.applied(pictures.request(row, most, sampling)) for row, sampling in some]
+            for number, generation in generate_each(target, requests, drafter, max_batch, ending):
+                yield first + number, generation.tokens
+            if ending():
+                return
 
     return write
 
@@ -242,13 +254,21 @@ def speculative_writer(recipe: Recipe, folder: Path, ending: Ending = never) -> 
     return target_writer(recipe, target, ending, head_drafter(head, growth), max_batch), target.ranks
 
 
+def refuse_pictures(recipe: Recipe, shards: Sequence[ShardPrompts]) -> None:
+    """Raise ValueError for prompts with images, which servers do not get as tokens."""
+    if count := sum("images" in row for shard in shards for row in shard.rows):
+        field = "data.server" if recipe.data.states is None else "data.states"
+        given = f"{field}: {vars(recipe.data)[field[5:]]} given for {count} prompts with images, only text is allowed"
+        raise ValueError(f"{given}; leave {field} out, so that this process reads them, or name other data.prompts")
+
+
 def server_writer(recipe: Recipe, client: CompletionClient, ending: Ending = never) -> Writer:
     """Write responses with OpenAI-compatible servers that run the target."""
     vocab_size, ends = num_tokens(recipe), frozenset(ends_of_answers(recipe.target))
 
-    def write(prompts: list[list[int]], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
+    def write(prompts: list[Json], samplings: list[Sampling]) -> Iterator[tuple[int, list[int]]]:
         pairs = zip(prompts, samplings, strict=True)
-        bodies = [completion(prompt, sampling, recipe.data.response_tokens) for prompt, sampling in pairs]
+        bodies = [completion(row["tokens"], sampling, recipe.data.response_tokens) for row, sampling in pairs]
         for number, answer in client.each(bodies, recipe.data.generate_batch):
             if recipe.data.states is not None and answer.states_path is not None:
                 with answer.written_states():

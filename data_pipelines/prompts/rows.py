@@ -155,7 +155,7 @@ def in_words(value: object) -> str:
         return json.dumps(value)
     if isinstance(value, int | float):
         return f"a number ({value})"
-    for kind, name in ((str, "text"), (list, "a list"), (dict, "an object")):
+    for kind, name in ((str, "text"), (list, "a list"), (dict, "an object"), (bytes, "bytes")):
         if isinstance(value, kind):
             return name
     assert isinstance(value, NotJson), value
@@ -281,7 +281,15 @@ def reader_of(kind: Any) -> Reader:
         return lambda items: [read_item(item) for item in items]
     if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
         return from_json
-    plain = (is_text, types.is_null, types.is_boolean, types.is_integer, types.is_floating)
+    plain = (
+        is_text,
+        types.is_binary,
+        types.is_large_binary,
+        types.is_null,
+        types.is_boolean,
+        types.is_integer,
+        types.is_floating,
+    )
     if any(is_plain(kind) for is_plain in plain):
         return lambda value: value
     return partial(refuse, kind)

@@ -10,7 +10,13 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
-from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, TokenRow, parse_row
+from headstart.data_pipelines.prompts.conversations import (
+    Conversation,
+    PromptAndAnswer,
+    TokenRow,
+    parse_row,
+    texts_of,
+)
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows
 from headstart.data_pipelines.stages.stage import Json
@@ -156,7 +162,7 @@ def opening_texts(source: str, template: ChatTemplate) -> Iterator[str]:
         except BadRow:
             continue
         if isinstance(parsed, Conversation):
-            yield next(message["content"] for message in parsed.messages if message["role"] == "user")
+            yield "".join(texts_of(next(message for message in parsed.messages if message["role"] == "user")))
         elif isinstance(parsed, TokenRow):
             yield str(template.tokenizer.decode(parsed.tokens, skip_special_tokens=True))
         elif isinstance(parsed, PromptAndAnswer):

@@ -137,7 +137,8 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
         names = " and ".join(map(str, paths))
         raise ValueError(f"--samples: {names} not found; name a JSONL file whose rows have tokens or prompt")
     vocab_size, prompts = TargetConfig.from_folder(target).vocab_size, list[list[int]]()
-    for number, row in enumerate(islice(read_jsonl(path), options.count), start=1):
+    without_images = (row for row in read_jsonl(path) if "images" not in row)
+    for number, row in enumerate(islice(without_images, options.count), start=1):
         advice = "encode the text with TARGET's tokenizer, or give it as prompt"
         tokens = row.get("tokens")
         if isinstance(row.get("prompt"), str) and not isinstance(tokens, list):

@@ -9,8 +9,10 @@ from headstart.common.files import read_jsonl
 from headstart.heads.files import read_config
 from headstart.heads.kinds.checkpoint import load_taps
 from headstart.heads.target_config import TargetConfig, TargetOrigin, folder_of
+from headstart.inference.core.request import Request
 from headstart.inference.generate.model import SpeculativeModel, with_fast_dtype
 from headstart.inference.generate.options import ModelOptions
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.recipes import Recipe
 from headstart.recipes.checks import refuse_original_target
@@ -94,13 +96,14 @@ def warn_of_other_targets(trained_for: Mapping[str, TargetOrigin | None], folder
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
 
 
-def held_out_prompts(recipe: Recipe) -> list[list[int]]:
-    """The first report.num_prompts held-out prompts of the run, as tokens; raises ValueError if there are none yet."""
+def held_out_prompts(recipe: Recipe) -> list[Request]:
+    """The first report.num_prompts held-out prompts of the run; raises ValueError if there are none yet."""
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
         remedy = "make them with headstart prompts RECIPE (headstart report also takes report.prompts=FILE)"
         raise ValueError(f"{path} is missing; the run's held-out prompts are required: {remedy}")
-    return [row["tokens"] for row in islice(read_jsonl(path), recipe.report.num_prompts)]
+    pictures, most = KeptPictures(recipe), recipe.decode.max_new_tokens
+    return [pictures.request(row, most) for row in islice(read_jsonl(path), recipe.report.num_prompts)]
 
 
 def head_folders(recipe: Recipe) -> dict[str, Path]:

@@ -95,6 +95,13 @@ def read_part(place: str, part: Any, sources: Sources, pictures: list[Any]) -> J
 
 def read_picture(field: str, value: Any, sources: Sources, pixels_max: int = PIXELS_MAX) -> Any:
     """The picture (a PIL image) that a field holds or names."""
+    if type(value).__module__.startswith("PIL."):
+        return as_rgb(field, reprlib.repr(value), value, pixels_max)
+    return decoded(field, reprlib.repr(value), picture_file(field, value, sources), pixels_max)
+
+
+def picture_file(field: str, value: Any, sources: Sources) -> bytes:
+    """The bytes of the file that a field holds or names."""
     if isinstance(value, Mapping):  # as Hugging Face's data sets store it
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     shown = f"{len(value):,} bytes" if isinstance(value, bytes) else reprlib.repr(value)
@@ -110,9 +117,7 @@ def read_picture(field: str, value: Any, sources: Sources, pixels_max: int = PIX
         else:
             value = from_file(field, shown, sources.folder, unquote(text[7:]) if scheme else text)
     if isinstance(value, bytes):
-        return decoded(field, shown, value, pixels_max)
-    if type(value).__module__.startswith("PIL."):
-        return as_rgb(field, shown, value, pixels_max)
+        return value
     raise wrong_value(field, shown, sources.allowed, "write it as a text")
 
 

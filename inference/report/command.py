@@ -169,7 +169,10 @@ def report_prompts(recipe: Recipe, template: ChatTemplate) -> list[Prompt]:
     """The prompts of the recipe's question file, each with its category, or else the run's held-out prompts."""
     section = recipe.report
     if section.prompts is None:
-        prompts = [Prompt(tokens, "held-out") for tokens in held_out_prompts(recipe)]
+        requests = held_out_prompts(recipe)
+        prompts = [Prompt(each.prompt, "held-out") for each in requests if each.images is None]
+        if left_out := len(requests) - len(prompts):
+            print(f"{left_out} of {len(requests)} held-out prompts show images, which a report leaves out")
         if not prompts:
             allowed, remedy = "a file that yields a prompt is", "add prompts there, or name another with report.prompts"
             raise wrong_value("data.heldout_prompts", recipe.data.heldout_prompts, allowed, remedy)

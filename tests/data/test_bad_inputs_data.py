@@ -41,7 +41,7 @@ no messages | {"messages": []} => no user turn to answer | give at least one
 a turn by a bot | {"messages": [{user}, {"role": "bot", "content": "x"}]} => turn 2 is by 'bot' | ROLES
 a turn without words | {"messages": [{user}, {"role": "assistant", "content": ""}]} => turn 2 by assistant is empty
 a part with reasoning | {"messages": [{user}, {"role": "assistant", "content": [{"type": "reasoning", "text": "x"}]}]}
-    contains parts that are not text | only text is supported
+    contains parts that are neither text nor images | remove them
 reasoning of two texts | {"messages": [{user}, {"from": "gpt", "value": "b", "reasoning": "x", "thinking": "y"}]}
     turn 2: thinking: 'y' given | the same text as in reasoning is allowed | remove one of them
 content that says two things | {"messages": [{"role": "user", "from": "human", "content": "a", "value": "b"}, {reply}]}
@@ -63,7 +63,7 @@ a mask beside messages | {"messages": [{user}, {reply}], "loss_mask": [0, 1]}
     the row has loss_mask, a mask of tokens, without tokens | weight: 0 in each turn that is not trained on
 a mask beside a prompt | {"prompt": "x", "response": "y", "assistant_masks": [0, 1]}
     the row has assistant_masks, a mask of tokens, without tokens | tokens and loss_mask
-images of a row | {"messages": [{user}], "images": ["a.png"]} => the row has images | not supported
+images of a row | {"messages": [{user}], "images": ["a.png"]} => which cannot be read here | remove them
 a function call | {"messages": [{user}, {"role": "assistant", "function_call": {"name": "add"}}]}
     turn 2 has function_call | write tool_calls: [{function
 a call with args | {"messages": [{user}, {"role": "assistant", "tool_calls": [{"name": "add", "args": {}}]}]}

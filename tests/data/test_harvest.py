@@ -20,6 +20,7 @@ from accelerate import Accelerator, PartialState
 from completion_server import Server, serving
 from pretended_cuda import CUDA, SECOND, on_two_cards, pretended_cuda
 from rich.filesize import decimal
+from seeing_target import build_seeing_run
 from tiny_run import build_run, build_tokenizer, tiny_recipe
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -100,7 +101,10 @@ def test_as_many_texts_decode_together_as_fit_into_memory(
 ) -> None:
     recipe = tiny_recipe(harvested)
     target, sizes = TargetModel.load(recipe.target, ()), []
-    prompts, samplings = [[5, 6, 7 + n] for n in range(5)], [sampling_of(recipe, "train", n) for n in range(5)]
+    prompts, samplings = (
+        [{"tokens": [5, 6, 7 + n]} for n in range(5)],
+        [sampling_of(recipe, "train", n) for n in range(5)],
+    )
 
     def watched(*given: Any) -> Iterator[tuple[int, Any]]:
         sizes.append(given[3])
@@ -332,11 +336,14 @@ def killed(processes: list[BaseProcess], folder: Path, new_files: int, delay: fl
 
 
 @pytest.mark.slow
-def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [build_run, build_seeing_run])
+def test_a_harvest_killed_20_times_with_changing_ranks_equals_an_uninterrupted_one(
+    build: Callable[[Path], Path], tmp_path: Path
+) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
         folder.mkdir()
-        build_run(folder)
+        build(folder)
         recipe = (folder / "recipe.yaml").read_text()
         (folder / "recipe.yaml").write_text(recipe.replace("shard_samples: 5", "shard_samples: 2"))
     assert not killed(start(whole, 1), whole / "run", 10_000, 0)

@@ -141,7 +141,7 @@ def test_a_harvest_and_its_measurements_run_on_the_targets_own_prompts(folder: P
     recipe = own_recipe(folder, tmp_path)
     shutil.copytree(folder / "run", recipe.run_dir)
     harvest(recipe)
-    assert held_out_prompts(recipe) == [row["tokens"] for row in rows(recipe, "heldout")]
+    assert [each.prompt for each in held_out_prompts(recipe)] == [row["tokens"] for row in rows(recipe, "heldout")]
 
 
 # System prompts

@@ -335,7 +335,7 @@ def test_a_harvest_holds_a_few_batches_and_no_shard(
         write_jsonl(responses_path(recipe, shard), rows)
     before, calls, held = tensor_bytes(), count(1), []
 
-    def tap_texts(texts: list[list[int]]) -> States:
+    def tap_texts(texts: list[list[int]], images: Any) -> States:
         if next(calls) % 32 == 0:  # the last batch of a shard
             held.append(tensor_bytes() - before)
         tokens = sum(map(len, texts))

@@ -10,6 +10,7 @@ from torch import Tensor
 from headstart.heads.calibration import Calibration
 from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.calibrate import GUMBEL_WEIGHTS, LevelScores, Tally, fit_calibration, tally_text
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import Frontier, HeadDrafter
@@ -19,7 +20,7 @@ MakeHead = Callable[..., Eagle3Head]
 
 
 def test_a_depth_that_was_never_scored_keeps_multiplier_1(target: TargetModel, make_head: MakeHead) -> None:
-    fitted = fit_calibration(target, make_head(), [[5, 6, 7]], depth=4, new_tokens=2)
+    fitted = fit_calibration(target, make_head(), [Request([5, 6, 7], 2)], depth=4)
     assert fitted.greedy[-1] == fitted.sampled[-1] == 1.0
 
 
@@ -98,9 +99,9 @@ def test_a_fitted_calibration_is_in_range_and_repeatable_and_survives_config_jso
     target: TargetModel, make_head: MakeHead
 ) -> None:
     head = make_head()
-    prompts = [[5, 6, 7], [9, 2], [33, 34, 35]]
-    fitted = fit_calibration(target, head, prompts, depth=3, new_tokens=15)
+    prompts = [Request(tokens, 15) for tokens in ([5, 6, 7], [9, 2], [33, 34, 35])]
+    fitted = fit_calibration(target, head, prompts, depth=3)
     assert all(0.25 <= value <= 5.02 for value in (*fitted.greedy, *fitted.sampled))
     assert fitted.greedy != (1.0, 1.0, 1.0)  # random scores do not happen to be calibrated
-    assert fit_calibration(target, head, prompts, depth=3, new_tokens=15) == fitted
+    assert fit_calibration(target, head, prompts, depth=3) == fitted
     torch.testing.assert_close(Calibration.from_config(fitted.to_config()).greedy, fitted.greedy, atol=1e-4, rtol=1e-4)

@@ -252,7 +252,7 @@ def test_a_recipe_with_searched_growth_uses_the_tree_that_calibration_found(
     head, section = make_head("medusa"), DecodeSection(growth="searched", depth=3, nodes=10)
     with pytest.raises(ValueError, match=r"fit one with headstart calibrate RECIPE"):
         growth_from_recipe(section, reader, head)
-    head.calibration = fit_calibration(reader, head, [PROMPT], 3, 8)
+    head.calibration = fit_calibration(reader, head, [Request(PROMPT, 8)], 3)
     save_head(head, tmp_path / "head")
     loaded = load_head_for(tmp_path / "head", frozen)
     found, wanted = loaded.calibration.tree, head.calibration.tree

@@ -4,13 +4,15 @@ A picture is a grid of 2 by 2 cells, one of them coloured. The target has one pl
 """
 
 import base64
+import json
+import shutil
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
 from PIL import Image
-from tiny_run import ENDS, build_tokenizer
+from tiny_run import ENDS, build_run, build_tokenizer
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -98,3 +100,22 @@ def file_bytes(image: Image.Image, form: str = "PNG", **options: Any) -> bytes:
 def data_url(image: Image.Image | bytes, form: str = "PNG") -> str:
     content = image if isinstance(image, bytes) else file_bytes(image, form)
     return f"data:image/{form.lower()};base64,{base64.b64encode(content).decode()}"
+
+
+def build_seeing_run(folder: Path) -> Path:
+    """`build_run` for a target that reads images; two of three prompts show one or two pictures."""
+    build_run(folder)
+    shutil.rmtree(folder / "target")
+    build_seeing_target(folder / "target")
+    (folder / "shown").mkdir()
+    for name, count, first in (("prompts", 14, 0), ("heldout", 5, 100)):
+        rows: list[dict[str, Any]] = []
+        for number in range(first, first + count):
+            shown = [f"shown/{number}_{each}.png" for each in range(number % 3)]
+            for each, path in enumerate(shown):
+                picture(list(COLOURS)[number % 4], number % 2, each).save(folder / path)
+            rows.append({"prompt": f"{number} which colour", "images": shown})
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = (folder / "recipe.yaml").read_text()
+    (folder / "recipe.yaml").write_text(recipe.replace("prompt_tokens: 24", "prompt_tokens: 60"))
+    return folder / "recipe.yaml"

@@ -16,6 +16,7 @@ from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.harvest_stages import OneTarget
 from headstart.heads.base import DraftHead
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.trainers import run, stages
@@ -34,7 +35,7 @@ class Counted:
     def __init__(self, recipe: Recipe) -> None:
         self.target, self.asked = TargetModel.load(recipe.target, TAPS), list[list[int]]()
 
-    def __call__(self, texts: list[list[int]]) -> States:
+    def __call__(self, texts: list[list[int]], images: Any = ()) -> States:
         self.asked.append([len(text) for text in texts])
         return tap(self.target, texts)
 
@@ -43,7 +44,9 @@ class Counted:
 def counted(harvested: Path) -> tuple[Counted, OnlineStore]:
     recipe = online(harvested, "data.harvest_batch=4")
     target = Counted(recipe)
-    return target, OnlineStore(harvest(recipe), "train", target, recipe.data.harvest_batch, "float32")
+    return target, OnlineStore(
+        harvest(recipe), "train", target, recipe.data.harvest_batch, "float32", KeptPictures(recipe)
+    )
 
 
 def assert_same_samples(made: SampleStore, stored: FeatureStore, numbers: range | list[int]) -> None:
@@ -98,7 +101,7 @@ def test_states_of_a_target_on_the_card_that_trains_stay_there_unless_they_are_m
 ) -> None:
     target, store = counted
 
-    def tap_on_card(texts: list[list[int]]) -> States:
+    def tap_on_card(texts: list[list[int]], images: Any) -> States:
         return States(**{name: states.to("cuda") for name, states in vars(target(texts)).items()})
 
     store.tap_texts = tap_on_card

@@ -102,7 +102,7 @@ def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_h
     """Row t of depth k is about the token at t + 2 + k, after a chain of the true tokens before it."""
     head, prompt = make_head("block", markov_rank=6), 2
     text = torch.tensor([TEXT])
-    levels = list(score_text(target, head, text, prompt, Sampling(), 3))
+    levels = list(score_text(target, head, text, Request([0] * prompt, 1), 3))
     for depth, found in enumerate(levels):
         for row in range(len(found.columns)):
             prefix, path = TEXT[: row + 2], TEXT[row + 2 : row + 2 + depth]

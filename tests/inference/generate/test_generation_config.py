@@ -224,5 +224,5 @@ def test_server_and_harvest_write_what_generate_writes(tmp_path: Path) -> None:
             assert answer["usage"]["completion_tokens"] == len(wanted)
             assert answer["choices"][0]["text"] == visible_text_of(served.tokenizer, without(wanted))
     samplings = [Sampling(temperature, seed=seed) for seed, temperature in texts]
-    written = dict(target_writer(recipe, served.target)([prompt] * len(texts), samplings))
+    written = dict(target_writer(recipe, served.target)([{"tokens": prompt}] * len(texts), samplings))
     assert [written[place] for place in range(len(texts))] == [*texts.values()]
