@@ -71,7 +71,7 @@ TOWER: dict[str, Any] = {
     "patch_size": CELL // 2,
 }
 TOWER |= {"out_hidden_size": 96, "num_position_embeddings": 36, "deepstack_visual_indexes": [0]}
-TOWER_STEPS, STEPS, BATCH, POOL = 150, 500, 32, 8000
+TOWER_STEPS, STEPS, BATCH, POOL = 350, 500, 32, 8000
 SAMPLES, HELD_OUT, DEPTH, SEEDS = 600, 64, 4, (0, 1)
 HEAD_STEPS, KINDS = 250, ("images", "text", "both")
 Scene = dict[int, tuple[str, str]]  # cell -> colour and shape
@@ -241,25 +241,27 @@ def loss_of(model: Any, inputs: dict[str, Tensor], labels: Tensor) -> tuple[Tens
 
 
 def teach_tower(model: Any, reader: Reader, rows: list[Row], rng: random.Random) -> None:
-    """Train the image tower to tell colour and shape of each cell, which answers alone teach slowly."""
+    """Train the image tower to tell place, colour and shape of each cell, which answers alone teach slowly."""
     tower, names = model.model.visual, [*COLOURS]
-    probe = nn.Linear(TOWER["out_hidden_size"], len(COLOURS) + 1 + len(SHAPES))
+    probe = nn.Linear(TOWER["out_hidden_size"], 6 + len(COLOURS) + 1 + len(SHAPES))
     adam = torch.optim.AdamW([*tower.parameters(), *probe.parameters()], lr=2e-3, betas=(0.9, 0.95))
     for step in range(TOWER_STEPS):
         batch = rng.sample(rows, 32)
         seen = tower(torch.cat([reader.see(row) for row in batch]), grid_thw=torch.tensor([[1, 4, 6]] * 32))
-        logits = probe(seen.pooler_output).view(32, 6, -1).split([len(COLOURS) + 1, len(SHAPES)], -1)
+        logits = probe(seen.pooler_output).view(32, 6, -1).split([6, len(COLOURS) + 1, len(SHAPES)], -1)
         colours, shapes = torch.full((32, 6), len(COLOURS)), torch.full((32, 6), -100)
         for number, row in enumerate(batch):
             for cell, (colour, shape) in (row.scene or {}).items():
                 colours[number, cell], shapes[number, cell] = names.index(colour), SHAPES.index(shape)
-        pairs = zip(logits, (colours, shapes), strict=True)
+        pairs = zip(logits, (torch.arange(6).repeat(32, 1), colours, shapes), strict=True)
         losses = [nn.functional.cross_entropy(each.flatten(0, 1), wanted.flatten()) for each, wanted in pairs]
         adam.param_groups[0]["lr"] = 2e-3 * min(1.0, (TOWER_STEPS - step) / (0.5 * TOWER_STEPS))
         torch.stack(losses).sum().backward()
         adam.step()
         adam.zero_grad()
-    print("image tower: losses", *(f"{each.item():.4f}" for each in losses), "for colours and shapes", flush=True)
+    print(
+        "image tower: losses", *(f"{each.item():.4f}" for each in losses), "for places, colours and shapes", flush=True
+    )
 
 
 def make_target(folder: Path) -> None:
