@@ -63,7 +63,7 @@ BUDGETS = {
     "inference/core": 2_344,
     "inference/doctor": 723,
     "inference/drafters": 1_986,
-    "inference/engine": 1_733,
+    "inference/engine": 1_734,
     "inference/generate": 1_189,
     "inference/images": 370,
     "inference/kernels": 1_915,
