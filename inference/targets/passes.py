@@ -72,7 +72,7 @@ class Passes:
         # The modules that keep, from a pass with images to the next pass, how far positions are behind their index.
         self.keep_offsets: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self.offset = 0  # of the last images, as in `Slots.offsets`
-        self.difference_with_images: str | None = None  # why images are refused, "" if they are not; None: not tried
+        self.decodes_after_images = False  # whether a trial found so
         self.by_position = False  # masks say where the keys of each position lie
         self.layout: CacheLayout
         self.method: DecodingMethod

@@ -70,7 +70,7 @@ BUDGETS = {
     "inference/report": 1_112,
     "inference/serve": 1_743,
     "inference/serve/api": 1_885,
-    "inference/targets": 3_185,
+    "inference/targets": 3_184,
     "recipes": 1_926,
     "trainers": 1_999,
     "trainers/objectives": 814,

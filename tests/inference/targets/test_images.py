@@ -172,6 +172,15 @@ def broken(images: Images) -> list[Images]:
     return [Images({**images.inputs, **each}, images.end) for each in changes]
 
 
+def test_later_images_are_read_when_the_first_of_all_were_broken() -> None:
+    target = TargetModel(build("qwen3_vl"), ())
+    ids, images = prompt_of("qwen3_vl", (1,))
+    for each in broken(images):
+        with pytest.raises(ValueError, match="images: with a 'qwen3_vl_text' target"):
+            generate_batch(target, [Request(ids, NEW, images=each)])
+    assert len(generate_batch(target, [Request(ids, NEW, images=images)])[0].tokens) == NEW
+
+
 def test_images_are_refused_by_name_by_a_target_without_a_tower() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
