@@ -225,7 +225,7 @@ class Passes:
         assert isinstance(states, OwnCaches)
         window = states.window(row)
         tokens, index = after_windows([window], chain)
-        if slots.offsets is not None and slots.offsets[row]:
+        if slots.offsets is not None:  # else it would count on from what its own `generate` left
             depths = torch.arange(tokens.shape[1], device=self.device) - len(window)
             positions = slots.positions(depths.expand(len(slots.lengths), -1))[row : row + 1]
         own = states.load(row, is_sure=chain.shape[1] == 1)
@@ -276,7 +276,7 @@ class Passes:
         if isinstance(states, OwnCaches):
             cache = states.load(0, is_sure=True)
             positions = None
-            if before and row.target.offsets is not None and row.target.offsets[0]:
+            if before and row.target.offsets is not None:
                 positions = before + row.target.offsets + torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
             output, states.after[0] = self._run(
                 tokens, positions, None, cache, logits_at, use_cache=True, images=images
