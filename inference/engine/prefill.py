@@ -151,6 +151,7 @@ class Prefill:
             inputs = torch.tensor(tokens, device=self.target.device)
             wanted = None if chunks[0].is_scored else [len(tokens[0]) - 1]
             output = self.target.passes.read_images(inputs, images, rows[0], wanted)
+            refuse_nan(output.logits[:, -1:], self.target)  # here, where it ends this text alone
             chunks[0].row.offset = self.target.passes.offset
             return [output]
         if len(chunks) == 1:

@@ -170,13 +170,12 @@ class TargetModel:
         return difference_in_bits(self.passes)
 
     def refuse_images(self, prompt: list[int], images: Images) -> None:
-        """Raise ValueError if the target cannot decode after images; the first prompt with images is the trial."""
+        """Raise ValueError if the target cannot decode after images; prompts are trials until one passes."""
         passes = self.passes
         why: str | None = None if passes.reads_images else "which has no image tower"
-        if why is None:
-            if passes.difference_with_images is None:
-                passes.difference_with_images = difference_with_images(passes, prompt, images) or ""
-            why = passes.difference_with_images
+        if why is None and not passes.decodes_after_images:  # a failure may be the prompt's own
+            why = difference_with_images(passes, prompt, images)
+            passes.decodes_after_images = why is None
         if why:
             allowed = "text, or a target that decodes after images as its own forward computes, is"
             raise wrong_value("images", f"with a {self.config.model_type!r} target, {why}", allowed, "leave them out")

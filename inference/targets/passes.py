@@ -72,7 +72,7 @@ class Passes:
         # The modules that keep, from a pass with images to the next pass, how far positions are behind their index.
         self.keep_offsets: list[Any] = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self.offset = 0  # of the last images, as in `Slots.offsets`
-        self.difference_with_images: str | None = None  # why images are refused, "" if they are not; None: not tried
+        self.decodes_after_images = False  # whether a trial found so
         self.by_position = False  # masks say where the keys of each position lie
         self.layout: CacheLayout
         self.method: DecodingMethod
@@ -225,7 +225,7 @@ class Passes:
         assert isinstance(states, OwnCaches)
         window = states.window(row)
         tokens, index = after_windows([window], chain)
-        if slots.offsets is not None and slots.offsets[row]:
+        if slots.offsets is not None:  # else it would count on from what its own `generate` left
             depths = torch.arange(tokens.shape[1], device=self.device) - len(window)
             positions = slots.positions(depths.expand(len(slots.lengths), -1))[row : row + 1]
         own = states.load(row, is_sure=chain.shape[1] == 1)
@@ -276,7 +276,7 @@ class Passes:
         if isinstance(states, OwnCaches):
             cache = states.load(0, is_sure=True)
             positions = None
-            if before and row.target.offsets is not None and row.target.offsets[0]:
+            if before and row.target.offsets is not None:
                 positions = before + row.target.offsets + torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
             output, states.after[0] = self._run(
                 tokens, positions, None, cache, logits_at, use_cache=True, images=images

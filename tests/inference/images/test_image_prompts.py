@@ -180,14 +180,16 @@ def test_words_are_not_lost_where_a_template_reads_parts_alone(folder: Path) -> 
     assert template.render(turns) == f"[system]be brief[user]{START}{PLACE}{END}x[assistant]"
 
 
-def test_why_a_target_reads_no_images(folder: Path, target: TargetModel, tmp_path: Path) -> None:
+def test_why_a_target_reads_no_images(
+    folder: Path, target: TargetModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blind = TargetSection(path=str(build_target(tmp_path / "blind")), dtype="float32", device="cpu")
     assert image_prompts(blind, ChatTemplate.of(blind), TargetModel.load(blind, ())) == "the target has no image tower"
     assert "blind: no processor reads pictures (its Tok" in str(image_prompts(blind, ChatTemplate.of(blind), target))
     with pytest.raises(ValueError, match=r"lost: no processor reads pictures .* are needed: "):
         load_processor(tmp_path / "lost")
     wrong = TargetModel.load(TargetSection(path=str(folder), dtype="float32", device="cpu"), ())
-    wrong.passes.difference_with_images = "whose passes differ"
+    monkeypatch.setattr("headstart.inference.targets.model.difference_with_images", lambda *_: "whose passes differ")
     section = TargetSection(path=str(folder), dtype="float32", device="cpu")
     said = image_prompts(section, ChatTemplate.of(section), wrong)
     assert "whose passes differ" in str(said)

@@ -72,3 +72,15 @@ def test_a_family_whose_positions_are_wrong_after_images_is_refused(
 ) -> None:
     monkeypatch.setattr(Slots, "positions", lambda slots, depths: slots.starts.unsqueeze(1) + depths)
     assert "passes after images differ from its own forward" in script.with_images("glm4v")
+
+
+def test_a_text_in_a_cache_of_its_own_is_the_same_after_the_model_s_generate(script: ModuleType) -> None:
+    """Its positions counted on from what `generate` leaves in the model: an error, after three prompts."""
+    model = script.make_target("qwen4_exp", sees=True)
+    target, (prompt, images) = script.TargetModel(model, ()), script.prompt_with_images("qwen4_exp", model, 1, seed=1)
+    request = script.Request([9, 10, 11, 12, 13], 8)
+    wanted = script.generate_batch(target, [request])[0].tokens
+    script.own_text_after_images(model, prompt, images)
+    assert script.generate_batch(target, [request])[0].tokens == wanted
+    target.generate([request.prompt] * 3, 2)
+    assert script.generate_batch(target, [request])[0].tokens == wanted

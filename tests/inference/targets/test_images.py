@@ -157,14 +157,28 @@ def test_image_that_the_target_cannot_read_ends_its_own_text_alone() -> None:
     target = TargetModel(build("qwen3_vl"), ())
     ids, images = prompt_of("qwen3_vl", (1,))
     wanted = generate_batch(target, [Request(ids, NEW, images=images)])[0].tokens
-    broken = Images({**images.inputs, "image_grid_thw": torch.tensor([[1, 4, 4]])}, images.end)
     loop = DecodeLoop(target)
-    numbers = [loop.submit(Request(ids, NEW, images=each)) for each in (images, broken, images)]
+    numbers = [loop.submit(Request(ids, NEW, images=each)) for each in (images, *broken(images), images)]
     while not loop.idle:
         loop.step()
     found = [loop.generations[number] for number in numbers]
-    assert [each.finish for each in found] == ["length", "error", "length"]
-    assert found[0].tokens == found[2].tokens == wanted
+    assert [each.finish for each in found] == ["length", "error", "error", "length"]
+    assert found[0].tokens == found[3].tokens == wanted
+
+
+def broken(images: Images) -> list[Images]:
+    """Images of another size than their pixels, and of pixels that overflow in the tower."""
+    changes = {"image_grid_thw": torch.tensor([[1, 4, 4]])}, {"pixel_values": images.inputs["pixel_values"] * torch.nan}
+    return [Images({**images.inputs, **each}, images.end) for each in changes]
+
+
+def test_later_images_are_read_when_the_first_of_all_were_broken() -> None:
+    target = TargetModel(build("qwen3_vl"), ())
+    ids, images = prompt_of("qwen3_vl", (1,))
+    for each in broken(images):
+        with pytest.raises(ValueError, match="images: with a 'qwen3_vl_text' target"):
+            generate_batch(target, [Request(ids, NEW, images=each)])
+    assert len(generate_batch(target, [Request(ids, NEW, images=images)])[0].tokens) == NEW
 
 
 def test_images_are_refused_by_name_by_a_target_without_a_tower() -> None:
