@@ -42,7 +42,7 @@ class States:
     last_hidden: Float[Tensor, "tokens hidden"]
 
 
-# `tap` of a target in this process, in another, or over several ranks; the images are those of each text.
+# `tap` of a target in this process, in another, or over several ranks, with the images of each text.
 TapTexts = Callable[[list[list[int]], list[Images | None]], States]
 
 
