@@ -167,7 +167,7 @@ def test_reading_a_large_body_keeps_no_other_thread_waiting(server: Running, cas
         with suppress(ApiError, ValueError):
             server.service.encode(KINDS[path], body) if path != TOKENIZE else read_fields(TokenizeRequest, body)
 
-    times = [holds(read) for _ in range(2)]
+    times = [holds(read) or [0.0] for _ in range(2)]  # a short body may be read before the first look
     assert min(max(each) for each in times) < 0.5 / 8
     assert min(fmean(each) for each in times) < 0.5 / 300
 
