@@ -4,7 +4,7 @@
     python benchmarks/pictures.py heads runs/pictures
 
 The target is a Qwen3-VL of 0.9 million weights that answers by its picture: up to three coloured shapes on a grid. Half
-of what it reads has no picture: shapes told in words, counting, copying. The heads have the same size, steps and seeds,
+of its samples have no picture: shapes told in words, counting, copying. The heads have the same size, steps and seeds,
 and as many samples; both kinds of prompts are held out. `permuted`: the target reads the prompt's picture and the head
 another prompt's hidden states at the places of the picture, so a head that does not use the picture loses nothing.
 """
@@ -34,7 +34,7 @@ from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.images.kept import KeptPictures, over_text
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, load_recipe
 from headstart.trainers.eagle import train
@@ -345,7 +345,7 @@ def recipe_of(folder: Path, kind: str, seed: int) -> Recipe:
 
 
 def taps_of(target: TargetModel, request: Request, text: list[int]) -> Tensor:
-    images = None if request.images is None else over_text(request.images, text)
+    images = None if request.images is None else request.images.over_text(text)
     taps = target.passes.forward(torch.tensor([text]), last_only=True, images=images).taps
     return taps
 

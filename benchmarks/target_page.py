@@ -64,7 +64,7 @@ def family_of(result: dict[str, Any]) -> Family:
 
 
 def after_images(found: str) -> str:
-    """What decoding after images gave, for users."""
+    """The result of decoding after images, in words for users."""
     found = re.sub(r"^(refused: )images: with an? \S+ target, (?:whose )?(.*) given, text, or .*", r"\1its \2", found)
     return without_place(found)
 

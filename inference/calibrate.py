@@ -31,7 +31,6 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.engine.loop import generate_batch
 from headstart.inference.generate.loading import held_out_prompts, taps_to_read
-from headstart.inference.images.kept import over_text
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe, run_command
 
@@ -133,7 +132,7 @@ def score_text(
     target: TargetModel, head: DraftHead, text: Int[Tensor, "1 seq"], request: Request, depth: int
 ) -> Iterator[LevelScores]:
     """Yield the scores depth by depth, each from the true tokens before it, as for a child of accepted ancestors."""
-    images = None if request.images is None else over_text(request.images, text[0, :-1].tolist())
+    images = None if request.images is None else request.images.over_text(text[0, :-1].tolist())
     columns = target.tap_columns(head.taps)
     taps = target.passes.forward(text[:, :-1], last_only=True, images=images).taps
     taps = taps if columns is None else taps[..., columns]

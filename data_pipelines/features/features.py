@@ -25,7 +25,7 @@ from headstart.data_pipelines.features.shard_files import (
 from headstart.data_pipelines.prompts.responses import Text, read_texts, responses_path
 from headstart.data_pipelines.stages.shard_work import ShardProgress, ShardPrompts
 from headstart.inference.core.request import Images
-from headstart.inference.images.kept import KeptPictures, over_text
+from headstart.inference.images.kept import KeptPictures
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -78,7 +78,7 @@ def tap_one(target: TargetModel, text: list[int], images: Images | None, taps: t
         return tap(target, [text], taps=taps)
     passes, columns = target.passes, None if taps is None else target.tap_columns(taps)
     tokens = torch.tensor([text], device=target.device)
-    output = passes.forward(tokens, last_only=True, images=over_text(images, text))
+    output = passes.forward(tokens, last_only=True, images=images.over_text(text))
     return States(output.taps[0] if columns is None else output.taps[0, :, columns], output.last_hidden[0])
 
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from headstart.data_pipelines.prompts.rows import BadRow, in_words
 from headstart.data_pipelines.stages.stage import Json
+from headstart.inference.images.pictures import PICTURES, TEXTS
 from headstart.inference.targets.chat_template import read_message, unread_fields
 
 Item = TypeVar("Item")
@@ -40,9 +41,8 @@ CHAT = ("system", "tools", "chat_template_kwargs")  # fields that are read with 
 FORMS = (("tokens", "input_ids", "loss_mask"), ("messages", "conversations"), ("prompt", *ANSWERS), ("text",))
 MASKS = ("loss_mask", "labels", "assistant_masks")  # fields that say of each token whether it is trained on
 TURN_KEYS = ("from", "value", "weight")  # that only rows have
-TEXT_PARTS = (None, "text", "input_text", "output_text")  # types of content parts that hold the turn's text
-PICTURE_PARTS = ("image", "image_url", "input_image")  # types of content parts that are a picture
-PICTURES = ("images", "image")  # fields of a row with the pictures of parts that have none of their own
+TEXT_PARTS = (None, *TEXTS)  # types of content parts that hold the turn's text
+PICTURE_FIELDS = ("images", "image")  # fields of a row with the pictures of parts that have none of their own
 PICTURE_MARK = "<image>"  # where a text of a row with pictures shows the next one
 # Keys that would change the training text and are not supported, each with the remedy.
 REFUSED = dict.fromkeys(
@@ -134,7 +134,7 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
         raise BadRow("unsupported field", f"the row has {masks[0]}, a mask of tokens, without tokens; {remedy}")
     refuse_keys(fields, REFUSED_IN_ROW, "the row")
     if tokens is not None:
-        refuse_keys(fields, dict.fromkeys(PICTURES, "give messages in place of tokens"), "the row")
+        refuse_keys(fields, dict.fromkeys(PICTURE_FIELDS, "give messages in place of tokens"), "the row")
         return parse_tokens(tokens, fields)
     if turns is None and "prompt" in fields and (answers := [name for name in ANSWERS if name in fields]):
         return parse_answer(fields, answers, is_turn)
@@ -147,7 +147,9 @@ def parse_row(row: Json, is_turn: Callable[[str], bool] = lambda text: True) -> 
         raise BadRow("unclear", f"{answers[0]} is given in addition to messages; {remedy}")
     parsed = parse_prompt(fields, is_turn) if turns is None else parse_turns(turns, fields)
     if isinstance(parsed, str):
-        refuse_keys(fields, dict.fromkeys(PICTURES, "give messages, or a prompt that is a user's turn"), "plain text")
+        refuse_keys(
+            fields, dict.fromkeys(PICTURE_FIELDS, "give messages, or a prompt that is a user's turn"), "plain text"
+        )
     return parsed
 
 
@@ -181,7 +183,7 @@ def parse_answer(row: Json, answers: list[str], is_turn: Callable[[str], bool]) 
     prompt, answer = text_field(row, "prompt"), text_field(row, name)
     if name == "response" and is_turn(prompt):
         return parse_turns([{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}], row)
-    refuse_keys(row, dict.fromkeys(PICTURES, "give the turns as messages"), "plain text")
+    refuse_keys(row, dict.fromkeys(PICTURE_FIELDS, "give the turns as messages"), "plain text")
     if row.get("system"):
         raise BadRow("unclear", f"system is given with a plain {name}, messages are needed; give the turns as messages")
     return PromptAndAnswer(prompt, answer)
@@ -207,7 +209,7 @@ def unread_keys(row: Json, parsed: Parsed) -> set[str]:
     lists = [row.get(name) for name in ("messages", "conversations", "prompt", *ANSWERS)]
     turns = [turn for turns in lists if isinstance(turns, list) for turn in turns if isinstance(turn, dict)]
     form = next(names for names in FORMS if any(row.get(name) is not None for name in names))
-    read = {*form, *((*CHAT, *PICTURES) if isinstance(parsed, Conversation) else ())}
+    read = {*form, *((*CHAT, *PICTURE_FIELDS) if isinstance(parsed, Conversation) else ())}
     names = {name for name, value in row.items() if name not in read and value not in (None, "", [], {})}
     return names | {f"{name} of a turn" for turn in turns for name in unread_fields(turn) if name not in TURN_KEYS}
 
@@ -249,7 +251,7 @@ def parse_turns(turns: object, row: Json) -> Conversation:
     if not any(message["role"] == "user" for message in messages):
         raise BadRow("empty", "no user turn to answer; give at least one")
     check_order(messages)
-    given = one_of(row, *PICTURES)
+    given = one_of(row, *PICTURE_FIELDS)
     pictures = place_pictures(messages, given if isinstance(given, list) else [] if given is None else [given])
     before = len(messages) - len(listed)
     context_only = frozenset(place for place, turn in enumerate(listed, start=before) if not weight_of(turn, place))
@@ -314,7 +316,7 @@ def part_of(given: object, number: int) -> Json:
     kind = part.get("type")
     if kind in TEXT_PARTS and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind not in PICTURE_PARTS:
+    if kind not in PICTURES:
         raise BadRow("unknown form", f"turn {number} contains parts that are neither text nor images; remove them")
     source = one_of(part, "image", "image_url", "url", "path", owner=f"turn {number}: ")
     return {"type": "image", "source": source.get("url", source) if isinstance(source, dict) else source}
@@ -323,8 +325,8 @@ def part_of(given: object, number: int) -> Json:
 def place_pictures(messages: list[Json], given: list[Any]) -> tuple[Any, ...]:
     """Where the picture of each image part of the messages is, in order; they lose their sources.
 
-    `given` are those of the parts without a source. If there is no such part, they belong where a text of the user has
-    PICTURE_MARK, or else before the first of these texts.
+    `given` are the pictures of parts without a source. If there is no such part, they belong where a text of the user
+    has PICTURE_MARK, or else before the first of these texts.
     """
     users, places = [turn for turn in messages if turn["role"] == "user"], image_parts(messages)
     if given and not places:

@@ -43,9 +43,8 @@ from headstart.recipes.schema import SELF, DataSection
 ROW_REPORT = "rows.json"  # the unusable rows and why
 UNSEEN_TOOLS = "tools that the chat template does not write"
 GROWING_INPUTS = {"data.prompts", "data.num_prompts"}  # may change if the existing prompts remain the first
-Key = tuple[
-    int | str, ...
-]  # the tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same
+# The tokens, and digests of pictures, by which a training sample and a held-out one are recognised as the same.
+Key = tuple[int | str, ...]
 
 
 def prompts_stage(recipe: Recipe) -> Stage:
@@ -242,7 +241,7 @@ def write_self_prompts(recipe: Recipe, load: Callable[[], TargetModel]) -> None:
 
 
 def key_of(row: Json) -> Key:
-    """What identifies a row: the prompt's tokens and pictures, or the full text if it has no prompt."""
+    """The prompt's tokens and pictures, by which a row is known, or the full text if it has no prompt."""
     prompt: list[int] = row["tokens"]
     text: list[int] = row.get("text", prompt)
     return (*(prompt if len(prompt) > 1 else text), *row.get("images", {}).get("pictures", ()))

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from itertools import count, zip_longest
 from typing import Literal
 
@@ -124,19 +125,20 @@ class Images:
     image; after that it is text like any other.
     """
 
-    # Arguments of the model's forward, such as pixel_values and image_grid_thw; input_ids only where placeholders are
-    # outside the vocabulary, so that a request's prompt has other tokens there.
+    # Arguments of the model's forward, such as pixel_values and image_grid_thw. Its input_ids, if any, replace the
+    # request's prompt, which has other tokens for placeholders outside the vocabulary.
     inputs: Mapping[str, Tensor]
     end: int  # tokens of the prompt up to the end of the last image
-    digest: int = field(init=False)  # of the pixels: prompts of the same tokens may show other images
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def digest(self) -> int:
+        """Of the pixels: prompts of the same tokens may show other images."""
         found = xxhash.xxh3_128()
         for name, tensor in sorted(self.inputs.items()):
             if name not in BY_TOKEN:
                 found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
                 found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        object.__setattr__(self, "digest", found.intdigest())
+        return found.intdigest()
 
     @classmethod
     def of(cls, encoded: Mapping[str, Tensor], placeholders: tuple[int, ...]) -> "Images":
@@ -152,6 +154,14 @@ class Images:
         """The prompt's tokens for a request and for heads: 0 in place of a placeholder outside the vocabulary."""
         ids: list[int] = self.inputs["input_ids"][0].tolist()
         return [token if token < vocab_size else 0 for token in ids]
+
+    def over_text(self, text: list[int]) -> "Images":
+        """For one pass over the prompt and tokens after it, together the `text`."""
+        inputs = dict(self.inputs)
+        for name in {*BY_TOKEN} & {*inputs}:
+            rest = torch.tensor([text[inputs[name].shape[1] :]], dtype=torch.long).to(inputs[name])
+            inputs[name] = torch.cat([inputs[name], rest if name == "input_ids" else torch.zeros_like(rest)], dim=1)
+        return Images(inputs, len(text))
 
     def arguments(self, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
         """The arguments for a pass over the first `end` tokens of the prompt."""

@@ -133,9 +133,9 @@ class PrefixIndex:
         start = ends[read - 1] - 1 if read else 0
         return Prefix(ends, blocks, start, torch.cat([*unread, *(block.taps for block in blocks[read:])]))
 
-    def known_tokens(self, prompt: list[int]) -> int:
+    def known_tokens(self, prompt: list[int], images: Images | None = None) -> int:
         """The length of a prompt's longest known prefix."""
-        return sum(len(tokens) for _, tokens in self._usable(prompt[:-1]))
+        return sum(len(tokens) for _, tokens in self._usable(prompt[:-1], images))
 
     def copies_at(self, prompt: list[int], images: Images | None = None) -> int:
         """After how many tokens of a prompt, before its end, the target's states are worth a copy; 0 for nowhere.
@@ -146,7 +146,7 @@ class PrefixIndex:
         if not self.has_states:
             return 0
         known = len(self._known(prompt[:-1], images)) * BLOCK
-        usable = sum(len(tokens) for _, tokens in self._usable(prompt[:-1], images))
+        usable = self.known_tokens(prompt, images)
         if known - usable > BLOCK:
             return known
         ends = [place for place, token in enumerate(prompt, start=1) if token in self.ends]

@@ -7,12 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from headstart.common.files import whole_file
 from headstart.heads.target_config import TargetConfig, folder_of
-from headstart.inference.core.request import BY_TOKEN, GREEDY, Images, Request
+from headstart.inference.core.request import GREEDY, Images, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.images.pictures import Sources, picture_file, read_picture
 from headstart.inference.images.processor import load_processor
@@ -78,12 +75,3 @@ class KeptPictures:
         images = self.read(kept)
         assert images is not None
         return images.prompt(self.vocab_size)
-
-
-def over_text(images: Images, text: list[int]) -> Images:
-    """The images of a prompt for one pass over the prompt and what follows, the `text`."""
-    inputs: dict[str, Tensor] = dict(images.inputs)
-    for name in {*BY_TOKEN} & {*inputs}:
-        rest = torch.tensor([text[inputs[name].shape[1] :]], dtype=torch.long)
-        inputs[name] = torch.cat([inputs[name], rest if name == "input_ids" else torch.zeros_like(rest)], dim=1)
-    return Images(inputs, len(text))

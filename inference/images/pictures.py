@@ -23,7 +23,7 @@ import httpx
 from headstart.common.errors import wrong_value
 
 Json = dict[str, Any]
-TEXTS, PICTURES = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")
+TEXTS, PICTURES = ("text", "input_text", "output_text"), ("image_url", "image", "input_image")  # types of parts
 FIELDS = ("image_url", "image", "url", "path", "base64")  # of a part, one of which holds the picture
 COUNT_MAX = 64  # in a prompt
 BYTES_MAX = 20 * 2**20  # of a picture's file

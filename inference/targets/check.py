@@ -11,7 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from headstart.inference.core.request import BY_TOKEN, Images
+from headstart.inference.core.request import Images
 from headstart.inference.core.tree import Tree
 from headstart.inference.kernels import Trace
 from headstart.inference.targets.architecture import cache_layout
@@ -119,15 +119,10 @@ def difference_with_images(passes: Passes, prompt: list[int], images: Images) ->
     device = passes.device
     more = (torch.arange(TRIAL_TOKENS, device=device).unsqueeze(0) * 7 + 5) % passes.config.vocab_size
     tokens = torch.cat([torch.tensor([prompt], device=device), more], dim=1)
-    inputs = dict(images.inputs)
-    for name in {*BY_TOKEN} & {*inputs}:
-        after = more if name == "input_ids" else torch.zeros_like(more)
-        inputs[name] = torch.cat([inputs[name], after.to(inputs[name])], dim=1)
-    count = tokens.shape[1]
     try:
         with own_attention_of(passes.model):
-            wanted = passes.forward(tokens, images=Images(inputs, count)).logits[0].float()
-        cache = passes.new_cache(count + TRIAL_TOKENS, batch=2)
+            wanted = passes.forward(tokens, images=images.over_text(tokens[0].tolist())).logits[0].float()
+        cache = passes.new_cache(tokens.shape[1] + TRIAL_TOKENS, batch=2)
         row, rest = cache.row(1), tokens[:, images.end :]
         computed = [passes.read_images(tokens[:, : images.end], images, row, None).logits[0]]
         if cache.recurrent is None:
