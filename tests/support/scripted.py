@@ -66,6 +66,18 @@ def blocks_of(target: TargetModel, request: Request, drafter: Drafter | None = N
     return (block.tokens for block in loop_of(target, [request], drafter).run())
 
 
+def second_wrong(decode: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate_batch` that writes a wrong token into the second of several texts."""
+
+    def wrong(target: Any, requests: Any, drafter: Any = None) -> Any:
+        written = decode(target, requests, drafter)
+        if len(requests) > 1:
+            written[1].tokens[7] ^= 1
+        return written
+
+    return wrong
+
+
 class Scripted:
     """Base of the drafters here: `tree` turns the true continuation into a draft.
 

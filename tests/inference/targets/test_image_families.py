@@ -3,10 +3,10 @@
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 from matrix import slow_unless
+from scripted import second_wrong
 
 from headstart.inference.core.cache import Slots
 from headstart.targets import SAME, FamilyTable
@@ -55,15 +55,7 @@ def test_every_family_that_is_not_refused_decodes_after_images() -> None:
 
 
 def test_another_text_after_images_is_found(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = script.generate_batch
-
-    def wrong(target: Any, requests: Any, drafter: Any = None) -> Any:
-        written = right(target, requests, drafter)
-        if len(requests) > 1:
-            written[1].tokens[7] ^= 1
-        return written
-
-    monkeypatch.setattr(script, "generate_batch", wrong)
+    monkeypatch.setattr(script, "generate_batch", second_wrong(script.generate_batch))
     assert script.with_images("llava") == "differs: greedy batch (two images), T = 1 batch (two images)"
 
 

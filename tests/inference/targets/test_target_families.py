@@ -3,9 +3,9 @@
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
+from scripted import second_wrong
 
 from headstart.inference.targets.attention import GROUPED
 from headstart.inference.targets.model import TargetModel
@@ -20,15 +20,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_only_the_ways_of_decoding_that_write_another_text_are_named(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = script.generate_batch
-
-    def wrong(target: Any, requests: Any, drafter: Any = None) -> Any:
-        written = right(target, requests, drafter)
-        if len(requests) > 1:
-            written[1].tokens[7] ^= 1
-        return written
-
-    monkeypatch.setattr(script, "generate_batch", wrong)
+    monkeypatch.setattr(script, "generate_batch", second_wrong(script.generate_batch))
     found = script.check("llama")
     assert found["outcome"].startswith("differs: greedy batch, T = 1 batch; largest margin")
     assert min(found["distinct, greedy"]) > 5
