@@ -108,20 +108,25 @@ class Slots:
         return self._append([self.layers[layer][part]], (block,))[0]
 
     def _append(self, parts: list[Tensor], blocks: tuple[Tensor, ...]) -> list[Tensor]:
-        count, block = len(self.lengths), blocks[0].shape[2]
-        end = max(self.lengths) + self.pending + block
-        if end > self.reach:
-            raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
-        reach, even, attended = self.reach if self.static else end, self.even, []
-        for part, new in zip(parts, blocks, strict=True):
-            slots = part if count == part.shape[0] else part[:count]
-            if even:
-                slots.narrow(2, end - block, block).copy_(new)
+        block = blocks[0].shape[2]
+        attended = self.with_block(parts, block)
+        for slots, new in zip(attended, blocks, strict=True):
+            if self.even:
+                slots.narrow(2, self.lengths[0] + self.pending, block).copy_(new)
             else:
                 rows, columns = self._pending_index(block, slots.device)
                 slots[rows, :, columns] = new.transpose(1, 2).to(slots.dtype)
-            attended.append(slots.narrow(2, 0, reach))
         return attended
+
+    def with_block(self, parts: list[Tensor], block: int) -> list[Float[Tensor, "rows _heads keys _size"]]:
+        """These parts of a layer, up to the end of a block of this many tokens that goes after what is pending.
+
+        Raises ValueError if it does not fit.
+        """
+        end = max(self.lengths) + self.pending + block
+        if end > self.reach:
+            raise ValueError(f"{end} tokens do not fit the cache's {self.reach} slots; make the cache larger")
+        return [part[: len(self.lengths)].narrow(2, 0, self.reach if self.static else end) for part in parts]
 
     def _pending_index(self, block: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Row and slot of each token in the pending block, on a device. [batch, 1] and [batch, block]"""

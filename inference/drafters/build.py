@@ -19,6 +19,7 @@ from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
 from headstart.inference.kernels import is_packed_linear, join_linears
+from headstart.inference.targets.attention import fuse_head
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, same_tokenizer
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -77,6 +78,7 @@ def load_drafting_head(folder: Path, target: TargetModel) -> DraftHead:
     target.fast_form.apply_to(head, head.decoder_layers)
     if target.device.type == "cuda":
         join_linears(head)
+        fuse_head(head, target.fast_form.fused)
     return head
 
 

@@ -5,7 +5,17 @@ Code elsewhere imports only the names below, from here.
 """
 
 from headstart.inference.kernels.attention import can_attend, ordered_attention
-from headstart.inference.kernels.fast_layers import join_linears, own_layers_of
+from headstart.inference.kernels.fast_layers import (
+    Fused,
+    epsilon,
+    fused_gpu,
+    gated_on_gpu,
+    is_usual,
+    join_linears,
+    norms_on_gpu,
+    own_layers_of,
+    whole_of,
+)
 from headstart.inference.kernels.fast_model import (
     FastForm,
     fast_form,
@@ -23,18 +33,25 @@ __all__ = [
     "Difference",
     "EightBits",
     "FastForm",
+    "Fused",
     "Threads",
     "Trace",
     "attention_outside_graph",
     "can_attend",
+    "epsilon",
     "fast_form",
     "float32_is_as_fast",
+    "fused_gpu",
+    "gated_on_gpu",
     "has_kernels",
     "is_packed_linear",
     "is_tracing",
+    "is_usual",
     "join_linears",
+    "norms_on_gpu",
     "on_gpu",
     "ordered_attention",
     "own_layers_of",
     "remember_eight_bits",
+    "whole_of",
 ]

@@ -11,9 +11,12 @@ rounded where transformers rounds. Only the order of sums changes. In training t
 On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
 """
 
+import inspect
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -32,7 +35,13 @@ from headstart.inference.kernels.products import (
 )
 
 Named = tuple[nn.Module, str, nn.Linear]  # a layer's parent, its name there, and the layer
+GATED = ("gate_proj", "up_proj", "down_proj")
 SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # as transformers names them, and our heads
+
+
+def fused_gpu() -> Any:
+    """The module of Triton kernels that join small operations."""
+    return import_module("headstart.inference.kernels.fused_gpu")
 
 
 class PackedLinear(nn.Module):
@@ -189,8 +198,9 @@ def as_linear(layer: Any) -> nn.Linear:
 class Fused:
     """Replaces a layer's forward by a fused computation, except in training."""
 
-    def __init__(self, module: nn.Module, compute: Callable[[Tensor], Tensor]) -> None:
-        self.module, self.compute = module, compute
+    def __init__(self, module: nn.Module, compute: Callable[..., Tensor], whole: nn.Linear | None = None) -> None:
+        """`whole` has the outputs of this layer and its siblings, if it is computed together with them."""
+        self.module, self.compute, self.whole = module, compute, whole
 
     def __call__(self, inputs: Tensor) -> Tensor:
         if torch.is_grad_enabled():
@@ -263,7 +273,42 @@ def join_linears(model: nn.Module) -> None:
             linear.weight.data = weight
             if joint.bias is not None:
                 linear.bias.data = joint.bias.split(sizes)[number]
-            vars(linear)["forward"] = Fused(linear, partial(product.of, number))
+            vars(linear)["forward"] = Fused(linear, partial(product.of, number), joint)
+
+
+def whole_of(linear: nn.Module) -> nn.Linear | None:
+    """The layer that computes this one together with its siblings, if there is one."""
+    return getattr(vars(linear).get("forward"), "whole", None)
+
+
+def norms_on_gpu(model: nn.Module) -> list[nn.Module]:
+    """Let our kernel compute the RMS norms of the usual formula; returns them."""
+    norms = [each for each in model.modules() if type(each).__name__.endswith("RMSNorm") and is_usual(each)]
+    for each in norms:
+        vars(each)["forward"] = Fused(each, partial(fused_gpu().norm, weight=each.weight, eps=epsilon(each)))
+    return norms
+
+
+def gated_on_gpu(model: nn.Module) -> list[nn.Module]:
+    """Let our kernel compute the activation of the layers SiLU(gate) * up; returns their parents."""
+    gated = [each for each in model.modules() if is_gated(each)]
+    for each in gated:
+        vars(each)["forward"] = Fused(each, partial(gated_mlp, each))
+    return gated
+
+
+def is_gated(module: nn.Module) -> bool:
+    """Is it down_proj(SiLU(gate_proj) * up_proj), with gate_proj and up_proj computed together?"""
+    kind: Any = type(module)
+    names = {name for name, _ in module.named_children()} - {"act_fn"}
+    if names != set(GATED) or type(getattr(module, "act_fn", nn.SiLU())).__name__ not in ("SiLU", "SiLUActivation"):
+        return False
+    reads = {*re.findall(r"self\.(\w+)", inspect.getsource(kind.forward))}
+    return reads - {"act_fn"} == set(GATED) and whole_of(module.get_submodule("up_proj")) is not None
+
+
+def gated_mlp(module: Any, inputs: Tensor) -> Tensor:
+    return module.down_proj(fused_gpu().silu_times(whole_of(module.up_proj)(inputs)))  # type: ignore[misc]
 
 
 @contextmanager

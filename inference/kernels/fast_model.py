@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 
@@ -33,6 +33,7 @@ class FastForm:
     is_packed: bool = False  # linear layers keep their weights packed for this processor
     compiler: Compiler | None = None  # of layers on a CPU
     by_position: bool = False  # attention on a GPU adds keys in the order of positions, by our kernel
+    fused: set[str] = field(default_factory=set)  # the kinds of small operations on a GPU that our kernels compute
 
     def apply_to(self, head: nn.Module, layers: Sequence[nn.Module]) -> None:
         """Pack a head's weights and compile its decoder layers like the target's.

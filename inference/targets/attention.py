@@ -6,7 +6,10 @@ queries of that head, which is the same arithmetic on a tensor of another shape.
 AttentionInterface, so no model is patched.
 """
 
-from collections.abc import Iterator
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,15 +20,23 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from headstart.heads.layers import fold_heads, fold_mask
+from headstart.heads.layers import Attention, attention, fold_heads, fold_mask, rotate
+from headstart.inference.core.cache import KVCache, SlotLayer, Slots
 from headstart.inference.core.side_by_side import PackedMask
 from headstart.inference.kernels import (
+    Fused,
     attention_outside_graph,
     can_attend,
+    epsilon,
+    fused_gpu,
+    gated_on_gpu,
     has_kernels,
     is_tracing,
+    is_usual,
+    norms_on_gpu,
     on_gpu,
     ordered_attention,
+    whole_of,
 )
 
 PART_KEYS_MIN = 512  # with fewer, merging parts costs too much of the time that sharing saves
@@ -33,6 +44,11 @@ GPU_PARTS_MAX = 8  # a power of two
 SDPA = "sdpa"  # transformers' own
 GROUPED = "headstart_grouped"
 OWN_ATTENTION = "own_attention"  # an attribute of a model that runs on ours
+NORMS, GATES, ROTARY = "norms", "gates of MLPs", "rotary embeddings"  # kinds of small operations that kernels fuse
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+# What the forward of an attention of the usual form reads of itself; the window is part of the mask.
+READ_BY_USUAL = {*PROJECTIONS, "q_norm", "k_norm", "attention_dropout", "config", "head_dim", "layer_idx", "scaling"}
+READ_BY_USUAL |= {"sliding_window", "training"}
 
 
 def grouped_attention(
@@ -171,6 +187,121 @@ def attention_by_parts(
     logsumexp = logsumexp[..., : query.shape[2]]  # which that kernel pads
     weights = logsumexp.softmax(0).unsqueeze(-1)  # [parts, heads, queries, 1]
     return (mixed * weights).sum(0, keepdim=True).to(query.dtype)
+
+
+class FusedAttention(Fused):
+    """Replaces the forward of an attention in decoding: the norms of queries and keys, the rotary embedding and the
+    write to the cache are one kernel."""
+
+    def __init__(self, module: Any, whole: nn.Linear) -> None:
+        super().__init__(module, grouped_attention, whole)
+        has_norms = hasattr(module, "q_norm")
+        self.norms = (module.q_norm.weight, module.k_norm.weight, epsilon(module.q_norm)) if has_norms else None
+
+    def __call__(
+        self,
+        hidden_states: Float[Tensor, "rows block hidden"],
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Any = None,
+        **options: Any,
+    ) -> tuple[Float[Tensor, "rows block hidden"], None]:
+        module: Any = self.module
+        slots = slots_in(past_key_values, module.layer_idx, hidden_states.device)
+        if slots is None or torch.is_grad_enabled():
+            own, cache = type(module).forward, past_key_values
+            return own(module, hidden_states, position_embeddings, attention_mask, past_key_values=cache, **options)
+        rows, block, _ = hidden_states.shape
+        assert self.whole is not None
+        keys, values = slots.with_block(slots.layers[module.layer_idx], block)
+        query = fused_gpu().rotate_and_store(
+            self.whole(hidden_states), position_embeddings, self.norms, (keys, values), slots.starts, slots.pending
+        )
+        mixed, _ = grouped_attention(module, query, keys, values, attention_mask, module.scaling, **options)
+        return module.o_proj(mixed.reshape(rows, block, -1)), None
+
+
+class FusedHeadAttention(Fused):
+    """`FusedAttention` for the attention of a head."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        inputs: Float[Tensor, "rows block input"],
+        rotary: Float[Tensor, "*rows block double"],
+        mask: Tensor | None,
+        cache: Any,
+        layer: int = 0,
+    ) -> Float[Tensor, "rows block hidden"]:
+        module: Any = self.module
+        if not isinstance(cache, Slots) or torch.is_grad_enabled():
+            found: Tensor = type(module).forward(module, inputs, rotary, mask, cache, layer)
+            return found
+        assert self.whole is not None
+        table = rotary if rotary.ndim == 3 else rotary.unsqueeze(0)
+        cosines, sines = table.chunk(2, dim=-1)
+        keys, values = cache.with_block(cache.layers[layer], inputs.shape[1])
+        joint = self.whole(inputs)
+        query = fused_gpu().rotate_and_store(joint, (cosines, sines), None, (keys, values), cache.starts, cache.pending)
+        return module.o_proj(attention(query, keys, values, mask).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+def fuse_head(head: nn.Module, kinds: set[str]) -> None:
+    """Let our kernels compute, in a head whose linear layers are joined, the kinds that they compute in its target."""
+    if GATES in kinds:
+        gated_on_gpu(head)
+    for each in head.modules() if ROTARY in kinds else ():
+        if type(each) is Attention and (whole := whole_of(each.q_proj)) is not None:
+            vars(each)["forward"] = FusedHeadAttention(each, grouped_attention, whole)
+
+
+def slots_in(cache: Any, layer: int, device: torch.device) -> Slots | None:
+    """The slots of a cache whose layer on this device holds a key and a value for each token, and no more."""
+    is_usual = isinstance(cache, KVCache) and type(cache.layers[layer]) is SlotLayer
+    return cache.target if is_usual and device == cache.target.device else None
+
+
+def attention_on_gpu(model: PreTrainedModel) -> list[nn.Module]:
+    """Let our kernels compute the small operations of the attention of the usual form; returns its modules."""
+    if model.config._attn_implementation != GROUPED:
+        return []
+    usual = [each for each in model.modules() if is_usual_attention(each)]
+    for each in usual:
+        whole = whole_of(each.get_submodule("q_proj"))
+        assert whole is not None
+        vars(each)["forward"] = FusedAttention(each, whole)
+    return usual
+
+
+# A function for each kind, which returns the modules that it fused.
+FUSED: dict[str, Callable[[PreTrainedModel], list[nn.Module]]] = {
+    NORMS: norms_on_gpu,
+    GATES: gated_on_gpu,
+    ROTARY: attention_on_gpu,
+}
+
+
+def is_usual_attention(module: Any) -> bool:
+    """Whether an attention reads what Llama's does, with norms of each head of queries and keys or without."""
+    names, kind = {name for name, _ in module.named_children()}, type(module)
+    norms = names & {"q_norm", "k_norm"}
+    if names - norms != set(PROJECTIONS) or len(norms) == 1 or whole_of(module.q_proj) is None:
+        return False
+    reads = {*re.findall(r"self\.(\w+)", inspect.getsource(kind.forward))}
+    weights = [getattr(module, name) for name in norms]
+    is_normed = all(is_usual(each) and len(each.weight) == module.head_dim for each in weights)
+    same_epsilon = len({epsilon(each) for each in weights}) < 2
+    return reads <= READ_BY_USUAL and is_normed and same_epsilon and rotates_halves(kind)
+
+
+def rotates_halves(kind: type) -> bool:
+    """Whether the rotary embedding of an attention's file turns the first half of a head's numbers with the second."""
+    apply: Any = getattr(sys.modules[kind.__module__], "apply_rotary_pos_emb", None)
+    states, angles = torch.arange(16.0).view(1, 2, 1, 8), torch.arange(8.0).view(1, 1, 8)
+    try:
+        turned, _ = apply(states, states, angles.cos(), angles.sin())
+    except (TypeError, RuntimeError):  # there is none, or it takes other arguments
+        return False
+    return turned.shape == states.shape and torch.allclose(turned, rotate(states, angles.cos(), angles.sin()))
 
 
 @contextmanager

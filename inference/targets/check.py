@@ -13,9 +13,9 @@ from torch import Tensor
 
 from headstart.inference.core.request import Images
 from headstart.inference.core.tree import Tree
-from headstart.inference.kernels import Trace
+from headstart.inference.kernels import Trace, own_layers_of
 from headstart.inference.targets.architecture import cache_layout
-from headstart.inference.targets.attention import keep_own_attention, own_attention_of
+from headstart.inference.targets.attention import FUSED, keep_own_attention, own_attention_of
 from headstart.inference.targets.passes import DecodingMethod, Passes
 
 TRIAL_TOKENS, FIRST_PART, BOTH_PARTS = 12, 5, 8  # of the trial, of the prompt's first part, and of both parts
@@ -23,6 +23,7 @@ EXACT_TOKENS = 64  # of a text whose bits are compared
 # Relative difference of logits up to which it is rounding. In half precision, other experts may be chosen.
 ROUNDING = {torch.float32: 0.01, torch.float64: 0.01}
 ROUNDING_IN_HALF = 0.25
+FUSED_ROUNDING = 0.05  # the same in half precision, of the same model by our kernels
 Trial = tuple[str, Tensor, range]  # the input in words, the logits of one row [nodes, vocab], their indices in the text
 ROWS = ("of one row", "of a shorter row beside it")
 KNOWN_METHODS: dict[str, DecodingMethod] = {}  # by identity, so that a process tries each kind of model once
@@ -67,18 +68,44 @@ def identity_of(passes: Passes) -> str:
     return hashlib.sha256(f"{facts} {transformers.__version__}".encode()).hexdigest()
 
 
-def difference(passes: Passes) -> str | None:
-    """The first pass of the method whose logits differ from the model's own forward, and by how much; None if none."""
+def fuse_where_right(passes: Passes) -> tuple[set[str], dict[str, str]]:
+    """On a GPU, let our kernels compute the small operations of a target's layers, kind by kind.
+
+    Returns the kinds that they compute, and for others why the module's own code does: the passes differed, or the
+    kernel failed on this device.
+    """
+    fused, left_out = set(), {}
+    for kind, fuse in FUSED.items():
+        before = {module: vars(module).get("forward") for module in passes.model.modules()}
+        allowed = FUSED_ROUNDING if passes.dtype.itemsize < 4 else ROUNDING[passes.dtype]
+        if not fuse(passes.model):
+            continue
+        if (failure := difference(passes, allowed)) is None:
+            fused.add(kind)
+            continue
+        left_out[kind] = failure
+        for module, forward in before.items():
+            vars(module).pop("forward", None)
+            vars(module).update({} if forward is None else {"forward": forward})
+    return fused, left_out
+
+
+def difference(passes: Passes, rounding: float | None = None) -> str | None:
+    """The first pass of the method whose logits differ from the model's own forward, and by how much; None if none.
+
+    `rounding` is the relative difference that is none.
+    """
+    allowed = ROUNDING.get(passes.dtype, ROUNDING_IN_HALF) if rounding is None else rounding
     tokens = (torch.arange(TRIAL_TOKENS, device=passes.device).unsqueeze(0) * 7 + 5) % passes.config.vocab_size
     try:
-        with own_attention_of(passes.model):
+        with own_attention_of(passes.model), own_layers_of(passes.model):
             all_logits = passes.forward(tokens).logits[0].float()
         for name, logits, index in TRIALS[passes.method](passes, tokens):
             computed, wanted = logits.float(), all_logits[index.start : index.stop]
             if computed.shape != wanted.shape:
                 return f"{name} gives logits of shape {tuple(computed.shape)} where {tuple(wanted.shape)} are due"
             relative = float((computed - wanted).norm() / wanted.norm().clamp(min=1e-6))
-            if not relative <= ROUNDING.get(passes.dtype, ROUNDING_IN_HALF):
+            if not relative <= allowed:
                 largest = float((computed - wanted).abs().max())
                 return (
                     f"{name} differs from its own forward by up to {largest:.2g} in the logits ({relative:.1%} of them)"

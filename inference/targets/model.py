@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,7 +29,12 @@ from headstart.inference.targets.architecture import (
 )
 from headstart.inference.targets.attention import own_attention_of, use_grouped_attention
 from headstart.inference.targets.chat_template import ChatTemplate
-from headstart.inference.targets.check import choose_method, difference_in_bits, difference_with_images
+from headstart.inference.targets.check import (
+    choose_method,
+    difference_in_bits,
+    difference_with_images,
+    fuse_where_right,
+)
 from headstart.inference.targets.gguf import with_eight_bits
 from headstart.inference.targets.loading import (
     MISSING_KERNELS,
@@ -156,8 +162,18 @@ class TargetModel:
         if self.device.type == "cpu":
             assert self.frozen is not None  # made while the lm_head still has its own weights
         self.fast_form = fast_form(self.model, self.layers, compiles, exact)
+        if self.device.type == "cuda" and not exact:
+            self.fuse_small_operations()
         self.passes.by_position = self.fast_form.by_position
         self.load_unpacked = load_unpacked if self.fast_form.is_packed else None
+
+    def fuse_small_operations(self) -> None:
+        """On a GPU, let our kernels compute what lies between matrix products; one line says which of them are off."""
+        off = {"all": "there is no Triton: pip install triton"}
+        if find_spec("triton") is not None:
+            self.fast_form.fused, off = fuse_where_right(self.passes)
+        for kind, why in off.items() if self.ranks.rank == 0 else ():
+            print(f"own kernels off, transformers' code runs: {kind} ({why})", file=sys.stderr, flush=True)
 
     @cached_property
     def unpacked(self) -> "TargetModel":

@@ -1,0 +1,231 @@
+"""Laws of the GPU's kernels for small operations, in Triton's interpreter: `make check-kernels` runs them."""
+
+import importlib
+import os
+from collections import Counter
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from families import make_family
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from shared_fixtures import HeadFactory, ModelFactory
+from torch import Tensor, nn
+from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.sampling import BatchSampling, Sampling
+from headstart.inference.core.tree import Tree
+from headstart.inference.drafters.for_heads import head_drafter
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.engine.loop import generate_batch
+from headstart.inference.kernels import join_linears
+from headstart.inference.targets import attention
+from headstart.inference.targets.attention import FUSED, FusedHeadAttention, fuse_head
+from headstart.inference.targets.check import fuse_where_right
+from headstart.inference.targets.cuda_graph import StaticStep
+from headstart.inference.targets.model import TargetModel
+
+KERNELS = ("normalise", "gate", "rotate")
+ALL = set(FUSED)
+DTYPES = st.sampled_from([torch.float32, torch.float16])
+CLOSE = {torch.float32: {"rtol": 1e-5, "atol": 1e-5}, torch.float16: {"rtol": 4e-3, "atol": 4e-3}}
+few = settings(max_examples=30, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def gpu() -> ModuleType:
+    if os.environ.get("TRITON_INTERPRET") != "1":  # before torch imports Triton
+        pytest.skip("make check-kernels runs it")
+    module: Any = importlib.import_module("headstart.inference.kernels.fused_gpu")
+    return module
+
+
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@few
+@given(tokens=st.integers(1, 9), size=st.integers(2, 70), dtype=DTYPES)
+def test_a_norm_is_transformers_own(gpu: ModuleType, tokens: int, size: int, dtype: torch.dtype) -> None:
+    norm = LlamaRMSNorm(size, eps=1e-5).to(dtype)
+    norm.weight.data = numbers(size, dtype=dtype)
+    inputs = 3 * numbers(2, tokens, size, dtype=dtype)
+    assert_close(gpu.norm(inputs, norm.weight.detach(), 1e-5), norm(inputs).detach(), **CLOSE[dtype])
+
+
+@few
+@given(tokens=st.integers(1, 9), size=st.integers(1, 40), dtype=DTYPES)
+def test_a_gate_is_silu_of_one_half_times_the_other(
+    gpu: ModuleType, tokens: int, size: int, dtype: torch.dtype
+) -> None:
+    opened, values = numbers(tokens, size, dtype=dtype), numbers(tokens, size, dtype=dtype)
+    found = gpu.silu_times(torch.cat([opened, values], dim=-1))
+    assert_close(found, nn.functional.silu(opened) * values, **CLOSE[dtype])
+
+
+@few
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=1, max_size=3),
+    sizes=st.tuples(st.integers(1, 5), st.sampled_from([2, 6, 8]), st.sampled_from([1, 2]), st.sampled_from([1, 3])),
+    pending=st.integers(0, 2),
+    own_rows=st.booleans(),
+    normed=st.booleans(),
+    dtype=DTYPES,
+)
+def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
+    gpu: ModuleType,
+    lengths: list[int],
+    sizes: tuple[int, int, int, int],
+    pending: int,
+    own_rows: bool,
+    normed: bool,
+    dtype: torch.dtype,
+) -> None:
+    rows, (block, size, key_heads, group) = len(lengths), sizes
+    heads = key_heads * group
+    joint = numbers(rows, block, (heads + 2 * key_heads) * size, dtype=dtype)
+    angles = numbers(rows if own_rows else 1, block, size // 2).repeat(1, 1, 2)
+    rotary = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = [LlamaRMSNorm(size, eps=1e-5).to(dtype) for _ in range(2)]
+    for norm in norms:
+        norm.weight.data = numbers(size, dtype=dtype)
+    start = numbers(2, 2, rows, key_heads, 20, size, dtype=dtype)
+    wanted, found = (Slots([start.clone()], rows) for _ in range(2))
+    for slots in (wanted, found):
+        slots.set_lengths(lengths)
+        slots.hold(pending)
+    parts = joint.split([heads * size, key_heads * size, key_heads * size], dim=-1)
+    query, key, value = (part.unflatten(-1, (-1, size)) for part in parts)
+    if normed:
+        query, key = norms[0](query).detach(), norms[1](key).detach()
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *rotary)
+    keys, values = wanted.append(1, key, value.transpose(1, 2))
+    held = found.with_block(found.layers[1], block)
+    weights = (*(norm.weight.detach() for norm in norms), 1e-5) if normed else None
+    rotated = gpu.rotate_and_store(joint, rotary, weights, (held[0], held[1]), found.starts, pending)
+    assert_close(rotated, query, **CLOSE[dtype])
+    assert_close(held[0], keys, **CLOSE[dtype])
+    assert torch.equal(held[1], values)
+
+
+def joined_target(model: PreTrainedModel) -> TargetModel:
+    join_linears(model)
+    return TargetModel(model, (1, 2, 3) if model.config.num_hidden_layers > 3 else ())
+
+
+def fused_types(model: nn.Module) -> Counter[str]:
+    return Counter(type(each).__name__ for each in model.modules() if "forward" in vars(each)) - Counter(
+        ["Linear"] * 99
+    )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
+def test_targets_of_the_usual_form_compute_their_own_logits_by_kernels(gpu: ModuleType, family: str) -> None:
+    target = joined_target(make_family(family))
+    assert fuse_where_right(target.passes) == (ALL, {})
+    layers = target.config.num_layers
+    kinds = {name.removesuffix("MLP") for name in fused_types(target.model) if name.endswith("MLP")}
+    assert [fused_types(target.model)[f"{kind}Attention"] for kind in kinds] == [layers]
+
+
+@pytest.mark.parametrize("family", ["glm4", "gemma2", "olmo2"])
+def test_other_rotary_embeddings_norms_and_caps_are_left_to_their_own_code(gpu: ModuleType, family: str) -> None:
+    target = joined_target(make_family(family))
+    fused, left_out = fuse_where_right(target.passes)
+    assert attention.ROTARY not in fused
+    assert not left_out
+
+
+@pytest.mark.parametrize("kernel", ["norm", "silu_times", "rotate_and_store"])
+def test_a_kernel_that_is_wrong_or_fails_is_left_out_with_a_reason(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, kernel: str
+) -> None:
+    target, right = joined_target(make_family("llama")), getattr(gpu, kernel)
+    for wrong in (lambda *given, **more: right(*given, **more) * 1.1, lambda *given, **more: 1 // 0):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, kernel, wrong)
+            fused, left_out = fuse_where_right(target.passes)
+        assert [*left_out] == [kind for kind in FUSED if kind not in fused]
+        assert len(left_out) == 1
+    assert fused_types(target.model)
+
+
+def test_texts_by_kernels_are_those_of_the_modules_own_code(
+    gpu: ModuleType, make_model: ModelFactory, make_head: HeadFactory
+) -> None:
+    def texts(fuse: bool) -> list[list[int]]:
+        target, head = joined_target(make_model()), make_head()
+        head.taps = target.taps
+        join_linears(head)
+        if fuse:
+            fuse_head(head, fuse_where_right(target.passes)[0])
+            assert [type(vars(each).get("forward")) for each in head.modules()].count(FusedHeadAttention) == 1
+        prompts, samplings = [[5, 6, 7], [9] * 11], [Sampling(), Sampling(0.8, seed=3)]
+        drafter = head_drafter(head, Dynamic(3, 3, 8))
+        done = generate_batch(target, prompts, 12, drafter=drafter, sampling=samplings)
+        return [text.tokens for text in done]
+
+    assert texts(fuse=True) == texts(fuse=False)
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that a GPU would launch a kernel for, and those of ours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.is_ours = Counter[str](), False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        is_view = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        if not is_view and not self.is_ours and not name.startswith(("empty", "new_empty", "detach")):
+            self.seen[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("nodes", [1, 8])
+def test_a_step_of_32_layers_launches_at_most_400_kernels(
+    gpu: ModuleType, make_model: ModelFactory, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> None:
+    monkeypatch.setattr(attention, "can_attend", lambda *given: False)  # which has no kernel on a GPU
+
+    def launches(layers: int) -> int:
+        target, seen = joined_target(make_model(num_hidden_layers=layers)), Launches()
+        assert fuse_where_right(target.passes)[0] == ALL
+        step = StaticStep(target, PLAIN, target.passes.new_cache(100, static=True))
+        tokens = torch.arange(nodes).unsqueeze(0)
+
+        def run() -> None:
+            step.cache.target.set_lengths([20])
+            step.verify(Tree(tokens, tokens - 1), BatchSampling([Sampling()], target.device))
+
+        def counted(name: str, kernel: Any) -> Any:
+            class Counted:
+                def __getitem__(self, grid: Any) -> Any:
+                    def launch(*given: Any, **more: Any) -> None:
+                        seen.seen[name] += 1
+                        seen.is_ours = True  # the interpreter's own operations
+                        kernel[grid](*given, **more)
+                        seen.is_ours = False
+
+                    return launch
+
+            return Counted()
+
+        run()
+        with monkeypatch.context() as patch, seen:
+            for name in KERNELS:
+                patch.setattr(gpu, name, counted(name, getattr(gpu, name)))
+            run()
+        assert {*KERNELS} <= {*seen.seen}
+        return seen.seen.total()
+
+    two, three = launches(2), launches(3)
+    assert two + 30 * (three - two) <= 400
