@@ -1,5 +1,5 @@
-"""Optional speed behind one door. On a CPU: packed weights, products in C++, compiled layers, the number of threads; on a
-GPU: Triton kernels. And the search for operations whose bits differ.
+"""Optional speed behind one door. On a CPU: packed weights, products in C++, compiled layers, the number of threads; on
+a GPU: Triton kernels. And the search for operations whose bits differ.
 
 Code elsewhere imports only the names below, from here.
 """

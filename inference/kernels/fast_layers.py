@@ -6,8 +6,8 @@ with scales; products and sums stay in float32. The kernel is our own (products.
 number of tokens. None of this changes a weight, so the text stays.
 
 On a GPU with few rows, launching kernels is the bottleneck: RMS norms take two kernels instead of transformers' eight,
-and with Triton norms, gates and rotary embeddings are one kernel each (fused_gpu.py), rounded where transformers rounds.
-Only the order of sums changes. In training the layers run their own code.
+and with Triton norms, gates and rotary embeddings are one kernel each (fused_gpu.py), rounded where transformers
+rounds. Only the order of sums changes. In training the layers run their own code.
 
 On both, layers that read the same input, such as the projections to queries, keys and values, are one product.
 """
