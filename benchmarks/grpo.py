@@ -1,6 +1,6 @@
 """Measure GRPO on a CPU with a draft head: rollouts without drafts, with a frozen head, and with a refreshed one.
 
-    python benchmarks/grpo.py FOLDER --updates 100
+    python benchmarks/grpo.py FOLDER --updates 100 --rows 4
     python benchmarks/grpo.py FOLDER --show
 
 Each method trains the demo's target with TRL, from the same weights and seed, in a process of its own with one thread;
@@ -65,13 +65,13 @@ class Rows(TrainerCallback):
             )
 
 
-def run(folder: Path, method: str, updates: int) -> None:
+def run(folder: Path, method: str, updates: int, texts: int) -> None:
     torch.set_num_threads(1)
     rows = Rows(folder / f"{method}.jsonl")
     lines = (TARGET / "heldout_prompts.jsonl").read_text().splitlines()
     prompts = Dataset.from_list([{"prompt": json.loads(line)["prompt"][:120]} for line in lines])
     config = GRPOConfig(
-        str(folder / method), max_steps=updates, per_device_train_batch_size=16, num_generations=4, report_to="none",
+        str(folder / method), max_steps=updates, per_device_train_batch_size=texts, num_generations=4, report_to="none",
         max_completion_length=64, learning_rate=3e-4, lr_scheduler_type="constant", use_cpu=True, bf16=False,
         logging_steps=1, save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
@@ -118,12 +118,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--updates", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=16, help="texts in a rollout, four for each prompt")
     parser.add_argument("--method", choices=METHODS, help="run this one alone, in this process")
     parser.add_argument("--show", action="store_true")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     if given.method:
-        return run(given.folder, given.method, given.updates)
+        return run(given.folder, given.method, given.updates, given.rows)
     for method in () if given.show else METHODS:
         if len(read(given.folder, method)) < given.updates:
             subprocess.run([sys.executable, *sys.argv, "--method", method], check=True)
