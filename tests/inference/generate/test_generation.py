@@ -263,7 +263,7 @@ def test_none_switches_off_in_the_call_and_keeps_the_default_in_a_configuration(
 
 
 def test_fields_that_transformers_lacks_are_read() -> None:
-    own = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
+    own: dict[str, Any] = {"presence_penalty": 0.5, "frequency_penalty": 0.25}
     assert read_sampling(read_settings(None, own)) == Sampling(**own)
 
 
