@@ -58,7 +58,7 @@ PIPELINE = ("trainers/eagle.py", "recipes/tiny.yaml", "run_dir=FOLDER/tiny", *TI
 PARTS = (
     Part("environment", 60, alone=False),
     Part("tests", 150, TESTS, alone=False),
-    Part("pipeline", 150, (*PIPELINE, "log.wandb=disabled"), alone=False),
+    Part("pipeline", 150, PIPELINE, alone=False),
     Part("decoding", 110),
     Part("training", 100),
     Part("harvesting", 80),

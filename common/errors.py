@@ -2,7 +2,6 @@
 
 import errno
 import os
-import select
 import shlex
 import sys
 from collections.abc import Iterator, Mapping
@@ -49,11 +48,11 @@ def errors_as_messages(interrupted: str = STARTS_OVER, settings: BaseModel | Non
         print(f"\n{interrupted}", file=sys.stderr)
         raise SystemExit(130) from None
     except Exception as error:
-        message, unread = explained(error, settings), isinstance(error, BrokenPipeError) and reader_is_gone()
+        message = explained(error, settings)
         if message is None:
             raise
         flush_or_discard_output()
-        raise SystemExit(141 if unread else f"error: {shown(message)}") from None
+        raise SystemExit(141 if isinstance(error, BrokenPipeError) else f"error: {shown(message)}") from None
 
 
 def explained(error: Exception, settings: BaseModel | None = None) -> str | None:
@@ -63,7 +62,7 @@ def explained(error: Exception, settings: BaseModel | None = None) -> str | None
     libraries = {family.__module__.partition(".")[0] for family in type(error).__mro__}
     said = " ".join(str(error).split())  # in one line
     if "wandb" in libraries:
-        return f"log.wandb: {said}; run `wandb login`, or set log.wandb=offline"
+        return f"wandb: {said}; run `wandb login`, or set WANDB_MODE=offline"
     if "safetensors" in libraries:
         return f"a safetensors file: {said}; make it again, or copy or download it again"
     if libraries & {"httpx", "huggingface_hub"} or isinstance(error, ConnectionError | TimeoutError):
@@ -106,16 +105,6 @@ def paths_in(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
             yield from paths_in(value, f"{prefix}{name}.")
         elif isinstance(value, Path) or (isinstance(value, str) and os.sep in value):
             yield prefix + name, Path(value).absolute()
-
-
-def reader_is_gone() -> bool:
-    """Whether the reader of standard output, such as `head`, has closed it."""
-    poll = select.poll()
-    try:
-        poll.register(sys.stdout, 0)
-    except OSError:  # not a file of the system's, as in tests
-        return False
-    return any(happened & select.POLLERR for _, happened in poll.poll(0))
 
 
 def flush_or_discard_output() -> None:

@@ -42,14 +42,6 @@ def whole_folder(path: Path) -> Iterator[Path]:
         publish(partial, path)
 
 
-def check_folder(folder: Path) -> None:
-    """Make a folder, and raise OSError if no file can be written there; called before long work."""
-    probe = folder / "probe"
-    with whole_file(probe) as partial:
-        partial.touch()
-    remove(probe)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text file in UTF-8, whole or not at all."""
     with whole_file(path) as partial:

@@ -8,6 +8,7 @@ from pathlib import Path
 from headstart.common.process import user_cache
 from headstart.inference.generate.options import ModelOptions, add_model, model_options
 from headstart.recipes.command_line import own_parser
+from headstart.recipes.other_commands import positive
 
 FOLDER = Path("models/SmolLM2-135M-Instruct")
 HEAD = Path("assets/smollm2_head")
@@ -41,16 +42,15 @@ def chat_options(doc: str | None, argv: Sequence[str] | None = None) -> ChatOpti
     own = "default: what the target's generation_config.json says, else 0, which takes the likeliest token"
     parser.add_argument("--temperature", type=float, help=f"how freely tokens are sampled ({own})")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: 0)")
-    parser.add_argument("--max-new-tokens", type=int, help="longest answer (default: 512, or what the target allows)")
+    longest = "longest answer (default: 512, or what the target allows)"
+    parser.add_argument("--max-new-tokens", type=positive, help=longest)
     parser.add_argument("--prompt", help="answer this question and exit")
     given = parser.parse_args(argv)
     if given.recipe is None and given.target is None and ((head := find_folder(HEAD)) / "config.json").is_file():
         given.head = given.head or head
     model = model_options(parser, given)
-    if (longest := given.max_new_tokens) is not None:
-        if longest < 1:
-            parser.error(f"--max-new-tokens: {longest} given, 1 or more is allowed; raise it")
-        model = replace(model, decode=model.decode.model_copy(update={"max_new_tokens": longest}))
+    if given.max_new_tokens is not None:
+        model = replace(model, decode=model.decode.model_copy(update={"max_new_tokens": given.max_new_tokens}))
     return ChatOptions(model, given.temperature, given.seed, given.prompt)
 
 

@@ -28,9 +28,7 @@ from headstart.recipes.target_sizes import HEADS, LAYERS, POSITIONS, VOCABULARY,
 Mistake = tuple[str, str]
 Values = dict[str, Any]
 OFF = {  # a field of training that only some kinds of heads have, and the values of it that mean that it is not used
-    "train.regression_weight": "only 0 or null",
     "train.fitted_start": "only false",
-    "train.input_noise": "only 0 or null",
     "train.anchors": "no value",
     "joint.mode": "only null",
 }

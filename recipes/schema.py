@@ -311,16 +311,6 @@ class ExportSection(Section):
     )
 
 
-class LogSection(Section):
-    """Where metrics are logged besides the terminal and metrics.jsonl."""
-
-    wandb: Literal["auto", "online", "offline", "disabled"] = Field(
-        default="auto",
-        description="Weights & Biases mode; needs wandb. auto: WANDB_MODE, or online if WANDB_API_KEY is set, or else, "
-        "and without wandb, disabled.",
-    )
-
-
 class Recipe(Section):
     """One run, from prompts to report; its files are below run_dir, and those of its data in data.folder if given."""
 
@@ -338,7 +328,6 @@ class Recipe(Section):
     decode: DecodeSection = DecodeSection()
     report: ReportSection = ReportSection()
     export: ExportSection = ExportSection()
-    log: LogSection = LogSection()
 
     @property
     def unroll(self) -> int:

@@ -72,7 +72,6 @@ class Eagle1Section(LayerSection):
     """An EAGLE-1 draft head (arXiv 2401.15077); train.unroll above 1 makes it HASS (2408.15766)."""
 
     kind: Literal["eagle1"] = Field(description="Architecture of the draft head.")
-    own_fields: ClassVar[frozenset[str]] = frozenset({"train.regression_weight", "train.input_noise"})
 
     @property
     def loss(self) -> Loss:
@@ -83,7 +82,6 @@ class MtpSection(HeadSection):
     """The target's own multi-token-prediction layer (arXiv 2412.19437), which training tunes."""
 
     kind: Literal["mtp"] = Field(description="Architecture of the draft head.")
-    own_fields: ClassVar[frozenset[str]] = frozenset({"train.input_noise"})
 
 
 def refuse_unordered_taps(taps: tuple[int, ...]) -> tuple[int, ...]:
@@ -101,7 +99,7 @@ Taps = Annotated[
 class TappedSection(LayerSection):
     """Fields shared by EAGLE-3 and P-EAGLE heads."""
 
-    own_fields: ClassVar[frozenset[str]] = frozenset({"train.fitted_start", "train.input_noise"})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"train.fitted_start"})
     hidden_size: int | None = Field(
         default=None, gt=0, description="Width of the head; null is the target's. Another width gets its own embedding."
     )
@@ -149,7 +147,7 @@ class MedusaSection(HeadSection):
 
     kind: Literal["medusa"] = Field(description="Architecture of the draft head.")
     script: ClassVar[str] = "trainers/medusa.py"
-    own_fields: ClassVar[frozenset[str]] = frozenset({"train.input_noise", "joint.mode"})
+    own_fields: ClassVar[frozenset[str]] = frozenset({"joint.mode"})
     levels_field: ClassVar[str] = "medusa_heads"
     medusa_heads: int = Field(
         default=4, gt=0, le=32, description="Number of Medusa heads; head i predicts the token at depth i."

@@ -65,12 +65,6 @@ class TrainSection(Section):
     anchors: int = Field(
         default=512, gt=0, description="Blocks per sample and step that a block head is trained on, drawn at random."
     )
-    regression_weight: float | None = Field(
-        default=None, ge=0, description="Weight of the smooth-L1 loss to the features; null is 1 for eagle1, else 0."
-    )
-    input_noise: float | None = Field(
-        default=None, ge=0, description="Width of uniform noise, times 512 / tokens; null is 0.2 for eagle1, else 0."
-    )
     start_from: HomePath | None = Field(
         default=None,
         description="Folder of a trained head, ours or converted, whose weights and draft vocabulary training starts "

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.batches import SampleStore
 from headstart.heads.base import DraftHead
 from headstart.heads.calibration import Calibration
@@ -17,7 +16,7 @@ from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
-from headstart.inference.images.kept import KeptPictures
+from headstart.inference.generate.loading import held_out_prompts
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
@@ -61,25 +60,20 @@ class HeldOutDecoding:
         self.target.singleton(SpareSteps).clear()
         return calibration
 
-    @property
-    def new_tokens(self) -> int:
-        return min(self.recipe.decode.max_new_tokens, self.recipe.data.response_tokens)
-
     def prompts(self) -> list[Request]:
         """The first `train.eval_prompts` held-out prompts."""
-        rows = list(read_jsonl(self.recipe.prompts_dir / "heldout.jsonl"))[: self.recipe.train.eval_prompts]
-        for row in rows:
-            check_length(self.target, row["tokens"], self.new_tokens)
-        pictures = KeptPictures(self.recipe)
-        return [pictures.request(row, self.new_tokens) for row in rows]
+        most = min(self.recipe.decode.max_new_tokens, self.recipe.data.response_tokens)
+        requests = held_out_prompts(self.recipe, self.recipe.train.eval_prompts, most)
+        for request in requests:
+            check_length(self.target, request.prompt, most)
+        return requests
 
 
 @torch.no_grad()
 def held_out_metrics(unrolled: HeadInTraining, store: SampleStore, batch_size: int) -> dict[str, float]:
     """Loss, accuracy and expected acceptance at each depth, and a trained target's divergence in nats per token."""
     embedding, unroll = unrolled.head.embedding, unrolled.objective.unroll
-    total = torch.zeros(4, unroll)
-    outside, divergences = 0, []
+    total, divergences = torch.zeros(4, unroll), []
     for start in range(0, len(store), batch_size):
         numbers = range(start, min(start + batch_size, len(store)))
         store.expect([numbers])
@@ -88,13 +82,12 @@ def held_out_metrics(unrolled: HeadInTraining, store: SampleStore, batch_size: i
         supervision = unrolled.supervise(batch, HELD_OUT)
         scores = unrolled(batch, supervision, supervision.counts(unroll))
         total += scores.sums().cpu()
-        outside += supervision.outside
         if scores.divergence is not None:
             divergences.append(float(scores.divergence))
-    metrics = {"heldout/outside_vocab": outside / max(outside + float(total[0, 0]), 1)}
+    metrics = metrics_by_depth("heldout", total)
     if divergences:
         metrics["heldout/divergence"] = sum(divergences) / max(float(total[0, 0]), 1)
-    return {**metrics_by_depth("heldout", total), **metrics}
+    return metrics
 
 
 def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
@@ -111,13 +104,10 @@ def metrics_by_depth(prefix: str, sums: torch.Tensor) -> dict[str, float]:
 
 
 def decoding_metrics(decoding: HeldOutDecoding) -> dict[str, float]:
-    """Acceptance length at each temperature, and the share of steps that accept at least 1, 2, ... draft tokens."""
+    """Acceptance length at each temperature."""
     metrics = {}
     if Growth.from_section(decoding.recipe.decode).is_searched:  # search the best tree for the current weights
         decoding.head.calibration = decoding.fit_calibration()
     for name, temperature in TEMPERATURES.items():
-        stats = decoding.decode(temperature)
-        metrics[f"heldout/{name}"] = stats.acceptance_length
-        for depth, share in enumerate(stats.acceptance, start=1):
-            metrics[f"heldout/{name}_accepts_{depth}"] = share
+        metrics[f"heldout/{name}"] = decoding.decode(temperature).acceptance_length
     return metrics

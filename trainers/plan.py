@@ -63,7 +63,7 @@ def preflight(recipe: Recipe, machine: Machine) -> TargetConfig:
     else:
         samples = len(FeatureStore(recipe.data.store, "train"))
     refuse_sizes(recipe, machine.ranks, samples)
-    refuse_unusable_wandb(recipe)
+    refuse_unusable_wandb()
     if recipe.train.start_from is not None:
         load_start(recipe, FrozenTarget.from_folder(folder_of(recipe.target), torch.float32))
     refuse_large_head(recipe, target, machine)

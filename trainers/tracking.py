@@ -1,4 +1,4 @@
-"""Where the metrics of a training run go: always to metrics.jsonl, to wandb as configured, to the progress bar."""
+"""Where the metrics of a training run go: metrics.jsonl, the progress bar, and wandb if its variables ask for it."""
 
 import os
 import uuid
@@ -26,7 +26,7 @@ class Tracker:
         if self.active:
             self.recipe.run_dir.mkdir(parents=True, exist_ok=True)  # the harvest may be elsewhere
             self._drop_rows_after(self.first_step)
-            mode = wandb_mode(self.recipe.log.wandb)
+            mode = wandb_mode()
             if mode != "disabled":
                 self.run = self._start_wandb(mode)
         self.progress.__enter__()
@@ -87,27 +87,21 @@ class Tracker:
             write_jsonl(path, [row for row in read_growing_jsonl(path) if row.get("step", 0) <= step])
 
 
-def wandb_mode(setting: str) -> Any:
-    if setting != "auto":
-        return setting
+def wandb_mode() -> Any:
+    """WANDB_MODE, or online if WANDB_API_KEY is set, or else, and without wandb, disabled."""
     configured = "online" if "WANDB_API_KEY" in os.environ else "disabled"
     return os.environ.get("WANDB_MODE", configured) if is_wandb_available() else "disabled"
 
 
-def refuse_unusable_wandb(recipe: Recipe) -> None:
-    """Raise ValueError if wandb is missing, would ask for a key when training starts, or does not know the mode."""
-    setting, allowed = recipe.log.wandb, ("online", "offline", "disabled")
-    mode = wandb_mode(setting)
-    if mode not in allowed:
-        given = f"{setting} with WANDB_MODE={mode}"
-        raise wrong_value("log.wandb", given, f"one of {', '.join(allowed)} is", "change either")
-    if mode != "disabled" and not is_wandb_available():
-        remedy = "wandb is not installed: run pip install -e '.[wandb]', or write log.wandb=disabled"
-        raise wrong_value("log.wandb", setting, "auto or disabled is", remedy)
+def refuse_unusable_wandb() -> None:
+    """Raise ValueError if wandb does not know the mode, or would ask for a key when training starts."""
+    mode = wandb_mode()
+    if mode not in ("online", "offline", "disabled"):
+        raise wrong_value("WANDB_MODE", mode, "one of online, offline, disabled is", "change or unset it")
     if mode != "online" or "WANDB_API_KEY" in os.environ:  # with a key, login would wait for the network
         return
     import wandb
 
     if not wandb.login(prompt=False, verify=False):
-        remedy = "no key was found: run wandb login, set WANDB_API_KEY, or write log.wandb=offline"
-        raise wrong_value("log.wandb", setting, "offline or disabled is", remedy)
+        remedy = "no key was found: run wandb login, set WANDB_API_KEY, or set WANDB_MODE=offline"
+        raise wrong_value("WANDB_MODE", mode, "offline or disabled is", remedy)

@@ -22,7 +22,6 @@ from headstart.data_pipelines.prompts.conversations import (
     Parsed,
     PromptAndAnswer,
     TokenRow,
-    parse_row,
     texts_of,
 )
 from headstart.data_pipelines.prompts.row_report import TOO_LONG
@@ -211,10 +210,7 @@ class ChatMasks:
 def samples_of(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection) -> Iterator[Json]:
     """The samples of a row: one prompt for the target to answer, or the row's own samples (data.responses given)."""
     if data.responses == "target":
-        if isinstance(parsed, Conversation):
-            asked = chat.asked(parsed)
-        else:
-            asked = MaskedTokens(encode_prompt(chat, parsed), [])
+        asked = encode_prompt(chat, parsed)
         tokens, images = asked.tokens, with_images(asked)
         if images and len(tokens) > data.prompt_tokens:
             why = f"{len(tokens)} tokens with its images, which are not cut; data.prompt_tokens is {data.prompt_tokens}"
@@ -234,17 +230,17 @@ def with_images(text: MaskedTokens) -> Json:
     return {} if text.images is None else {"images": text.images}
 
 
-def encode_prompt(chat: ChatMasks, parsed: Parsed) -> list[int]:
-    """The tokens for the target to continue, without a final answer; raises BadRow for a row without a prompt."""
+def encode_prompt(chat: ChatMasks, parsed: Parsed) -> MaskedTokens:
+    """The text for the target to continue, without a final answer; raises BadRow for a row without a prompt."""
     if isinstance(parsed, Conversation):
-        return chat.prompt(parsed)
+        return chat.asked(parsed)
     if isinstance(parsed, TokenRow):
         spans = runs(parsed.loss_mask)
-        return parsed.tokens[: spans[-1][0]] if spans and spans[-1][0] else parsed.tokens
+        return MaskedTokens(parsed.tokens[: spans[-1][0]] if spans and spans[-1][0] else parsed.tokens, [])
     tokens = chat.template.encode_text(parsed.prompt if isinstance(parsed, PromptAndAnswer) else parsed)
     if not tokens:
         raise BadRow("empty", "the target's tokenizer makes no token of the text; give other text")
-    return tokens
+    return MaskedTokens(tokens, [])
 
 
 def given_samples(chat: ChatMasks, parsed: Parsed, row: Json, data: DataSection) -> list[MaskedTokens]:
@@ -299,17 +295,6 @@ def written_after(template: ChatTemplate, prompt: list[int], joined: list[int], 
     if template.tokenizer.decode(prompt + written) != template.tokenizer.decode(joined):
         raise BadRow("unclear", "the tokens of prompt and answer decode to another text; give tokens with loss_mask")
     return written
-
-
-def parse_known(template: ChatTemplate, row: Json) -> Parsed:
-    """Parse a row; raises BadRow for token ids outside the target's vocabulary."""
-    parsed = parse_row(row, template.is_turn)
-    if isinstance(parsed, TokenRow):
-        known = len(template.tokenizer)
-        unknown = [token for token in parsed.tokens if not 0 <= token < known]
-        if unknown:
-            raise BadRow("unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {known - 1}")
-    return parsed
 
 
 def closed(turn: Json, tag: str, answer: str, tail: str) -> str:

@@ -16,8 +16,8 @@ from headstart.common.files import read_jsonl, write_jsonl, write_text
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
 from headstart.data_pipelines.prompts.candidates import UserTemplate, read_candidates, write_candidates
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks, parse_known, samples_of
-from headstart.data_pipelines.prompts.conversations import Conversation, unread_keys
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, samples_of
+from headstart.data_pipelines.prompts.conversations import Conversation, parse_row, unread_keys
 from headstart.data_pipelines.prompts.row_report import CANDIDATE, RowReport
 from headstart.data_pipelines.prompts.rows import BadRow, read_rows, source_digest
 from headstart.data_pipelines.prompts.selection import Selection, opening_texts
@@ -267,9 +267,9 @@ def read_prompts(
             break
         report.rows, report.counts = report.rows + 1, row.counts
         try:
-            parsed = parse_known(template, row.read())
+            parsed = parse_row(row.read(), template.is_turn)
             samples = list(samples_of(chat, parsed, row.read(), data))
-            refuse_unknown(template.tokenizer, samples, vocab_size or len(template.tokenizer))
+            refuse_unknown(samples, vocab_size or len(template.tokenizer))
         except BadRow as error:
             report.reject(row.line, error)
             continue
@@ -290,12 +290,11 @@ def read_prompts(
     return rows[:count]
 
 
-def refuse_unknown(tokenizer: Tokenizer, samples: list[Json], vocab_size: int) -> None:
-    """Raise BadRow for tokens beyond the target's vocabulary, which its tokenizer makes of added tokens."""
-    largest = max(max(sample.get("text") or sample["tokens"]) for sample in samples)
-    if largest >= vocab_size:
-        unknown = f"the tokenizer produces token {largest} of {tokenizer.decode([largest])!r}"
-        raise BadRow("unknown token", f"{unknown}; the target's tokens are 0 to {vocab_size - 1}")
+def refuse_unknown(samples: list[Json], vocab_size: int) -> None:
+    """Raise BadRow for tokens outside the target's vocabulary: a row's own, or of tokens added to the tokenizer."""
+    tokens = [token for sample in samples for token in (sample.get("text") or sample["tokens"])]
+    if unknown := [token for token in (min(tokens), max(tokens)) if not 0 <= token < vocab_size]:
+        raise BadRow("unknown token", f"token {unknown[0]} given; the target's tokens are 0 to {vocab_size - 1}")
 
 
 def make_prompts_alone(recipe: Recipe) -> Stage:

@@ -7,9 +7,8 @@ import codecs
 import hashlib
 import importlib
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +19,6 @@ from headstart.recipes.schema import HUB_PREFIX, SELF, DataSection
 
 PLAIN_FORMATS = ("parquet", "json", "text", "arrow")  # formats allowed for hub datasets
 BATCH = 256  # rows of Arrow data in memory at once
-Reader = Callable[[Any], Any]  # from a value that is not null, as `to_pylist` gives it
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)  # UTF-32 starts with the first of them too
 
 
@@ -256,60 +254,35 @@ class NotJson:
 
 def json_values(column: Any) -> Iterator[Any]:
     """Each value of a column as JSON, or as NotJson."""
-    read = reader_of(column.type)
     for scalar in column:
         try:
-            yield read(scalar.as_py()) if scalar.is_valid else None
-        except (ValueError, OverflowError, RecursionError) as error:  # raised by a reader, json or pyarrow
+            yield as_json(scalar.as_py(), column.type)
+        except (ValueError, OverflowError, RecursionError) as error:  # raised by `as_json`, json or pyarrow
             yield NotJson(str(error))
 
 
-def reader_of(kind: Any) -> Reader:
-    """How to read values of an Arrow type; the reader raises ValueError for what JSON cannot hold."""
+def as_json(value: Any, kind: Any) -> Any:
+    """A value of this Arrow type, as `to_pylist` gives it, as JSON; raises ValueError for what JSON cannot hold."""
+    if value is None or isinstance(value, bool | int | float | bytes):
+        return value
     pyarrow = importlib.import_module("pyarrow")
     types = pyarrow.types
     if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
-        return reader_of(kind.value_type)
+        return as_json(value, kind.value_type)
+    if isinstance(value, str):
+        is_json = isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json"
+        return parsed_json(value) if is_json else value
     if types.is_struct(kind):
-        fields = {field.name: reader_of(field.type) for field in kind}
-        return lambda row: {name: read(row[name]) for name, read in fields.items() if row[name] is not None}
-    if types.is_map(kind) and is_text(kind.key_type):
-        read_item = or_null(reader_of(kind.item_type))
-        return lambda pairs: {key: read_item(item) for key, item in pairs}
+        return {field.name: as_json(value[field.name], field.type) for field in kind if value[field.name] is not None}
+    if types.is_map(kind) and all(isinstance(key, str) for key, _ in value):
+        return {key: as_json(item, kind.item_type) for key, item in value}
     if any(is_list(kind) for is_list in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
-        read_item = or_null(reader_of(kind.value_type))
-        return lambda items: [read_item(item) for item in items]
-    if isinstance(kind, pyarrow.BaseExtensionType) and kind.extension_name == "arrow.json":
-        return from_json
-    plain = (
-        is_text,
-        types.is_binary,
-        types.is_large_binary,
-        types.is_null,
-        types.is_boolean,
-        types.is_integer,
-        types.is_floating,
-    )
-    if any(is_plain(kind) for is_plain in plain):
-        return lambda value: value
-    return partial(refuse, kind)
+        return [as_json(item, kind.value_type) for item in value]
+    raise ValueError(f"type {kind}")
 
 
-def is_text(kind: Any) -> bool:
-    types = importlib.import_module("pyarrow").types
-    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-
-def or_null(read: Reader) -> Reader:
-    return lambda value: None if value is None else read(value)
-
-
-def from_json(text: str) -> Any:
+def parsed_json(text: str) -> Any:
     value = json.loads(text)
     if "\\u" in text:
         json.dumps(value, ensure_ascii=False).encode()  # raises for half of a surrogate pair, which is not text
     return value
-
-
-def refuse(kind: Any, value: Any) -> None:
-    raise ValueError(f"type {kind}")

@@ -182,11 +182,7 @@ def prompt_identities(folder: Path) -> Json:
 def chat_templates(folder: Path) -> Json:
     """The chat templates of a folder by name, in whichever file they are."""
     in_settings = read_object(folder / TOKENIZER_CONFIG).get("chat_template")
-    if isinstance(in_settings, list):  # named templates, as older versions of transformers wrote them
-        templates = {str(item.get("name")): item.get("template") for item in in_settings if isinstance(item, dict)}
-    else:
-        templates = {"default": in_settings}
-    templates["default"] = read_object(folder / "chat_template.json").get("chat_template", templates.get("default"))
+    templates = {"default": read_object(folder / "chat_template.json").get("chat_template", in_settings)}
     for path in [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]:
         if path.is_file():
             templates["default" if path.parent == folder else path.stem] = path.read_text(encoding="utf-8")

@@ -42,6 +42,7 @@ from headstart.inference.doctor.findings import Finding, no_right_guess, other_t
 from headstart.inference.doctor.interpretation import Interpretation, ReplayedText, accuracies
 from headstart.inference.engine.budget import check_length
 from headstart.inference.engine.loop import generate_batch
+from headstart.inference.generate.settings import refuse_outside
 from headstart.inference.report.tables import rich_table
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.loading import pick_device
@@ -146,10 +147,7 @@ def held_out(head: Path, target: Path, options: Options) -> list[list[int]]:
             tokens = ChatTemplate(load_tokenizer(target)).prompt_tokens(row["prompt"])
         if not isinstance(tokens, list):
             raise ValueError(f"{path}: row {number} has {sorted(row)}; give it tokens (a list) or prompt (text)")
-        wrong = [token for token in tokens if type(token) is not int or not 0 <= token < vocab_size]
-        if wrong:
-            allowed = f"token ids 0 to {vocab_size - 1} of TARGET are allowed"
-            raise ValueError(f"{path}: row {number}: tokens hold {wrong[0]!r}, {allowed}; {advice}")
+        refuse_outside(f"{path}: row {number}: tokens", tokens, vocab_size, advice)
         if not tokens:
             raise ValueError(
                 f"{path}: row {number}: tokens are empty, at least one token id is allowed; leave the row out"

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 
+from headstart.common.errors import named_errors
 from headstart.common.files import read_jsonl
 from headstart.heads.files import read_config
 from headstart.heads.kinds.checkpoint import load_taps
@@ -34,7 +35,9 @@ def load_model(
 
     `last_hidden`: the target also gives its last hidden state, which training needs.
     """
-    require_head(options)
+    if options.head is not None:
+        with named_errors("--head" if options.recipe is None else "decode.head"):
+            read_config(options.head)  # before the target is loaded
     section = target_section(options)
     fields = section.model_dump(exclude={"path"})
     try:
@@ -61,17 +64,6 @@ def in_flags(message: str) -> str:
     return f"{message} (in a recipe, as no option sets it: give a recipe with {field} in place of --target)"
 
 
-def require_head(options: ModelOptions) -> None:
-    """Raise ValueError, before the target is loaded, if the head's folder holds none."""
-    if options.head is None or (options.head / "config.json").is_file():
-        return
-    field, instead = "decode.head", "set decode.drafter=prompt_lookup"
-    if options.recipe is None:
-        field, instead = "--head", "give --target without --head"
-    allowed = f"a trained head's folder is allowed: train one with headstart train RECIPE, or {instead}"
-    raise ValueError(f"{field}: {options.head} holds no head (no config.json); {allowed}, to draft by prompt lookup")
-
-
 def target_section(options: ModelOptions) -> TargetSection:
     if options.recipe is not None:
         refuse_original_target(options.recipe)
@@ -96,14 +88,17 @@ def warn_of_other_targets(trained_for: Mapping[str, TargetOrigin | None], folder
 OWN_HEAD = ""  # name of the recipe's own head: its rows in the report have no prefix
 
 
-def held_out_prompts(recipe: Recipe) -> list[Request]:
-    """The first report.num_prompts held-out prompts of the run; raises ValueError if there are none yet."""
+def held_out_prompts(recipe: Recipe, count: int | None = None, most: int | None = None) -> list[Request]:
+    """The first `count` held-out prompts of the run, by default report.num_prompts, each for `most` new tokens.
+
+    Raises ValueError if there are none yet.
+    """
     path = recipe.prompts_dir / "heldout.jsonl"
     if not path.is_file():
         remedy = "make them with headstart prompts RECIPE (headstart report also takes report.prompts=FILE)"
         raise ValueError(f"{path} is missing; the run's held-out prompts are required: {remedy}")
-    pictures, most = KeptPictures(recipe), recipe.decode.max_new_tokens
-    return [pictures.request(row, most) for row in islice(read_jsonl(path), recipe.report.num_prompts)]
+    pictures, most = KeptPictures(recipe), most or recipe.decode.max_new_tokens
+    return [pictures.request(row, most) for row in islice(read_jsonl(path), count or recipe.report.num_prompts)]
 
 
 def head_folders(recipe: Recipe) -> dict[str, Path]:
@@ -112,17 +107,9 @@ def head_folders(recipe: Recipe) -> dict[str, Path]:
 
 
 def taps_to_read(recipe: Recipe) -> tuple[int, ...]:
-    """The union of the taps that the heads read; ValueError for folders without a head, or a head that does not fit."""
-    folders = head_folders(recipe)
-    fields = {name: f"report.other_heads.{name}" for name in folders} | {OWN_HEAD: "decode.head"}
-    wrong = [
-        f"{fields[name]}: {folder} holds no head (no config.json)"
-        for name, folder in folders.items()
-        if not (folder / "config.json").is_file()
-    ]
-    if wrong:
-        remedy = "train one with headstart train RECIPE, name another with decode.head=FOLDER, or compare methods that "
-        remedy += "need none: report.baselines='[plain, prompt_lookup]'"
-        raise ValueError(f"{'; '.join(wrong)}; a trained head's folder is required: {remedy}")
-    target = TargetConfig.from_folder(folder_of(recipe.target))
-    return tuple(sorted({tap for folder in folders.values() for tap in load_taps(folder, target)}))
+    """The union of the taps that the heads read; ValueError names a folder without a head, or one that does not fit."""
+    target, taps = TargetConfig.from_folder(folder_of(recipe.target)), set[int]()
+    for name, folder in head_folders(recipe).items():
+        with named_errors("decode.head" if name == OWN_HEAD else f"report.other_heads.{name}"):
+            taps |= {*load_taps(folder, target)}
+    return tuple(sorted(taps))

@@ -57,7 +57,6 @@ Count = Annotated[int, Range(0)]
 TokenId = Annotated[int, BeforeValidator(as_single), Allowed("one token id, a whole number, is")]
 TokenIds = Annotated[list[int], BeforeValidator(as_list), Allowed("a token id, a whole number, or a list of them is")]
 Words = Annotated[list[Annotated[list[int], Field(min_length=1)]], Field(min_length=1)]
-BIASES = "a mapping of token ids to numbers below infinity, such as {5: -1.0}, is"
 SEQUENCES = "a mapping of tuples of 1 token id to numbers below infinity, such as {(5,): -1.0}, is"
 SEED = "a whole number, or a list with one for each prompt, is"
 Bias = Annotated[float, Field(lt=math.inf, allow_inf_nan=True)]  # -infinity forbids a token; NaN fails every comparison
@@ -88,7 +87,6 @@ class Settings(SamplingFields):
     renormalize_logits: Flag | None = False
     # Not in GenerationConfig:
     seed: Annotated[int | list[int], Allowed(SEED)] | None = None  # type: ignore[assignment]
-    logit_bias: Annotated[dict[int, Bias], Allowed(BIASES)] | None = None
     tokenizer: Any = None
 
 
@@ -247,8 +245,7 @@ def read_sampling(settings: Settings) -> Sampling:
         values.setdefault("temperature", 1.0)
     else:
         values = {name: value for name, value in values.items() if name not in ALLOWED_WHEN_GREEDY}
-    by_sequence = {token: bias for (token,), bias in (settings.sequence_bias or {}).items()}
-    bias = (*by_sequence.items(), *(settings.logit_bias or {}).items())
+    bias = tuple((token, bias) for (token,), bias in (settings.sequence_bias or {}).items())
     return Sampling(**values, logit_bias=bias)
 
 
@@ -335,8 +332,9 @@ def read_rules(
 
 def refuse_outside(name: str, tokens: Iterable[int], vocab_size: int, remedy: str) -> None:
     """Raise ValueError for a token id that the target does not have."""
-    if (wrong := next((token for token in tokens if not 0 <= token < vocab_size), None)) is not None:
-        raise wrong_value(name, wrong, f"token ids 0 to {vocab_size - 1} of the target are", remedy)
+    for token in tokens:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise wrong_value(name, repr(token), f"token ids 0 to {vocab_size - 1} of the target are", remedy)
 
 
 def in_vocabulary(tokens: Sequence[int] | None, vocab_size: int) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from headstart.common.errors import wrong_value
-from headstart.common.files import check_folder, write_text
+from headstart.common.files import write_text
 from headstart.common.progress import Progress
 from headstart.common.remote import shown
 from headstart.common.run_lock import only_run_in
@@ -137,7 +137,6 @@ def report(recipe: Recipe) -> list[Outcome]:
     """Measure every method, print the tables and write the files; ValueError for a wrong head or missing prompts."""
     with only_run_in(recipe.report_dir, "a report"):
         refuse_original_target(recipe)
-        check_folder(recipe.report_dir)
         folders = {} if set(NEED_A_HEAD).isdisjoint(recipe.report.baselines) else head_folders(recipe)
         benchmark = Benchmark.load(recipe, folders)
         origins = {name or "the head": head.origin for name, head in benchmark.heads.items()}

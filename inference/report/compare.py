@@ -85,57 +85,53 @@ class Comparison:
 
     def outcome(self, index: int) -> Outcome:
         """The outcome of the method at this index."""
-        method, sampling = self.methods[index], self.sampling
         runs, texts = [each.runs[index] for each in self.rounds], texts_of(self.rounds, index)
         prompts = [prompt for each in self.rounds for prompt in each.prompts]
         by_text = [each for run in runs for each in run.stats]
         stats = DecodeStats.sum_of(by_text)
         stats.seconds = sum(run.seconds for run in runs)
         new_tokens, categories = sum(run.tokens for run in runs), [prompt.category for prompt in prompts]
-        same: list[tuple[str, bool]] | None = None
-        judged: list[tuple[str, Forced]] | None = None
-        # Texts that transformers sampled with its own random numbers are equally likely, but different.
-        if not method.transformers or sampling.temperature == 0:
-            plain = texts_of(self.rounds, plain_place(self.methods))
-            same = [(prompt.category, text == own) for prompt, text, own in zip(prompts, texts, plain, strict=True)]
-            if self.forcing is not None:
-                pairs = zip(prompts, texts, strict=True)
-                judged = [(prompt.category, self.forcing.judge(prompt.tokens, text)) for prompt, text in pairs]
+        same, forced = self.same_and_forced(self.rounds, index)
         return Outcome(
-            method.name,
-            sampling.temperature,
+            self.methods[index].name,
+            self.sampling.temperature,
             self.batch,
             stats,
             new_tokens=new_tokens,
-            same=None if same is None else sum(is_same for _, is_same in same),
-            forced=None if judged is None else Forced.sum_of(forced for _, forced in judged),
+            same=same,
+            forced=forced,
             rounding=0.0 if self.forcing is None else self.forcing.rounding,
             prompts=len(prompts),
             distinct=sum(len(set(text)) / len(text) for text in texts) / len(texts),
             speedups=self.speedups(self.rounds, index),
-            by_category={name: self.in_category(name, index, same, judged) for name in dict.fromkeys(categories)},
+            by_category={name: self.in_category(name, index) for name in dict.fromkeys(categories)},
             shortened=sum(prompt.left_out > 0 for prompt in prompts),
             published=published_figures(by_text, categories, new_tokens / stats.seconds),
         )
 
-    def in_category(
-        self,
-        category: str,
-        index: int,
-        same: list[tuple[str, bool]] | None,
-        judged: list[tuple[str, Forced]] | None,
-    ) -> CategoryFigures:
+    def same_and_forced(self, rounds: Sequence[Round], index: int) -> tuple[int | None, Forced | None]:
+        """How many texts of a method equal plain decoding's, and how plain passes judge them; None as in Outcome."""
+        # Texts that transformers sampled with its own random numbers are equally likely, but different.
+        if self.methods[index].transformers and self.sampling.temperature != 0:
+            return None, None
+        texts, plain = texts_of(rounds, index), texts_of(rounds, plain_place(self.methods))
+        same = sum(text == own for text, own in zip(texts, plain, strict=True))
+        if self.forcing is None:
+            return same, None
+        prompts = [prompt.tokens for each in rounds for prompt in each.prompts]
+        return same, Forced.sum_of(self.forcing.judge(*pair) for pair in zip(prompts, texts, strict=True))
+
+    def in_category(self, category: str, index: int) -> CategoryFigures:
         """The figures of the method at this index on the prompts of one category."""
         parts = [part for each in self.rounds if (part := each.of_category(category)) is not None]
         stats = DecodeStats.sum_of(stats for part in parts for stats in part.runs[index].stats)
         prompts = sum(len(part.prompts) for part in parts)
-        equal = None if same is None else sum(is_same for name, is_same in same if name == category)
-        forced = None if judged is None else Forced.sum_of(forced for name, forced in judged if name == category)
+        same, forced = self.same_and_forced(parts, index)
         if any({prompt.category for prompt in each.prompts} > {category} for each in self.rounds):
-            return CategoryFigures(prompts, equal, forced, stats.acceptance_length, None, {})
+            return CategoryFigures(prompts, same, forced, stats.acceptance_length, None, {})
         seconds, tokens = seconds_and_tokens(parts, index)
         rate, speedups = sum(tokens) / sum(seconds), self.speedups(parts, index)
-        return CategoryFigures(prompts, equal, forced, stats.acceptance_length, rate, speedups)
+        return CategoryFigures(prompts, same, forced, stats.acceptance_length, rate, speedups)
 
     def speedups(self, rounds: Sequence[Round], index: int) -> dict[str, Interval]:
         """The speed-up over each method without our drafters; a question with all of its turns counts as one unit."""

@@ -37,7 +37,6 @@ from headstart.inference.serve.metrics import promised_length
 from headstart.inference.serve.options import ServeOptions, serve_options
 from headstart.inference.serve.service import Served, Service
 from headstart.inference.serve.traffic import Adaptation, Traffic
-from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 
@@ -138,7 +137,9 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Any, service: Service, options: ServeOptions) -> None:
         quiet: Any = {"log_level": "warning", "access_log": False, "server_header": False}
-        super().__init__(http_config(app, options.settings, timeout_graceful_shutdown=LAST_BYTES_SECONDS, **quiet))
+        super().__init__(
+            uvicorn.Config(app, http="h11", lifespan="on", timeout_graceful_shutdown=LAST_BYTES_SECONDS, **quiet)
+        )
         self.service, self.options = service, options
         self.ending: asyncio.Task[None] | None = None
 

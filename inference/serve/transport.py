@@ -10,18 +10,14 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from uuid import uuid4
 
-import h11
-import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from headstart.inference.core.request import DecodeStats
 from headstart.inference.serve.api.errors import ApiError
@@ -134,45 +130,6 @@ def error_response(error: ApiError) -> JSONResponse:
 def log_entry(request: Request) -> dict[str, Any]:
     """The request's line in the log; its route may add to it."""
     return request.scope[ENTRY]
-
-
-class TimedHeaders(H11Protocol):
-    """uvicorn's protocol, which does not limit the time of a request's headers; here it is `seconds`."""
-
-    def __init__(self, seconds: float, **options: Any) -> None:
-        super().__init__(**options)
-        self.seconds = seconds
-        self.late: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._time()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._time()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._stop()
-
-    def _time(self) -> None:
-        """Run the timer from the connection, or a later request's first byte, until the headers are complete."""
-        if self.conn.their_state is not h11.IDLE:
-            self._stop()
-        elif self.late is None:
-            self.late = self.loop.call_later(self.seconds, self.timeout_keep_alive_handler)
-
-    def _stop(self) -> None:
-        if self.late is not None:
-            self.late.cancel()
-            self.late = None
-
-
-def http_config(app: ASGIApp, settings: ServerSettings, **options: Any) -> uvicorn.Config:
-    """How uvicorn serves the application; `options` are passed to uvicorn."""
-    http: Any = partial(TimedHeaders, settings.body_timeout)
-    return uvicorn.Config(app, http=http, lifespan="on", **options)
 
 
 def limited(receive: Receive, settings: ServerSettings) -> Receive:

@@ -20,7 +20,7 @@ from tiny_run import build_run, quiet_environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.common.errors import errors_as_messages, explained
-from headstart.common.files import check_folder, whole_file, write_text
+from headstart.common.files import whole_file, write_text
 from headstart.heads.files import write_safetensors
 from headstart.recipes import load_recipe
 from headstart.trainers.objectives.medusa2 import save_model
@@ -79,7 +79,7 @@ def test_the_name_until_a_file_is_whole_is_not_shown(tmp_path: Path) -> None:
     [
         (httpx.ConnectError("no route to host"), "network: ConnectError: no route to host; check the network"),
         (LocalEntryNotFoundError("not cached"), "network: LocalEntryNotFoundError: not cached; check the network"),
-        (wandb.errors.CommError("no key"), "log.wandb: no key; run `wandb login`"),
+        (wandb.errors.CommError("no key"), "wandb: no key; run `wandb login`"),
         (OSError("Can't load\n the tokenizer"), "OSError: Can't load the tokenizer; correct the cause"),
         (ValueError("train.steps: 0 given"), "train.steps: 0 given"),
     ],
@@ -130,7 +130,7 @@ INTERRUPTED = {  # command -> the function in which Ctrl-C arrives, and what is 
     "harvest": ("headstart.data_pipelines.harvest.Harvest.make_features", "continues where it stopped"),
     "train": ("headstart.data_pipelines.harvest.open_harvest", "continues where it stopped"),
     "calibrate": ("headstart.inference.calibrate.fit_calibration", "starts over"),
-    "report": ("headstart.inference.report.command.check_folder", "starts over"),
+    "report": ("headstart.inference.report.command.refuse_original_target", "starts over"),
     "convert": ("headstart.heads.formats.convert.convert", "starts over"),
     "store": ("headstart.data_pipelines.features.store.refuse_damage", "starts over"),
 }
@@ -194,14 +194,6 @@ def test_what_a_killed_writer_of_weights_left_is_removed_by_the_next(tmp_path: P
     (left / ".tmpowLZXY").write_bytes(b"half of it")
     write_safetensors({"a": torch.zeros(3)}, tmp_path / "a.safetensors")
     assert list(tmp_path.iterdir()) == [tmp_path / "a.safetensors"]
-
-
-def test_a_folder_is_checked_without_leaving_anything(tmp_path: Path) -> None:
-    check_folder(tmp_path / "a/b")
-    assert not list((tmp_path / "a/b").iterdir())
-    (tmp_path / "file").touch()
-    with pytest.raises(NotADirectoryError):
-        check_folder(tmp_path / "file/a")
 
 
 def test_weights_get_the_mode_of_any_other_file(tmp_path: Path, umask: int) -> None:

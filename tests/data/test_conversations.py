@@ -15,7 +15,7 @@ from headstart.common.files import read_jsonl
 from headstart.data_pipelines.features.shards import FeatureStore
 from headstart.data_pipelines.harvest import harvest
 from headstart.data_pipelines.inspect import inspect
-from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join, parse_known
+from headstart.data_pipelines.prompts.chat_masks import ChatMasks, encode_prompt, join
 from headstart.data_pipelines.prompts.conversations import Conversation, PromptAndAnswer, parse_row
 from headstart.data_pipelines.prompts.prompts import ROW_REPORT, key_of, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
@@ -172,7 +172,7 @@ def test_the_target_answers_the_last_user_turn() -> None:
     """The given answer to it is dropped; earlier answers stay."""
     template = ChatTemplate(build_tokenizer())
     row = {"messages": turns("first", "kept", "second", "dropped")}
-    tokens = encode_prompt(ChatMasks(template), parse_known(template, row))
+    tokens = encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens
     assert template.tokenizer.decode(tokens) == "[user]first[assistant]kept[user]second[assistant]"
     assert len(row["messages"]) == 4  # the caller's row is unchanged
 
@@ -280,7 +280,10 @@ def test_the_target_answers_the_prompt_of_a_row_whatever_was_answered() -> None:
         ({"prompt": "what?", "completion": "that"}, "what?"),
         ({"prompt": "what?", "chosen": "that", "rejected": "this"}, "[user]what?[assistant]"),
     ):
-        assert template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_known(template, row))) == prompt
+        assert (
+            template.tokenizer.decode(encode_prompt(ChatMasks(template), parse_row(row, template.is_turn)).tokens)
+            == prompt
+        )
 
 
 # Held-out prompts and long ones

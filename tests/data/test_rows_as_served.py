@@ -28,9 +28,8 @@ from headstart.data_pipelines.prompts.chat_masks import (
     MaskedTokens,
     encode_prompt,
     given_samples,
-    parse_known,
 )
-from headstart.data_pipelines.prompts.conversations import unread_keys
+from headstart.data_pipelines.prompts.conversations import parse_row, unread_keys
 from headstart.data_pipelines.prompts.prompts import make_prompts, read_prompts
 from headstart.data_pipelines.prompts.row_report import RowReport
 from headstart.data_pipelines.prompts.rows import BadRow
@@ -84,7 +83,7 @@ def section(**fields: Any) -> DataSection:
 
 
 def samples(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[MaskedTokens]:
-    return given_samples(ChatMasks(found), parse_known(found, row), row, section(responses="given", **fields))
+    return given_samples(ChatMasks(found), parse_row(row, found.is_turn), row, section(responses="given", **fields))
 
 
 def trained_on(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[tuple[str, str]]:
@@ -98,7 +97,7 @@ def trained_on(found: ChatTemplate, row: dict[str, Any], **fields: Any) -> list[
 
 
 def prompt_of(found: ChatTemplate, row: dict[str, Any]) -> str:
-    return str(found.tokenizer.decode(encode_prompt(ChatMasks(found), parse_known(found, row))))
+    return str(found.tokenizer.decode(encode_prompt(ChatMasks(found), parse_row(row, found.is_turn)).tokens))
 
 
 def user(content: str) -> dict[str, Any]:
@@ -236,7 +235,7 @@ def test_tools_that_the_template_does_not_write_are_said_once_in_serving() -> No
     for source in (CHATML, "{{ tools }}" + CHATML):
         encoder = PromptEncoder(template(source), 999, 100_000, said.append)
         for tools in ([], TOOLS, TOOLS):
-            encoder.from_chat(ChatRequest.model_validate({"messages": [user("Hi")], "tools": tools}))
+            encoder.chat(ChatRequest.model_validate({"messages": [user("Hi")], "tools": tools}))[0]
     [line] = said
     assert "which the target's chat template does not write" in json.loads(line)["warning"]
 
@@ -259,7 +258,9 @@ def test_reasoning_under_every_name_reaches_the_template_in_rows_and_in_serving(
         if name in REASONING_NAMES:
             assert "hidden" in prompt_of(found, {"messages": messages}) == served(found, messages)
             continue
-        assert {f"{name} of a turn"} == unread_keys({"messages": messages}, parse_known(found, {"messages": messages}))
+        assert {f"{name} of a turn"} == unread_keys(
+            {"messages": messages}, parse_row({"messages": messages}, found.is_turn)
+        )
         with pytest.raises(ApiError, match=r"^messages\[1\]\.no_such_field: there is no such field; content, name"):
             served(found, messages)
         assert served(found, [*messages[:1], says("Hello.", annotations=[{}], parsed=[], **{name: []}), messages[2]])
@@ -431,7 +432,7 @@ def served(found: ChatTemplate, messages: list[dict[str, Any]]) -> str:
 
 def served_tokens(found: ChatTemplate, messages: list[dict[str, Any]]) -> list[int]:
     encoder = PromptEncoder(found, len(found.tokenizer), 100_000)
-    return encoder.from_chat(ChatRequest.model_validate({"messages": messages}))
+    return encoder.chat(ChatRequest.model_validate({"messages": messages}))[0]
 
 
 PIECES = [*"ab .,:é\n\t<>{}\"'\\", "🌳", "the ", "</think>", "<think>", "<|im_end|>"]
@@ -470,7 +471,7 @@ def check_rows_are_as_served(name: str, messages: list[dict[str, Any]]) -> bool:
     family: Family = FAMILIES[name]
     row = {"messages": messages}
     try:
-        found = given_samples(masks, parse_known(masks.template, row), row, section(responses="given"))
+        found = given_samples(masks, parse_row(row, masks.template.is_turn), row, section(responses="given"))
     except BadRow:
         return False
     spans = [(sample.tokens, *span) for sample in found for span in sample.spans]

@@ -291,13 +291,13 @@ doctor: an export of another kind | medusa | SERVED => EXPORT | do not fit | HEA
 doctor: a sample without tokens | samples of texts | SAMPLES => samples.jsonl: row 1 | ['text']
 doctor: samples without rows | samples empty | SAMPLES => --samples | is empty | a row with tokens or prompt
 doctor: samples in another vocabulary | samples with 97 | SAMPLES => samples.jsonl: row 1 | 97 | 0 to 96
-doctor: the tokenizer of another model | samples of prompts | SAMPLES => samples.jsonl: row 1 | tokens hold | 0 to 96
+doctor: the tokenizer of another model | samples of prompts | SAMPLES => samples.jsonl: row 1 | tokens | 0 to 96
 doctor: more new tokens than positions | nothing | DOCTOR --new-tokens 1000 => --new-tokens | 1000
 doctor: head and target the wrong way round | nothing | doctor {place}/target {tmp}/damaged => damaged
 doctor: a depth beyond any head | nothing | DOCTOR --depth 100000 => --depth | 100000 | 1 to 64 is allowed | lower it
 export: a number format that torch lacks | float3 | EXPORT => torch_dtype | 'float3' | float32, bfloat16 or float16
 export: the folder is a file | run a file | EXPORT => run_dir | run is a file
-report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => report.other_heads.other
+report: two heads are missing | nothing | REPORT 'report.other_heads={{other: nowhere}}' => decode.head | holds no head
 report: the tokenizer of another model | nothing | PLAIN target.path={place}/target 'report.baselines=[plain]'
     a prompt holds token id | 0 to 96 of the target | the target's own tokenizer
 report: more new tokens than positions | nothing | PLAIN 'report.baselines=[plain]' decode.max_new_tokens=127

@@ -32,7 +32,6 @@ TRAIN_BRIEFLY = (
     "data.heldout_samples=8",
     "train.steps=100",
     "train.eval_prompts=2",
-    "log.wandb=disabled",
 )
 
 

@@ -47,7 +47,7 @@ adapt | {recipe} | --steps | 0
     argument --steps: 0 given, 1 or more is allowed; correct it or leave it out; a recipe and then section.key=value
     are allowed; headstart adapt --help lists the fields
 chat | --max-new-tokens | 0
-    --max-new-tokens: 0 given, 1 or more is allowed; raise it
+    argument --max-new-tokens: 0 given, 1 or more is allowed; correct it or leave it out
 chat | {recipe} | --target | x
     --target: x given with the recipe {folder}/recipe.yaml, one of the two is allowed; write target.path=x, or leave
     the recipe out
@@ -68,9 +68,8 @@ export | {recipe}
     {folder}/run/head holds no head (no config.json); train one with headstart train RECIPE, or give the folder of a
     saved head
 report | {recipe}
-    decode.head: {folder}/run/head holds no head (no config.json); a trained head's folder is required: train one
-    with headstart train RECIPE, name another with decode.head=FOLDER, or compare methods that need none:
-    report.baselines='[plain, prompt_lookup]'
+    decode.head: {folder}/run/head holds no head (no config.json); train one with headstart train RECIPE, or give the
+    folder of a saved head
 """
 
 

@@ -18,7 +18,6 @@ Train = Callable[..., Outcome]
 OVERRIDES = """
 train.steps='600'
 train.steps=
-log.wandb=yes
 target.compile=1
 data.temperatures=[]
 train=5
@@ -46,7 +45,6 @@ data.self_system_prompts=[''] | data.prompts=self
 train.unroll <- head={kind: block, block_size: 3, markov_rank: 0}
 decode.depth=4 | head={kind: block, block_size: 3}
 head.mask_token_id <- head={kind: block, block_size: 3, mask_token_id: 5000} | train.unroll=3
-train.input_noise=0.1 | head={kind: block, block_size: 3}
 train.anchors=5
 train.fitted_start=true | train.start_from=runs/other/head
 train.fitted_start=true | head={kind: eagle1}
@@ -77,7 +75,6 @@ decode <- decode.drafter=draft_model
 data <- data.server=http://x | data.draft_head=head
 data <- data.online=[auto] | data.store=x
 data <- data.responses=given | data.prompts=self
-train.regression_weight=1
 target.split=tensor | data.online=[auto]
 target.device=gpu
 data.prompts=gone.jsonl

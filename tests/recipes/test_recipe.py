@@ -112,9 +112,9 @@ def test_integers_stay_integers_and_are_accepted_for_floats(tmp_path: Path, good
 
 def test_overrides_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path, good: dict[str, Any]) -> None:
     good["seed"] = 1
-    overrides = ["seed=2", "train.steps=3", "train.steps=4", "run_dir=elsewhere", "log.wandb=disabled"]
+    overrides = ["seed=2", "train.steps=3", "train.steps=4", "run_dir=elsewhere", "export.format=sglang"]
     recipe = load_recipe(write(tmp_path, good), overrides)
-    assert (recipe.seed, recipe.train.steps, recipe.log.wandb) == (2, 4, "disabled")
+    assert (recipe.seed, recipe.train.steps, recipe.export.format) == (2, 4, "sglang")
     assert recipe.features_dir == Path("elsewhere/features")
 
 

@@ -37,6 +37,7 @@ def test_metrics_go_to_a_wandb_project_that_the_environment_may_name(
 
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setenv("WANDB_PROJECT", "drafts")
-    with Tracker(make_recipe("run", "log.wandb=offline"), 0, True):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    with Tracker(make_recipe("run"), 0, True):
         pass
     assert (settings["project"], settings["mode"]) == ("drafts", "offline")

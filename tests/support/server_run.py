@@ -25,7 +25,6 @@ from headstart.inference.generate.defaults import TargetDefaults
 from headstart.inference.serve.app import build_app
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served, Service
-from headstart.inference.serve.transport import http_config
 from headstart.inference.targets.chat_template import ChatTemplate
 from headstart.inference.targets.model import TargetModel
 from headstart.inference.targets.tokenizer import load_tokenizer, visible_text_of
@@ -72,7 +71,7 @@ def running(served: Served, settings: ServerSettings) -> Iterator[Running]:
     lines: list[str] = []
     served = replace(served, thread=ThreadPoolExecutor(1))  # several servers of one test share a loaded target
     app, service = build_app(served, settings, lines.append)
-    config = http_config(app, settings, port=0, log_level="error", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(app, http="h11", lifespan="on", port=0, log_level="error", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
     thread.start()

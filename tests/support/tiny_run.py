@@ -127,7 +127,6 @@ def recipe_values(folder: Path) -> dict[str, Any]:
             "eval_prompts": 0,
         },
         "decode": {"depth": 2, "width": 2, "nodes": 4, "max_new_tokens": 8},
-        "log": {"wandb": "disabled"},
     }
 
 

@@ -52,7 +52,7 @@ RESUMED: dict[str, tuple[int, tuple[str, ...]]] = {  # the step in which the run
     "block, packed": (6, (*BLOCK, *PACKED)),
     "medusa2": (7, (*MEDUSA, "joint={mode: full, learning_rate: 1e-2, warmup_steps: 2}")),
     "muon": (5, MUON),
-    "eagle1": (6, ("head={kind: eagle1}", "train.activation_checkpointing=true", "train.input_noise=0.2")),
+    "eagle1": (6, ("head={kind: eagle1}", "train.activation_checkpointing=true")),
     "adamw": (5, ()),
     "late": (7, MUON),
     "peagle": (5, ("head={kind: peagle, num_layers: 2, depths: 4, taps: [2, 3, 4]}", "train.unroll=4")),
@@ -246,8 +246,11 @@ def test_the_progress_bar_said_nothing_while_a_head_was_measured(
 
 
 @pytest.mark.slow
-def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(make_recipe: Callable[..., Recipe]):
-    recipe = make_recipe("wandb", "log.wandb=offline")
+def test_a_wandb_run_starts_offline_and_keeps_its_id_when_resumed(
+    make_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    recipe = make_recipe("wandb")
     ids = []
     for first_step in (0, 2):
         with Tracker(recipe, first_step, active=True) as tracker:

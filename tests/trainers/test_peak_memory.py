@@ -26,7 +26,7 @@ from headstart.trainers.memory import memory_needs, target_bytes, total
 from headstart.trainers.new_head import head_without_weights
 from headstart.trainers.stages import TrainingRun
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[2:])
-machine = TrainingRun.start(recipe, recipe.head.script).machine
+machine = TrainingRun.start(recipe).machine
 head = head_without_weights(recipe, TargetConfig.from_folder(Path(recipe.target.path)))
 needs = memory_needs(recipe, head, machine, target_bytes(recipe))
 small = [*sys.argv[2:], f"run_dir={recipe.run_dir}-small", "target.path=assets/demo_target"]
@@ -63,7 +63,6 @@ def test_a_run_takes_the_memory_of_its_plan(tmp_path: Path, monkeypatch: pytest.
         "train.optimizer": "adamw",
         "train.eval_prompts": 1,
         "decode.max_new_tokens": 8,
-        "log.wandb": "disabled",
     }
     given = [f"{name}={value}" for name, value in overrides.items()]
     command = [sys.executable, "-c", PROGRAM, str(ROOT / "recipes/tiny.yaml"), *given]

@@ -15,7 +15,7 @@ from headstart.inference.core.cache_memory import free_memory
 from headstart.inference.engine import budget
 from headstart.inference.engine.budget import StepMemory, refuse_large_trees
 from headstart.trainers import run
-from headstart.trainers.tracking import refuse_unusable_wandb, wandb_mode
+from headstart.trainers.tracking import wandb_mode
 
 GIGABYTE = 10**9
 
@@ -50,7 +50,6 @@ conversations without a chat template | target.path={folder}/no_template | data.
     data.prompts: row 1 | is a conversation | rows of prompt or text are allowed | chat_template.jinja
 own prompts of a base model | target.path={folder}/no_template | data.prompts=self => data.prompts | self given
 no draft head | data.draft_head=/nowhere => data.draft_head | /nowhere | head | give
-wandb without a key | log.wandb=online => log.wandb | online given | offline or disabled | wandb login
 a head above the memory | head={kind: eagle3, intermediate_size: 100000000000} => head: | 38.4 TB of weights | up to the
 trees above the memory | decode.nodes=1000000 | train.eval_prompts=2 => decode.nodes | 1000000 given | is allowed here
 a run_dir in /proc | run_dir=/proc/x => run_dir | /proc/x given | a writable folder is allowed | choose another
@@ -64,8 +63,6 @@ def test_what_would_fail_after_the_harvest_is_refused_before_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, dry_run: str
 ) -> None:
     monkeypatch.setattr("headstart.data_pipelines.harvest.open_harvest", None)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setattr("wandb.login", lambda **options: False)
     overrides, facts = CASES[name]
     recipe = tiny_recipe(folder, *(filled(each, folder=folder) for each in overrides), f"train.dry_run={dry_run}")
     before = sorted(folder.iterdir())
@@ -87,17 +84,14 @@ def test_lora_without_peft_is_refused_at_the_start_and_planned_all_the_same(
     assert not (folder / "run").exists()
 
 
-def test_wandb_that_is_not_installed_is_refused_where_the_recipe_asks_for_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wandb_without_a_key_is_refused_before_training_starts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setattr("wandb.login", lambda **options: False)
+    for mode, remedy in (("online", "wandb login"), ("on", "unset it")):
+        monkeypatch.setenv("WANDB_MODE", mode)
+        assert_raises(lambda: run(tiny_recipe(folder)), Says("WANDB_MODE", f"{mode} given", "is allowed", remedy))
     monkeypatch.setattr("headstart.trainers.tracking.is_wandb_available", lambda: False)
-    monkeypatch.setenv("WANDB_MODE", "online")
-    says = Says("log.wandb", "offline given", "auto or disabled is allowed", "pip install -e '.[wandb]'")
-    assert_raises(lambda: refuse_unusable_wandb(tiny_recipe(folder, "log.wandb=offline")), says)
-    for mode in ("auto", "disabled"):
-        recipe = tiny_recipe(folder, f"log.wandb={mode}")
-        refuse_unusable_wandb(recipe)
-        assert wandb_mode(recipe.log.wandb) == "disabled"
+    assert wandb_mode() == "disabled"
 
 
 def test_trees_are_bounded_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

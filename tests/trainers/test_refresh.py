@@ -230,8 +230,8 @@ def test_a_kill_at_any_time_leaves_whole_heads(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (lambda text: replace(text, tokens=[*text.tokens[:-1], 300]), r"rollouts\[0\].tokens: id 300 given, 0 to 299"),
-        (lambda text: replace(text, tokens=[-1, *text.tokens[1:]]), r"rollouts\[0\].tokens: id -1 given"),
+        (lambda text: replace(text, tokens=[*text.tokens[:-1], 300]), r"rollouts\[0\].tokens: 300 given, .* 0 to 299"),
+        (lambda text: replace(text, tokens=[-1, *text.tokens[1:]]), r"rollouts\[0\].tokens: -1 given"),
         (lambda text: replace(text, loss_mask=[False] * len(text.tokens)), r"rollouts\[0\].loss_mask: no token is"),
         (lambda text: replace(text, loss_mask=[True]), r"rollouts\[0\].loss_mask: 1 flags given"),
         (lambda text: replace(text, tokens=[5] * 200, loss_mask=[True] * 200), r"200 tokens given, up to 128"),

@@ -352,12 +352,10 @@ def test_an_objective_is_that_of_the_paper_unless_the_recipe_says_otherwise(make
     assert Objective.from_recipe(make_recipe("a", "train.unroll=4")) == EAGLE_3
     eagle1 = "head={kind: eagle1}", "train.unroll=4"
     assert Objective.from_recipe(make_recipe("b", *eagle1)) == EAGLE_1
-    own = "train.objective=log_acceptance", "train.regression_weight=0", "train.input_noise=0.5"
+    own = "train.objective=log_acceptance", "train.objective_weight=2"
     assert Objective.from_recipe(make_recipe("b", *eagle1, *own, "train.unroll_decay=0.5")) == Objective(
-        "log_acceptance", 0.1, 0.0, 0.5, unroll_weights=(1.0, 0.5, 0.25, 0.125)
+        "log_acceptance", 2.0, 1.0, 0.2, unroll_weights=(1.0, 0.5, 0.25, 0.125)
     )
-    with pytest.raises(ValueError, match=r"train\.regression_weight: 1\.0 given, only 0 or null is allowed"):
-        make_recipe("a", "train.regression_weight=1.0")
 
 
 @pytest.mark.parametrize(("recipe", "depths"), [("tiny", 5), ("tiny_medusa", 4), ("tiny_block", 7)])

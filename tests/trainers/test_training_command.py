@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def start(recipe: Path, *overrides: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), "log.wandb=auto", *overrides]
+    command = [sys.executable, str(ROOT / "trainers/eagle.py"), str(recipe), *overrides]
     environment = {**quiet_environment(ROOT), "ACCELERATE_USE_CPU": "true"}
     return subprocess.Popen(
         command, cwd=recipe.parent, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

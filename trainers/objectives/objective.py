@@ -27,13 +27,7 @@ class Objective(Loss):
     @classmethod
     def of(cls, head: HeadSection, train: TrainSection) -> "Objective":
         """The objective of the head's paper, with the fields that the recipe gives."""
-        paper = head.loss
-        fields = {
-            "name": train.objective,
-            "weight": train.objective_weight,
-            "regression_weight": train.regression_weight,
-            "input_noise": train.input_noise,
-        }
+        paper, fields = head.loss, {"name": train.objective, "weight": train.objective_weight}
         decay = head.unroll_decay if train.unroll_decay is None else train.unroll_decay
         weights = tuple(decay**k for k in range(head.levels or train.unroll))
         chosen: dict[str, Any] = {field: value for field, value in fields.items() if value is not None}

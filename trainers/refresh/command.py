@@ -126,7 +126,3 @@ class Learner:
             version = path.name
         print(f"version {version} is served" if version else f"version {served.name} stays", flush=True)
         self.versions.note(**{"from": served.name}, version=version, **vars(refreshed.verdict))
-
-
-if __name__ == "__main__":
-    main()

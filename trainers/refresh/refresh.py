@@ -25,6 +25,7 @@ from headstart.heads.kinds.checkpoint import KINDS, load_head_for, save_head, st
 from headstart.heads.target_config import TargetConfig, TargetOrigin, locate_target
 from headstart.heads.target_ends import TargetEnds
 from headstart.inference.drafters.growth import Growth
+from headstart.inference.generate.settings import refuse_outside
 from headstart.inference.serve.traffic import is_held_out
 from headstart.inference.targets.loading import load_config, load_weights, pick_device
 from headstart.recipes.fields import head_kinds
@@ -184,12 +185,7 @@ def refuse_wrong(text: Rollout, name: str, head: DraftHead) -> None:
     if not mask.any():
         needed = "at least one token that the target wrote must be marked; leave this rollout out"
         raise ValueError(f"{name}.loss_mask: no token is marked, {needed}")
-    strange = tokens[(tokens < 0) | (tokens >= size)]
-    if len(strange):
-        remedy = "give tokens of the target's own tokenizer"
-        raise wrong_value(
-            f"{name}.tokens", f"id {strange[0]}", f"0 to {size - 1} of the target's vocabulary is", remedy
-        )
+    refuse_outside(f"{name}.tokens", tokens.tolist(), size, "give tokens of the target's own tokenizer")
     if count > most:
         raise wrong_value(f"{name}.tokens", f"{count} tokens", f"up to {most} of the target's positions are", "cut it")
     wanted = (len({*head.taps, head.target.num_layers}) * head.target.hidden_size,)

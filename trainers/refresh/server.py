@@ -4,9 +4,8 @@ import json
 import os
 from collections.abc import Iterator
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
+import httpx
 import torch
 from safetensors.torch import load
 
@@ -56,21 +55,17 @@ class Server:
                 yield Rollout(text.tolist(), flags.tolist(), own, row["heldout"])
 
     def _ask(self, path: str, fields: dict[str, Any] | None = None) -> bytes:
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
-        body = None if fields is None else json.dumps(fields).encode()
+        headers, method = {"Authorization": f"Bearer {self.key}"} if self.key else {}, "POST" if fields else "GET"
         try:
-            with urlopen(Request(self.url + path, body, headers), timeout=PATIENCE) as answer:
-                return answer.read()
-        except HTTPError as error:
-            says = error.read().decode(errors="replace")
-            if error.code == 404:
-                says = "it has no such path; start it with --adapt-memory"
-            kind = RefusedError if error.code < 500 else UnreachableError
-            raise kind(f"--server: {self.url}{path} refuses ({error.code}): {says}") from error
-        except (URLError, OSError, ValueError) as error:
-            reason = getattr(error, "reason", error)
+            answer = httpx.request(method, self.url + path, json=fields, headers=headers, timeout=PATIENCE)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
             needed = "a running server is needed; start headstart serve RECIPE --adapt-memory 0.25"
-            raise UnreachableError(f"--server: {self.url} cannot be reached ({reason}); {needed}") from error
+            raise UnreachableError(f"--server: {self.url} cannot be reached ({error}); {needed}") from error
+        if answer.status_code != 200:
+            says = "it has no such path; start it with --adapt-memory" if answer.status_code == 404 else answer.text
+            kind = RefusedError if answer.status_code < 500 else UnreachableError
+            raise kind(f"--server: {self.url}{path} refuses ({answer.status_code}): {says}")
+        return answer.content
 
 
 class RefusedError(ValueError):

@@ -64,14 +64,10 @@ class PromptEncoder:
 
     def tokenize(self, fields: TokenizeRequest) -> list[int]:
         if "messages" in fields.model_fields_set:
-            return self.from_chat(fields)
+            return self.chat(fields)[0]
         if fields.prompt is None:
             raise ApiError(400, "prompt: missing; a text, or messages instead, is needed; write one", "prompt")
         return self.from_text(fields.prompt, "prompt", fields.add_special_tokens is not False)
-
-    def from_chat(self, fields: Templated) -> list[int]:
-        """The tokens of `chat`."""
-        return self.chat(fields)[0]
 
     def chat(self, fields: Templated) -> tuple[list[int], Images | None]:
         """Apply the target's chat template; raises ApiError for messages that the template refuses, and ValueError for

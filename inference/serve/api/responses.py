@@ -19,6 +19,8 @@ from headstart.inference.serve.api.fields import (
     Format,
     JsonSchema,
     Listed,
+    Part,
+    Parts,
     Range,
     Text,
     first_refusal,
@@ -44,19 +46,7 @@ FIELD_NAMES = {
 }
 
 
-class Part(Listed):
-    type: Literal["input_text", "output_text", "text", "reasoning_text"]
-    text: Text
-
-
-class Picture(Listed):
-    type: Literal["input_image"]
-    image_url: Text
-
-
-Parts = Annotated[list[Part | Picture], Allowed("")]
-KINDS = "input_text, output_text or, with image_url, input_image"
-Content = Annotated[Text | Parts, Allowed(f"a text, or a list of parts of type {KINDS}, is")]
+Content = Annotated[Text | Parts, Allowed("a text, or a list of parts with a type, is")]
 IGNORED_IN_ITEMS = frozenset({"id", "status", "summary", "encrypted_content", "phase"})
 Included = Annotated[Literal["reasoning.encrypted_content"], Allowed("reasoning.encrypted_content is")]
 Kind = Literal["message", "function_call", "function_call_output", "reasoning"]
@@ -150,11 +140,11 @@ class ResponsesRequest(CommonFields):
         """The messages of the chat. An assistant's message includes the reasoning before it and the calls after it."""
         messages: list[Json] = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         for index, item in enumerate(self.input):
-            content, last = joined(item.content), messages[-1] if messages else {}
+            content, last = as_chat_content(item.content), messages[-1] if messages else {}
             for name in unread_fields(item.model_extra or {}, IGNORED_IN_ITEMS):
                 refuse_unknown(name, getattr(item, name), Item.model_fields, f"input[{index}]")
             if item.type == "function_call_output":
-                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": joined(item.output)})
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": as_chat_content(item.output)})
             elif item.type == "message" and item.role is None:
                 raise wrong(f"input[{index}].role", None, "a role is", "write it")
             elif item.role == "assistant" and last.keys() == {"role", "content", "reasoning_content"}:
@@ -162,7 +152,8 @@ class ResponsesRequest(CommonFields):
             elif item.type == "message":
                 messages.append({"role": item.role, "content": content})
             elif item.type == "reasoning" and content:
-                messages.append({"role": "assistant", "content": "", "reasoning_content": content})
+                thoughts = content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+                messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
             elif item.type == "function_call":
                 if last.get("role") != "assistant":
                     messages.append({"role": "assistant"})
@@ -172,14 +163,9 @@ class ResponsesRequest(CommonFields):
         return messages
 
 
-def joined(content: str | list[Part | Picture] | None) -> Any:
-    """Content as a chat has it: a text, or parts if there is a picture in it."""
-    if content is None or isinstance(content, str):
-        return content
-    texts = [part.text for part in content if isinstance(part, Part)]
-    if len(texts) == len(content):
-        return "".join(texts)
-    return [part.model_dump() | {"type": "text" if isinstance(part, Part) else part.type} for part in content]
+def as_chat_content(content: str | list[Part] | None) -> Any:
+    """Content as a chat has it."""
+    return [part.model_dump() for part in content] if isinstance(content, list) else content
 
 
 def nested(tool: Any) -> Any:

@@ -8,7 +8,7 @@ const IDEAS = [
   "List five tips for learning a language.",
 ];
 const BEGINNINGS = ["Once upon a time there was a lighthouse keeper who", "def is_palindrome(text):", "The sky is blue because"];
-const SHADES = 7; // deeper drafts share the last one
+const SHADES = 7; // deeper drafts share the last one, as the legend in index.html says
 const COMPARED = 96; // tokens of each text side by side, at most
 const ALTERNATIVES = 5;
 const ROUNDING = { float32: 0.01, bfloat16: 0.5, float16: 0.1 }; // generous bounds on what it does to logits
@@ -493,15 +493,6 @@ function fit() {
   field.style.height = `${field.scrollHeight}px`;
 }
 
-function drawLegend() {
-  const parts = [make("span", "", "Guessed at depth")];
-  const depths = make("span", "");
-  for (let depth = 1; depth <= SHADES; depth += 1) depths.append(make("span", `t d${depth}`, `${depth}${depth < SHADES ? "" : "+"}`), " ");
-  const bonus = make("span", "");
-  bonus.append(make("span", "t bonus", "underlined"), " by the model itself");
-  $("legend").replaceChildren(...parts, depths, bonus);
-}
-
 function begin() {
   state.running?.abort();
   state.turns = [];
@@ -520,14 +511,10 @@ async function meet() {
     $("about").textContent = `${state.model.id} · ${drafts} · ${dtype} on ${device}`;
     $("attach").hidden = !state.model.headstart.images;
     if (!chat) $("question").placeholder = placeholder();
-    showIdeas(chat ? IDEAS : BEGINNINGS);
+    $("ideas").replaceChildren(...(chat ? IDEAS : BEGINNINGS).map(card));
   } catch (error) {
     $("about").textContent = error.message;
   }
-}
-
-function showIdeas(ideas) {
-  $("ideas").replaceChildren(...ideas.map(card));
 }
 
 function card(idea) {
@@ -542,7 +529,6 @@ function card(idea) {
   return entry;
 }
 
-drawLegend();
 $("key").value = sessionStorage.getItem("key") ?? "";
 $("composer").addEventListener("submit", submit);
 $("question").addEventListener("input", fit);

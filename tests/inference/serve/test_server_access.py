@@ -1,13 +1,10 @@
-"""Laws of who may ask and how: names of the server, keys, methods, connections that send half a request."""
+"""Laws of who may ask and how: names of the server, keys, methods."""
 
-import socket
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 import httpx
 import pytest
-from matrix import slow_unless
 from server_run import NAME, Running, running
 
 from headstart.inference.serve.options import serve_options
@@ -60,33 +57,6 @@ def test_a_server_for_other_machines_answers_to_any_name_unless_names_are_given(
     assert serve_options(None, host).settings.is_own("box.example")
     named = serve_options(None, [*host, "--allowed-host", "a.example"]).settings
     assert [named.is_own(name) for name in ("a.example", "box.example", "127.0.0.1")] == [True, False, True]
-
-
-WHOLE = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-SENT = [(b"", b""), (b"", b"GET /heal"), (b"", WHOLE[:-3]), (WHOLE, WHOLE[:-3])]
-
-
-@pytest.mark.parametrize(("before", "sent"), slow_unless([(b"", b"GET /heal"), (WHOLE, WHOLE[:-3])], SENT))
-def test_half_sent_headers_held_a_connection_for_ever(server: Running, before: bytes, sent: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as client:
-        client.settimeout(0.1)
-        client.sendall(before + sent)
-        came, end = b"", time.monotonic() + 3
-        while time.monotonic() < end:
-            try:
-                fresh = client.recv(1000)
-            except TimeoutError:
-                client.sendall(b"x" if sent else b"")
-                continue
-            except ConnectionError:
-                fresh = b""
-            if not fresh:
-                break
-            came += fresh
-    assert time.monotonic() < end
-    assert (b"200 OK" in came) == bool(before)
 
 
 def test_head_is_get_without_a_body(client: httpx.Client) -> None:
