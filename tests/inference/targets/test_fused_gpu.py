@@ -11,7 +11,7 @@ import torch
 from families import make_family
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared_fixtures import HeadFactory, ModelFactory
+from shared_fixtures import TAPS, HeadFactory, ModelFactory
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from headstart.inference.core.cache import Slots
 from headstart.inference.core.drafter import PLAIN
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.for_heads import head_drafter
@@ -117,7 +118,7 @@ def test_a_block_is_normed_rotated_and_stored_as_by_the_layers_own_code(
 
 def joined_target(model: PreTrainedModel) -> TargetModel:
     join_linears(model)
-    return TargetModel(model, (1, 2, 3) if model.config.num_hidden_layers > 3 else ())
+    return TargetModel(model, ())
 
 
 def fused_types(model: nn.Module) -> Counter[str]:
@@ -161,16 +162,14 @@ def test_texts_by_kernels_are_those_of_the_modules_own_code(
     gpu: ModuleType, make_model: ModelFactory, make_head: HeadFactory
 ) -> None:
     def texts(fuse: bool) -> list[list[int]]:
-        target, head = joined_target(make_model()), make_head()
-        head.taps = target.taps
+        target, head = TargetModel(make_model(), TAPS), make_head()
+        join_linears(target.model)
         join_linears(head)
         if fuse:
             fuse_head(head, fuse_where_right(target.passes)[0])
             assert [type(vars(each).get("forward")) for each in head.modules()].count(FusedHeadAttention) == 1
-        prompts, samplings = [[5, 6, 7], [9] * 11], [Sampling(), Sampling(0.8, seed=3)]
-        drafter = head_drafter(head, Dynamic(3, 3, 8))
-        done = generate_batch(target, prompts, 12, drafter=drafter, sampling=samplings)
-        return [text.tokens for text in done]
+        requests = [Request([5, 6, 7], 9, Sampling()), Request([9] * 11, 9, Sampling(0.8, seed=3))]
+        return [text.tokens for text in generate_batch(target, requests, head_drafter(head, Dynamic(3, 3, 8)))]
 
     assert texts(fuse=True) == texts(fuse=False)
 
