@@ -1,6 +1,5 @@
 """Drafters that know the true continuation, and draft it as correctly or wrongly as a test needs."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +12,6 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import Path
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.history import History
 from headstart.inference.core.request import Request
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
@@ -191,7 +189,6 @@ class Listener(Hidden):
     def __init__(self, *texts: list[int]) -> None:
         super().__init__(*texts)
         self.told: list[VerifiedOnHost] = []
-        self.histories: list[History | None] = []  # copies, as the decode loop changes its own in place
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.first_taps, self.first_text = taps, text
@@ -199,7 +196,6 @@ class Listener(Hidden):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         self.told.append(replace(verified, rows=[replace(row, text=[*row.text]) for row in verified.rows]))
-        self.histories.append(copy.deepcopy(verified.history))
         return super().draft(verified, cache)
 
 

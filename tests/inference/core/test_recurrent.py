@@ -14,7 +14,6 @@ from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, Rwk
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import first_path
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Lookup
@@ -219,16 +218,6 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     assert drafter.growth.width == 1
     said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps recurrent states"
     assert said in capfd.readouterr().err
-
-
-def test_a_tree_becomes_the_chain_of_first_children() -> None:
-    #  0 -- 1 -- 3      first children: 0, 1, 3, 5
-    #    \- 2    \-5
-    #        \- 4
-    tree = check.Tree(torch.tensor([[9, 1, 2, 3, 4, 5]]), torch.tensor([[-1, 0, 0, 1, 2, 3]]))
-    chain = first_path(tree)
-    assert chain.tokens.tolist() == [[9, 1, 3, 5]]
-    assert chain.parents.tolist() == [[-1, 0, 1, 2]]
 
 
 def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:

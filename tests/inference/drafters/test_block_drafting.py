@@ -1,15 +1,13 @@
 """Laws of drafting all levels in one pass: a block head's tree follows its conditional scores, text stays lossless."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from drafting import TEXT, Naive, draft, new_cache, verified
+from drafting import TEXT, Naive
 from families import FAMILIES
 from matrix import slow_unless
-from scripted import paths
 from torch.testing import assert_close
 
 from headstart.heads.base import DraftHead
@@ -22,7 +20,6 @@ from headstart.inference.calibrate import score_text
 from headstart.inference.core.drafter import NoDrafter
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.block import BlockDrafter
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.engine.loop import generate_batch
@@ -30,28 +27,6 @@ from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema_heads import BlockSection, HeadSection, PEagleSection
 
 MakeHead = Callable[..., BlockHead]
-
-
-def test_without_its_markov_head_a_tree_is_one_of_marginals(target: TargetModel, make_head: MakeHead) -> None:
-    """Wide enough, it holds the best nodes by the product of their slots' chances (DDTree's best-first search)."""
-    head, sampling = make_head("block", markov_rank=6), Sampling(1.0, seed=3)
-    plain = make_head("block")
-    plain.load_state_dict({name: each for name, each in head.state_dict().items() if "markov" not in name})
-    growth = Dynamic(4, 9, 9)  # no level can hold more than all nodes, so no width is lost
-    given = verified(target, sampling, (0, 11))
-    drafter = BlockDrafter(head, growth)
-    drafter.markov_head = None
-    tree = draft(drafter, given, new_cache(target, drafter))
-    naive = Naive(plain, target, TEXT, sampling)
-    assert paths(tree) == [naive.tree(growth)]
-    slots = [naive.scores((0,) * level).topk(9) for level in range(4)]  # the path does not matter
-    scored: dict[tuple[int, ...], float] = {}
-    for level in range(4):
-        for ranks in itertools.product(range(9), repeat=level + 1):
-            found = zip(slots, ranks, strict=False)
-            path = [(int(slot.indices[rank]), float(slot.values[rank])) for slot, rank in found]
-            scored[tuple(token for token, _ in path)] = sum(score for _, score in path)
-    assert paths(tree)[0] == set(sorted(scored, key=lambda path: -scored[path])[:9])
 
 
 SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}

@@ -25,7 +25,7 @@ from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Continuations, Trie
+from headstart.inference.drafters.repeats import Continuations
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
@@ -216,14 +216,6 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
     text = [1, 2, 4] * 9 + [1, 3, 5, 7, 1]
     drafted = [drafted_paths(Lookup(Growth(2, 2, nodes), ngram=1), text) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
-
-
-def test_a_trie_holds_each_path_once_and_only_to_its_maximum_depth() -> None:
-    trie = Trie(7, max_depth=2)
-    assert [trie.add(*each) for each in ((0, 1), (1, 2), (2, 3))] == [1, 2, None]
-    assert [trie.add(*each) for each in ((0, 1), (1, 4))] == [1, 3]
-    assert (trie.tokens, trie.parents) == ([7, 1, 2, 4], [-1, 0, 1, 1])
-    assert trie.add(2, 9) is None
 
 
 def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:

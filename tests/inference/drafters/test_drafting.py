@@ -1,7 +1,6 @@
 """Laws of the drafters of heads. Decoding stays lossless with wrong drafts, so only these tests see a wrong tree."""
 
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +14,10 @@ from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import Move
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
 
 MakeHead = Callable[..., DraftHead]
 # Kind, shape, and tokens of the draft vocabulary; the target has 97.
@@ -146,27 +143,6 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
     drafter.prefill(taps[:, :2], torch.tensor([[1, 2]]), new_cache(target, drafter).row(0))  # of one token
 
 
-def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: DraftHead) -> None:
-    """At T > 0 the Gumbel noise of a position helps to rank its drafts: equal seeds draft alike, others do not."""
-    drafter = HeadDrafter(head, Dynamic(3, 4, 8))
-    trees = [
-        draft(drafter, verified(target, Sampling(1.0, seed=seed), (0, 11)), new_cache(target, drafter))
-        for seed in (1, 1, 2)
-    ]
-    assert paths(trees[0]) == paths(trees[1]) != paths(trees[2])
-
-
-def test_tokens_that_sampling_excludes_are_not_drafted(target: TargetModel, head: DraftHead) -> None:
-    """With top-k 2 a node has at most two children, and a token with bias -inf is never drafted."""
-    drafter = HeadDrafter(head, Dynamic(3, 4, 30))
-    free = draft(drafter, verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
-    banned = int(free.tokens[0, 1])
-    sampling = Sampling(1.0, seed=1, top_k=2, logit_bias=((banned, -math.inf),))
-    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
-    assert banned not in {token for path in paths(tree)[0] for token in path}
-    assert torch.tensor([parent for parent in tree.parents[0].tolist() if parent >= 0]).bincount().max() == 2
-
-
 def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) -> None:
     head = make_head(vocab=DraftVocab.most_frequent(torch.arange(97), 6))
     assert HeadDrafter(head, Dynamic(3, 6, 8)).max_nodes == 18
@@ -174,17 +150,3 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) 
         HeadDrafter(head, Dynamic(3, 7, 8))
     with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed; lower it"):
         HeadDrafter(head, Fixed(tuple((number,) for number in range(7))))
-
-
-@pytest.mark.parametrize(
-    ("section", "wanted"),
-    [
-        ({"growth": "chain", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 1, 7)),
-        ({"growth": "dynamic", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 4, 60)),
-    ],
-    ids=["chain", "dynamic"],
-)
-def test_a_recipe_chooses_how_trees_grow(
-    target: TargetModel, head: DraftHead, section: dict[str, Any], wanted: GrowthPolicy
-) -> None:
-    assert growth_from_recipe(DecodeSection(**section), target, head) == wanted

@@ -9,7 +9,6 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import DRAFTERS, HalfRightHead, Hidden, Texts
-from torch.testing import assert_close
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
@@ -18,7 +17,6 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
-from headstart.inference.engine.prefill import prefill_chunk, prefill_prompts
 from headstart.inference.targets.model import TargetModel
 
 MakeHead = Callable[..., Eagle3Head]
@@ -166,20 +164,6 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
     assert batch_sizes[:4] == [1, 3, 1, 3]
     assert sum(batch_sizes) == 4 + (8 + 1 + 4 + 3 + 1 + 2)
     assert len(batch_sizes) == 4 + 8
-
-
-def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetModel) -> None:
-    """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
-    prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
-    cache, alone = target.passes.new_cache(16, batch=3), target.passes.new_cache(16, batch=3)
-    together = prefill_prompts(target, prompts, [cache.row(row) for row in range(3)])
-    for row, prompt in enumerate(prompts):
-        single = prefill_chunk(target, prompt, alone.row(row), 0)
-        assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
-        assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
-        held = (..., slice(len(prompt)), slice(None))
-        stored = cache.row(row).target.storages[0][held], alone.row(row).target.storages[0][held]
-        assert_close(*stored, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from families import FAMILIES
 from matrix import slow_unless
-from scripted import HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
+from scripted import HalfRightHead, LoadCosts, NoThirds, Texts
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.verify import BONUS
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -85,17 +84,6 @@ def test_requests_of_higher_priority_come_first_and_others_in_order(target: Targ
     assert [block.number for block in loop.run()] == [1, 3, 2, 0, 4]
 
 
-def test_a_block_tells_the_draft_depth_of_each_token(target: TargetModel, texts: Texts) -> None:
-    loop = DecodeLoop(target, Oracle(*texts.whole, ahead=3), max_batch=1)
-    loop.submit(REQUESTS[0])
-    blocks = list(loop.run())
-    assert [block.depths for block in blocks] == [[None], *[[1, 2, 3, BONUS]] * 2, [1, 2, BONUS]]
-    assert [token for block in blocks for token in block.tokens] == written(texts, 0)
-    plain = DecodeLoop(target, max_batch=1)
-    plain.submit(REQUESTS[0])
-    assert {depth for block in plain.run() for depth in block.depths} == {None}
-
-
 def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetModel) -> None:
     loop = DecodeLoop(target, max_batch=1)
     for request in REQUESTS[:2]:
@@ -134,15 +122,23 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
     return loop
 
 
+def drafter_of(kind: str, target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any]) -> Drafter:
+    if kind == "draft model":
+        return ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
+    return head_drafter(make_head(kind), Dynamic(3, 3, 8))
+
+
 @pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["eagle3", "block", "draft model"])
 @pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
-    target: TargetModel, make_head: MakeHead, piece: int, static: bool
+    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str, piece: int, static: bool
 ) -> None:
-    """The head drafts the same trees too: it read each piece with the token after it, which the prompt holds."""
+    """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
+    draft model reads each piece as the target does."""
     requests = [Request(LONG, 12), Request([3], 40, Sampling(1.0, seed=1)), Request(LONG[:50], 8, Sampling(0.8))]
-    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    drafter = drafter_of(kind, target, make_head, make_model)
     alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
     loop = make_paced(target, drafter, piece, static)
     order = 1, 2, 0  # the short prompt first, so that its row runs while the others are read
@@ -155,25 +151,6 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
         if static or number == order[-1]:  # rows do not draft while a prompt is read beside their steps
             assert found.stats.accepted_at_depth == wanted.stats.accepted_at_depth
     loop.close()
-
-
-@pytest.mark.parametrize("kind", ["block head", "draft model"])
-def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
-    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str
-) -> None:
-    """A draft model reads each piece as the target does."""
-    growth = Dynamic(3, 2, 6)
-    drafters: dict[str, Drafter] = {
-        "block head": head_drafter(make_head("block"), growth),
-        "draft model": ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target),
-    }
-    drafter = drafters[kind]
-    alone = generate(target, LONG, 12, drafter=drafter)
-    loop = make_paced(target, drafter, 9)
-    loop.submit(Request(LONG, 12))
-    finish(loop)
-    assert loop.generations[0].tokens == alone.tokens
-    assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
 
 
 @pytest.mark.parametrize("family", slow_unless(("gemma3", "gpt_oss"), FAMILIES))
@@ -242,17 +219,6 @@ def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, sta
         assert blocks == [*[[0]] * (pieces - 1), [0, 1]]
     assert pieces >= len(LONG) / 10
     loop.close()
-
-
-def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
-    for shares_steps in (False, True):
-        schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
-        assert (schedule.tokens(has_rows=False), schedule.tokens(has_rows=True)) == (512, 16)
-        assert schedule.reads_next(running=1)
-        schedule.read_last = True
-        assert schedule.reads_next(running=1) == shares_steps
-        assert schedule.reads_next(running=0)
-    assert PrefillSchedule(4, 16, prompts_first=False).tokens(has_rows=True) == 4
 
 
 def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:

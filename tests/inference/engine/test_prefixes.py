@@ -25,7 +25,6 @@ GROWTH = Dynamic(3, 3, 8)
 
 
 PARTS = ["none", "head", "medusa", "block head", "draft model"]
-some_parts = pytest.mark.parametrize("parts", slow_unless(("head",), PARTS), indirect=True)
 
 
 @pytest.fixture(params=PARTS)

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -213,14 +212,6 @@ def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: T
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
 
 
-def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> None:
-    odd = copy(target)
-    odd.end_tokens = [5, 2000]
-    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
-    found = written_by(SpeculativeModel(odd), **fields)
-    assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
-
-
 # The defaults are those of transformers: with do_sample, top_k is 50.
 MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
@@ -357,14 +348,6 @@ def test_fields_at_their_defaults_are_not_refused() -> None:
     read_settings(
         None, {"logits_processor": [], "stopping_criteria": [], "prefix_allowed_tokens_fn": None, "synced_gpus": False}
     )
-
-
-def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
-    model: SpeculativeModel, theirs: Any
-) -> None:
-    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
-    found = written_by(model, **BATCH, generation_config=config, do_sample=False)
-    assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
 
 
 def test_without_a_head_from_folders_drafts_by_prompt_lookup(target_folder: Path, deep_target: TargetModel) -> None:

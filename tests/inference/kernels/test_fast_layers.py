@@ -20,7 +20,6 @@ from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import (
     Fused,
     JointLinear,
-    JointProduct,
     PackedLinear,
     fuse_norms,
     join_linears,
@@ -259,21 +258,6 @@ def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_ga
         ("k_proj", inputs),
     ]:
         assert torch.equal(layers[name](given), alone[name](given))
-
-
-@needs_kernel
-@torch.inference_mode()
-def test_siblings_keep_nothing_once_each_has_its_output() -> None:
-    model = Projections(torch.float32)
-    pack_weights(model, exact=True)
-    layers, inputs = model.layers(), torch.zeros(1, 48)
-    layers["q_proj"](torch.zeros(1, 48))  # of another input
-    for name in ("v_proj", "q_proj", "k_proj"):
-        layers[name](inputs)
-    product = layers["q_proj"].product
-    assert isinstance(product, JointProduct)
-    assert product.inputs is None
-    assert not product.outputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

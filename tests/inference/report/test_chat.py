@@ -18,7 +18,7 @@ from rich.console import Console
 from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command
-from headstart.chat import SHADES, Chat, first_ctrl_c, printable, token_style
+from headstart.chat import Chat, first_ctrl_c, printable
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.vocab import DraftVocab
@@ -26,7 +26,7 @@ from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import BONUS, Accepted, Verified
+from headstart.inference.core.verify import BONUS, Verified
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.show import TextStream
@@ -116,12 +116,6 @@ def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetMo
     assert not chat.handle("/quit")
 
 
-def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
-    assert Accepted([0, 2, 3], [7, 8, 9], drafted=4).depths == [1, 2, BONUS]
-    assert Accepted([0], [7], drafted=4).depths == [BONUS]
-    assert Accepted([0], [7], drafted=0).depths == [None]
-
-
 def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
     """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
     request = Request([5, 6, 7, 11], 23, show_trees=True)
@@ -134,12 +128,6 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> 
         assert step.depths == depths[: len(step.tokens)]
         seen |= {*step.depths}
     assert {BONUS, 1, 2, 3} <= seen
-
-
-def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:
-    assert token_style(None) == ""
-    assert token_style(BONUS) == "underline"
-    assert [token_style(depth).rpartition(" ")[2] for depth in range(1, 9)] == [*SHADES, SHADES[-1]]
 
 
 def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whole_text() -> None:

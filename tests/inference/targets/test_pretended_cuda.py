@@ -23,7 +23,6 @@ from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
@@ -37,7 +36,7 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
-from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
+from headstart.trainers.evaluation import held_out_metrics
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
 MakeModel = Callable[..., LlamaForCausalLM]
@@ -109,30 +108,20 @@ WRONG: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_whatever_the_host_reads_is_counted(cuda: Seen, name: str) -> None:
-    with torch.inference_mode():
-        READ[name](torch.ones(3, dtype=torch.long, device=CUDA))
-    assert sum(cuda.reads.values()) == 1
+@pytest.mark.parametrize(("works", "reads", "crossings"), [(READ, 1, 0), (CROSSED, 0, 1), (FREE, 0, 0)])
+def test_what_the_host_reads_and_what_is_copied_from_it_is_counted(
+    works: dict[str, Callable[[Tensor], object]], reads: int, crossings: int
+) -> None:
+    for name, work in works.items():
+        with pretended_cuda() as seen, torch.inference_mode():
+            work(torch.arange(3, device=CUDA))
+        assert (sum(seen.reads.values()), sum(seen.crossings.values())) == (reads, crossings), name
 
 
-@pytest.mark.parametrize("name", CROSSED)
-def test_whatever_is_copied_from_the_host_is_counted(cuda: Seen, name: str) -> None:
-    CROSSED[name](torch.arange(3, device=CUDA))
-    assert (sum(cuda.reads.values()), sum(cuda.crossings.values())) == (0, 1)
-
-
-def test_what_stays_on_the_device_is_not_counted(cuda: Seen) -> None:
-    for work in FREE.values():
-        work(torch.arange(3, device=CUDA))
-    assert not cuda.reads
-    assert not cuda.crossings
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_tensors_of_different_devices_do_not_mix(cuda: Seen, name: str) -> None:
-    with pytest.raises(WrongDevice):
-        WRONG[name](torch.arange(3, device=CUDA))
+def test_tensors_of_different_devices_do_not_mix(cuda: Seen) -> None:
+    for work in WRONG.values():
+        with pytest.raises(WrongDevice):
+            work(torch.arange(3, device=CUDA))
 
 
 # Captured steps
@@ -286,41 +275,6 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 # The cache, harvest, training and its measurements
 
 
-def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
-    devices = [CUDA, CUDA, SECOND]
-
-    def fill(spread: bool) -> tuple[list[Tensor], list[torch.device | None]]:
-        torch.manual_seed(0)
-        options = {"device": CUDA, "layer_devices": devices} if spread else {}
-        caches = [KVCache.allocate((3, 2, 4), (1, 2, 4), size, 3, **options) for size in (20, 300)]
-        cache = caches[0]
-        cache.set_lengths([4, 2, 3])
-        for _ in range(2):
-            for layer in range(3):
-                block = torch.randn(3, 2, 5, 4)
-                block = block.to(devices[layer]) if spread else block
-                cache.target.append(layer, block, -block)
-            cache.target.keep([[0, 2, 4], [1], [0, 1]])
-        cache.end_row(0)
-        cache.target.write(2, 1, cache.target.copy_kv(0, 0, 4))
-        for slots, source in zip(caches[1].slots, cache.slots, strict=True):
-            slots.take_over(source)
-        cache.make_room(40, 40)
-        alone = cache.row(1).target
-        alone.set_lengths([3])
-        alone.append(2, block[:1], block[:1])
-        alone.keep([[1, 3]])
-        held = [layer for each in caches for layer in each.target.layers]
-        return [part.cpu() for layer in held for part in layer], [layer[0].device for layer in held]
-
-    wanted, _ = fill(spread=False)
-    with pretended_cuda():
-        found, on = fill(spread=True)
-    assert on == devices * 2
-    for mine, its in zip(found, wanted, strict=True):
-        assert mine.equal(its)
-
-
 def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: MakeModel, cuda: Seen) -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
     wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
@@ -411,21 +365,3 @@ def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
     assert_close(result.sums, wanted.sums, rtol=1e-4, atol=1e-4)
     assert result.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-3)
     assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_head_is_measured_on_two_cards_as_on_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, tmp_path: Path
-) -> None:
-    options = ["train.eval_prompts=2", "decode.growth=dynamic", "decode.depth=2", "decode.max_new_tokens=4"]
-    recipe = load_recipe(TINY, [f"run_dir={tmp_path}", *options])
-    recipe.prompts_dir.mkdir(parents=True)
-    (recipe.prompts_dir / "heldout.jsonl").write_text('{"tokens": [5, 6, 7]}\n{"tokens": [9, 9, 1, 4]}\n')
-
-    def measured(model: LlamaForCausalLM) -> dict[str, float]:
-        target = TargetModel(model, (2, 3, 4))
-        return decoding_metrics(HeldOutDecoding(recipe, target, copy.deepcopy(make_head()).to(target.device)))
-
-    wanted = measured(make_model())
-    with pretended_cuda():
-        assert measured(on_two_cards(make_model())) == wanted

@@ -43,13 +43,6 @@ def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps:
     torch.testing.assert_close(found, hidden_states[NUM_LAYERS], rtol=1e-4, atol=1e-3)
 
 
-def test_last_only_returns_the_last_of_all_logits(target: TargetModel) -> None:
-    every, last = target.passes.forward(TOKENS), target.passes.forward(TOKENS, last_only=True)
-    assert last.logits.shape[1] == 1
-    torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
-    assert torch.equal(last.taps, every.taps)
-
-
 def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: TargetModel) -> None:
     """A slice of the hidden states became a batched product, before which a CPU copies a lm_head in bfloat16: 55 ms
     for each prompt of a small chat model."""
