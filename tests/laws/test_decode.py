@@ -9,6 +9,7 @@ import torch
 from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
 from matrix import slow_unless
 from scripted import DRAFTERS, HalfRightHead, Hidden, Listener, Oracle, Texts, blocks_of
+from shared_fixtures import HeadFactory
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
@@ -44,7 +45,6 @@ SAMPLINGS = {
         seed=6,
     ),
 }
-MakeHead = Callable[..., Eagle3Head]
 Plain = Callable[..., list[int]]
 MAIN_NAMES = ("greedy", "T=1", "all at once")
 main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
@@ -64,7 +64,7 @@ def plain(target: TargetModel) -> Plain:
 
 
 @pytest.fixture
-def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
+def make_drafter(target: TargetModel, make_head: HeadFactory) -> Callable[..., Drafter]:
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 
@@ -195,22 +195,6 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
 
-@pytest.mark.parametrize("drafter_name", ["half right head, fixed tree", "careless oracle"])
-def test_a_text_never_exceeds_max_new_tokens(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
-) -> None:
-    sampling = Sampling(1.0, seed=1)
-    wanted = plain(sampling)
-    drafter, requests = (
-        make_drafter(drafter_name, PROMPT + wanted),
-        [Request(PROMPT, n, sampling) for n in range(1, 13)],
-    )
-    for count, result in enumerate(generate_batch(target, requests, drafter, len(requests)), start=1):
-        assert result.tokens == wanted[:count]
-        assert result.stats.tokens == count - 1
-        assert result.finish == "length"
-
-
 @pytest.mark.parametrize("drafter_name", ["none", "oracle", "truth hidden in a tree"])
 def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
     target: TargetModel,
@@ -287,7 +271,7 @@ def test_a_text_that_would_change_the_keys_of_earlier_positions_is_refused() -> 
     assert target.generate([[*range(20)]], 28) == [wanted]
 
 
-def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: MakeHead) -> None:
+def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: HeadFactory) -> None:
     """Even with trees that are deeper than the number of positions left."""
     prompt = torch.randint(97, (244,)).tolist()
     wanted = generate(target, prompt, 12).tokens

@@ -11,6 +11,7 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import DRAFTERS, Hidden, Oracle, Texts, batch_trees
+from shared_fixtures import HeadFactory
 from torch import Tensor
 
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -186,7 +187,7 @@ SOME = ("half right head and repeats", "truth hidden in a tree")
 @pytest.mark.parametrize("drafter_name", slow_unless(SOME, DRAFTERS))
 def test_a_single_row_reads_no_slot_that_it_has_not_written(
     target: TargetModel,
-    make_head: Callable[..., Eagle3Head],
+    make_head: HeadFactory,
     set_page_size: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
     drafter_name: str,

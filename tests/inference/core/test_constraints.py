@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import noisy_copy, verified
+from drafting import verified
 from matrix import slow_unless
-from scripted import paths
+from scripted import noisy_copy, paths
 from tiny_run import build_target, build_tokenizer
 from transformers import PreTrainedTokenizerBase
 

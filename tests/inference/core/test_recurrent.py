@@ -8,7 +8,7 @@ import pytest
 import torch
 from families import OTHERS, STATEFUL, make_family
 from matrix import slow_unless
-from scripted import Hidden, Moody, NoThirds
+from scripted import Hidden, Moody, NoThirds, answered, finish
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
 from headstart.inference.core.recurrent import WINDOW
@@ -142,8 +142,7 @@ def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> N
     for _ in range(9):
         loop.step()
     loop.cancel(numbers[0])
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     for number, text in list(zip(numbers, [*wanted, wanted[1]], strict=True))[1:]:
         assert text[-NEW:] == loop.generations[number].tokens
 
@@ -153,9 +152,7 @@ def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) 
     """The states at the end of an answer are kept, up to a window before it."""
     loop, prompt = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1]
     for turn in range(3):
-        found = loop.generations[loop.submit(Request(prompt, 8))]
-        while not loop.idle:
-            loop.step()
+        found = answered(loop, Request(prompt, 8))
         assert found.tokens == generate(stateful, prompt, 8).tokens
         assert found.cached_tokens == (0 if turn == 0 else len(prompt) - 4)
         prompt = [*prompt, *found.tokens, 3, 4, 5]
@@ -167,9 +164,7 @@ def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: Targ
     loop = DecodeLoop(stateful, prefix_memory=2**20)
     for number in range(4):
         prompt = [*PROMPTS[1], *range(60 + number, 70)]
-        found = loop.generations[loop.submit(Request(prompt, 5))]
-        while not loop.idle:
-            loop.step()
+        found = answered(loop, Request(prompt, 5))
         assert found.tokens == generate(stateful, prompt, 5).tokens
         assert found.cached_tokens == (0 if number < 2 else len(PROMPTS[1]) // BLOCK * BLOCK)
 
@@ -188,8 +183,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
         while not loop.step():
             pass
         assert counts == ([206, 7] if number == 0 else [4])
-        while not loop.idle:
-            loop.step()
+        finish(loop)
         assert found.tokens == generate(stateful, prompt, 5).tokens
 
 

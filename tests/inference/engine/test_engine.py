@@ -1,20 +1,19 @@
 """Laws of a loop that runs while requests come and go: each finished text is the one that its request writes alone."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from families import FAMILIES
 from matrix import slow_unless
-from scripted import HalfRightHead, LoadCosts, NoThirds, Texts
+from scripted import REQUESTS, HalfRightHead, LoadCosts, NoThirds, Texts, answered, finish, new_tokens
+from shared_fixtures import HeadFactory, ModelFactory
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, StopStrings
+from headstart.inference.core.request import Request, StopStrings
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
@@ -24,31 +23,6 @@ from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefill import PrefillSchedule
 from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
-
-MakeHead = Callable[..., Eagle3Head]
-REQUESTS = [
-    Request([5, 6, 7, 11], 12),
-    Request([3], 6, Sampling(1.0, seed=1)),
-    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
-    Request([9, 9, 1], 1),
-    Request([8, 8, 8, 8, 8, 8], 8, Sampling(0.8, repetition_penalty=1.3, frequency_penalty=1.0, seed=7)),
-    Request([50, 51], 14, Sampling(1.0, seed=3)),
-]
-
-
-@pytest.fixture(scope="module")
-def texts(target: TargetModel, make_head: MakeHead) -> Texts:
-    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in REQUESTS]
-    return Texts(target, whole, make_head)
-
-
-def written(texts: Texts, number: int) -> list[int]:
-    return texts.whole[number][len(REQUESTS[number].prompt) :]
-
-
-def finish(loop: DecodeLoop) -> None:
-    while not loop.idle:
-        loop.step()
 
 
 def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target: TargetModel, texts: Texts) -> None:
@@ -64,14 +38,14 @@ def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target:
     assert [row.number for row in loop.batch.rows] == [1]
     assert loop.batch.cache.target.lengths == [len(loop.batch.rows[0].text) - 1]
     partial = list(loop.generations[0].tokens)
-    assert partial == written(texts, 0)[: len(partial)]
+    assert partial == new_tokens(texts)[0][: len(partial)]
     assert {block.number for block in loop.step()} == {1, 3}
     finish(loop)
     assert [loop.generations[number].finish for number in range(4)] == ["cancelled", "length", "cancelled", "length"]
     assert loop.generations[0].tokens == partial
-    assert loop.generations[1].tokens == written(texts, 5)
+    assert loop.generations[1].tokens == new_tokens(texts)[5]
     assert loop.generations[2].tokens == []
-    assert loop.generations[3].tokens == written(texts, 1)
+    assert loop.generations[3].tokens == new_tokens(texts)[1]
     loop.cancel(1)  # it has ended
     assert loop.generations[1].finish == "length"
     assert sorted(number for number, _ in loop.take_ended()) == [0, 1, 2, 3]
@@ -122,7 +96,7 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
     return loop
 
 
-def drafter_of(kind: str, target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any]) -> Drafter:
+def drafter_of(kind: str, target: TargetModel, make_head: HeadFactory, make_model: ModelFactory) -> Drafter:
     if kind == "draft model":
         return ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
     return head_drafter(make_head(kind), Dynamic(3, 3, 8))
@@ -133,7 +107,7 @@ def drafter_of(kind: str, target: TargetModel, make_head: MakeHead, make_model: 
 @pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
-    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str, piece: int, static: bool
+    target: TargetModel, make_head: HeadFactory, make_model: ModelFactory, kind: str, piece: int, static: bool
 ) -> None:
     """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
     draft model reads each piece as the target does."""
@@ -161,10 +135,8 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
     request, other = Request([5 + (7 * i) % 60 for i in range(45)], 6, end_tokens=()), Request([7], 12, end_tokens=())
     alone, others = (generate_batch(target, [each])[0].tokens for each in (request, other))
     loop = DecodeLoop(target, max_batch=2, prefill_chunk=11, prefix_memory=2**20)
-    for number in range(2):
-        loop.submit(request)
-        finish(loop)
-        assert loop.generations[number].tokens == alone
+    for _ in range(2):
+        assert answered(loop, request).tokens == alone
     assert loop.generations[1].cached_tokens == 32
     assert target.passes.allows_side_by_side
     assert loop.schedule.shares_steps
@@ -178,7 +150,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
     )
 
 
-def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
+def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFactory, target: TargetModel) -> None:
     model = make_model(num_hidden_layers=4)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -243,7 +215,7 @@ def test_no_drafter_works_when_no_row_wants_drafts(
         for request in REQUESTS:
             loop.submit(replace(request, speculative=False))
         finish(loop)
-        assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
+        assert [loop.generations[number].tokens for number in range(len(REQUESTS))] == new_tokens(texts)
 
 
 class Failure(Exception):
@@ -277,7 +249,7 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
     loop.step()
     failing = loop.submit(replace(REQUESTS[2], **FAILING[what]))
     finish(loop)
-    assert [loop.generations[number].tokens for number in numbers] == [written(texts, 0), written(texts, 5)]
+    assert [loop.generations[number].tokens for number in numbers] == [new_tokens(texts)[0], new_tokens(texts)[5]]
     found = loop.generations[failing]
     assert (found.finish, type(found.error)) == ("error", Failure if what == "stop" else RuntimeError)
     if what != "constraint, later":
@@ -371,19 +343,12 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def decode_alone(target: TargetModel, request: Request) -> Generation:
-    loop = DecodeLoop(target, max_batch=1)
-    loop.submit(request)
-    finish(loop)
-    return loop.generations[0]
-
-
 @pytest.mark.parametrize(
     ("seed", "static", "count"),
     slow_unless([(0, False, 14)], [(0, False, 14), (0, False, 30), (1, False, 30), (2, True, 30)]),
 )
 def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
-    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
+    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
 ) -> None:
     """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
     found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
@@ -416,7 +381,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     assert set(ended) == set(requests)
     for number, request in requests.items():
         found = ended[number]
-        alone = decode_alone(target, request)
+        alone = answered(DecodeLoop(target, max_batch=1), request)
         assert found.tokens == seen.get(number, [])
         if found.finish == "cancelled":
             assert number in cancelled

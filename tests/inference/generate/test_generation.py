@@ -11,13 +11,13 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import Moody
+from shared_fixtures import ModelFactory
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -38,7 +38,6 @@ INF, PAD, NEW = float("inf"), 96, 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
 DEMO = Path(__file__).parents[3] / "assets" / "demo_target"
-MakeModel = Callable[..., LlamaForCausalLM]
 
 
 def left_padded(prompts: list[list[int]], pad: int = PAD) -> dict[str, Any]:
@@ -64,7 +63,7 @@ def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
 
 
 @pytest.fixture(scope="module")
-def theirs(make_model: MakeModel) -> Any:
+def theirs(make_model: ModelFactory) -> Any:
     return make_model(num_hidden_layers=4)
 
 

@@ -23,7 +23,6 @@ from headstart.inference.kernels.fast_layers import (
     PackedLinear,
     fuse_norms,
     join_linears,
-    joined,
     own_layers_of,
     pack_weights,
     packed_linear,
@@ -134,17 +133,6 @@ def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
     assert isinstance(exact_weight(linear), EightBits)
     linear.weight.data[3, 5] += 1 / 3
     assert packed(linear).kernel.form == "torch.float32"
-
-
-@needs_kernel
-@torch.inference_mode()
-def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
-    first, second = ([in_eight_bits(32, 96, form) for _ in range(2)] for form in [*FORMS][:2])
-    whole = joined([layer_of(form, bias=False) for form in second])
-    assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
-    assert packed(whole).kernel.form == [*FORMS][1]
-    mixed = packed(joined([layer_of(form, bias=False) for form in (first[0], second[0])]))
-    assert mixed.kernel.form == "torch.float32"
 
 
 @needs_kernel

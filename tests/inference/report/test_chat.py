@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from drafting import noisy_copy
 from rich.console import Console
+from scripted import noisy_copy
 from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command

@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from matrix import slow_unless
 from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
+from scripted import answered, finish
+from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaForCausalLM
 
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.features import tap
@@ -39,8 +40,6 @@ from headstart.recipes import load_recipe
 from headstart.trainers.evaluation import held_out_metrics
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
-MakeModel = Callable[..., LlamaForCausalLM]
-MakeHead = Callable[..., DraftHead]
 LIMITED = DraftVocab(torch.arange(0, 97, 4), 97)
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
@@ -128,7 +127,7 @@ def test_tensors_of_different_devices_do_not_mix(cuda: Seen) -> None:
 
 
 def assert_captured(
-    cuda: Seen, make_model: MakeModel, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
+    cuda: Seen, make_model: ModelFactory, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
 ) -> None:
     """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
     head = None if head is None else copy.deepcopy(head).to(CUDA)
@@ -170,7 +169,7 @@ def assert_captured(
     ),
 )
 def test_no_captured_step_waits_for_anything(
-    make_model: MakeModel, make_head: MakeHead, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
+    make_model: ModelFactory, make_head: HeadFactory, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
 ) -> None:
     head = None if name is None else make_head(**HEADS[name])
     assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
@@ -178,18 +177,18 @@ def test_no_captured_step_waits_for_anything(
 
 # Whole decode loops, on one card and on two
 
-Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
+Build = Callable[[TargetModel, ModelFactory, HeadFactory], Drafter]
 
 
 def with_head(growth: GrowthPolicy, repeats: int = 0, **kind: Any) -> Build:
-    def build(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+    def build(target: TargetModel, make_model: ModelFactory, make_head: HeadFactory) -> Drafter:
         head = copy.deepcopy(make_head(**kind)).to(target.device)
         return head_drafter(head, growth, Repeats(repeats) if repeats else None)
 
     return build
 
 
-def with_draft_model(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+def with_draft_model(target: TargetModel, make_model: ModelFactory, make_head: HeadFactory) -> Drafter:
     device: Any = target.device  # transformers' own `to` is mistyped
     return ModelDrafter(TargetModel(make_model(num_hidden_layers=2).to(device), ()), TREE, target)
 
@@ -217,7 +216,7 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 
 
 def decoded(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
     model = make_model()
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
@@ -227,19 +226,15 @@ def decoded(
     samplings = rows_of(mix, 4)
     for prompt, count, sampling in zip(PROMPTS, (6, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     longest = PROMPTS[2] + loop.generations[2].tokens
-    again = loop.submit(Request([*longest, 7], 3, samplings[2]))
-    while not loop.idle:
-        loop.step()
-    assert loop.generations[again].cached_tokens == 16
+    assert answered(loop, Request([*longest, 7], 3, samplings[2])).cached_tokens == 16
     loop.close()
     return [*loop.generations.values()]
 
 
 def assert_decodes_as_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> None:
     wanted = decoded(make_model, make_head, name, mix, cards=0)
     with pretended_cuda() as cuda:
@@ -267,7 +262,7 @@ MIXES_OF_DRAFTERS = [
     ),
 )
 def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None
 ) -> None:
     assert_decodes_as_the_cpu(make_model, make_head, name, mix, cards, static)
 
@@ -275,7 +270,7 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 # The cache, harvest, training and its measurements
 
 
-def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: MakeModel, cuda: Seen) -> None:
+def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: ModelFactory, cuda: Seen) -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
     wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
     assert found.taps.device == found.last_hidden.device == CUDA
@@ -326,7 +321,7 @@ TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what i
 
 
 def trained(
-    make_head: MakeHead, frozen: FrozenTarget, name: str, device: torch.device
+    make_head: HeadFactory, frozen: FrozenTarget, name: str, device: torch.device
 ) -> tuple[StepResult, dict[str, float]]:
     """Two training steps, the second of which shows what the first one changed, and the held-out metrics after them."""
     kind, overrides = TRAINED[name]
@@ -356,7 +351,7 @@ MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
 
 @pytest.mark.parametrize("name", slow_unless(["eagle3, packed"], TRAINED))
 def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
-    make_head: MakeHead, frozen: FrozenTarget, name: str
+    make_head: HeadFactory, frozen: FrozenTarget, name: str
 ) -> None:
     wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
     with pretended_cuda() as cuda:
