@@ -111,6 +111,25 @@ def test_the_bytes_that_keep_moves_depend_on_the_path_and_not_on_the_context(tar
     assert cache.target.keep([[0, 3], [0, 1, 2, 5]]) <= 2 * 3 * 512
 
 
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+def test_a_block_is_written_after_each_rows_own_length_and_pending_tokens(static: bool) -> None:
+    """row 0  v v v 1 1 2 .     row 1  v 1 1 2 . . .     and a third row, not in use"""
+    slots = Slots([torch.zeros(1, 2, 3, 1, 7, 1)], 3, static)
+    slots.set_lengths([3, 1])
+    for value, count in ((1.0, 2), (2.0, 1)):
+        block = torch.full((2, 1, count, 1), value)
+        keys, values = slots.append(0, block, -block)
+        slots.hold(count)
+    wanted = torch.tensor([[0, 0, 0, 1, 1, 2, 0], [0, 1, 1, 2, 0, 0, 0], [0] * 7]).float()
+    assert torch.equal(slots.storages[0][0, 0, :, 0, :, 0], wanted)
+    assert torch.equal(slots.storages[0][0, 1, :, 0, :, 0], -wanted)
+    width = 7 if static else 6
+    assert torch.equal(keys[:, 0, :, 0], wanted[:2, :width])
+    assert torch.equal(values[:, 0, :, 0], -wanted[:2, :width])
+    slots.advance([1, 2])
+    assert (slots.lengths, slots.starts.tolist(), slots.pending) == ([4, 3], [4, 3], 0)
+
+
 def test_overflow_raises_an_error_that_gives_both_sizes() -> None:
     slots = Slots([torch.zeros(1, 2, 2, 1, 8, 1)], 2)
     slots.set_lengths([1, 6])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from openai import BadRequestError, OpenAI
 from server_run import NAME, Running, alone, tokens_of
+from test_server import complete
 
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -31,10 +32,6 @@ def outside(server: Running, client: OpenAI) -> OpenAI:
 
 def chat(client: OpenAI, messages: Any = (USER,), **fields: Any) -> Any:
     return client.chat.completions.create(model=NAME, messages=list(messages), **{"max_tokens": 8, **fields})
-
-
-def complete(client: OpenAI, **fields: Any) -> Any:
-    return client.completions.create(**{"model": NAME, "prompt": "a draft is", "max_tokens": 24, **fields})
 
 
 def test_the_tests_use_every_documented_field() -> None:
