@@ -69,6 +69,7 @@ def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[tor
 
 
 # gemma2 and gemma3 have sliding windows in some layers, mistral in all, and gpt2 has learned positions.
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"])
 @pytest.mark.parametrize(
     "options",
