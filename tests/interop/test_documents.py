@@ -63,16 +63,6 @@ def test_every_recipe_is_still_one_when_it_is_made_tiny(tmp_path: Path, monkeypa
         assert load_recipe(copy).target.path == "assets/demo_target"
 
 
-def test_sizes_and_stand_ins_are_filled_in() -> None:
-    command = "accelerate launch --config_file recipes/launch/ddp.yaml --num_processes 8 trainers/eagle.py RECIPE"
-    assert tiny(command).endswith(
-        "--num_processes 2 trainers/eagle.py recipes/tiny.yaml run_dir=runs/ddp data.folder=runs/tiny"
-    )
-    assert (
-        tiny("headstart train recipes/tiny.yaml train.steps=100") == "headstart train recipes/tiny.yaml train.steps=4"
-    )
-
-
 def test_the_site_shows_every_page() -> None:
     """`make docs` would stop at a page that its navigation leaves out, but runs on no machine without a network."""
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]

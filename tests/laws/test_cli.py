@@ -23,11 +23,6 @@ def headstart(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     cli.main()
 
 
-def test_the_package_installs_the_command() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"headstart": "headstart.cli:main"}
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_a_subcommand_runs_the_main_of_its_module_with_the_arguments(
     name: str, monkeypatch: pytest.MonkeyPatch

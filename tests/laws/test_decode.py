@@ -9,6 +9,7 @@ import torch
 from families import FAMILIES, SOME_FAMILIES, WINDOW, make_family
 from matrix import slow_unless
 from scripted import DRAFTERS, HalfRightHead, Hidden, Listener, Oracle, Texts, blocks_of
+from shared_fixtures import HeadFactory
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.target_config import Rope
@@ -44,7 +45,6 @@ SAMPLINGS = {
         seed=6,
     ),
 }
-MakeHead = Callable[..., Eagle3Head]
 Plain = Callable[..., list[int]]
 MAIN_NAMES = ("greedy", "T=1", "all at once")
 main_samplings = pytest.mark.parametrize("sampling", [SAMPLINGS[name] for name in MAIN_NAMES], ids=MAIN_NAMES)
@@ -64,7 +64,7 @@ def plain(target: TargetModel) -> Plain:
 
 
 @pytest.fixture
-def make_drafter(target: TargetModel, make_head: MakeHead) -> Callable[..., Drafter]:
+def make_drafter(target: TargetModel, make_head: HeadFactory) -> Callable[..., Drafter]:
     return lambda name, *texts: DRAFTERS[name](Texts(target, list(texts), make_head))
 
 
@@ -164,24 +164,6 @@ def test_a_drafter_receives_the_taps_of_a_forward_over_the_text(
     torch.testing.assert_close(taps, target.passes.forward(torch.tensor([text[:position]])).taps, atol=1e-4, rtol=1e-4)
 
 
-def test_a_drafter_receives_the_output_before_the_root_only_where_penalties_need_it(
-    target: TargetModel, plain: Plain
-) -> None:
-    sampling = SAMPLINGS["greedy, penalties"]
-    text = PROMPT + plain(sampling, count=20)
-    listener = Listener(text)
-    generate(target, PROMPT, 20, sampling, listener)
-    assert len(listener.histories) > 3
-    for prefix, history in zip([v.rows[0].text for v in listener.told], listener.histories, strict=True):
-        assert history is not None
-        assert history.prompt[0].nonzero().flatten().tolist() == sorted(PROMPT)
-        written = torch.tensor(prefix[len(PROMPT) : -1], dtype=torch.long)
-        assert history.counts.tolist() == [[written.bincount(minlength=97).tolist()]]
-    unpenalised = Listener(PROMPT + plain(Sampling()))
-    generate(target, PROMPT, NEW_TOKENS, Sampling(), unpenalised)
-    assert set(unpenalised.histories) == {None}
-
-
 @pytest.mark.each_value
 @main_samplings
 @pytest.mark.parametrize("depth", [1, 5])
@@ -213,22 +195,6 @@ def test_drafts_of_a_half_right_head_are_accepted_to_varying_depths(
         assert stats.accepted_at_depth[0] > stats.accepted_at_depth[-1] > 0
 
 
-@pytest.mark.parametrize("drafter_name", ["half right head, fixed tree", "careless oracle"])
-def test_a_text_never_exceeds_max_new_tokens(
-    target: TargetModel, make_drafter: Callable[..., Drafter], plain: Plain, drafter_name: str
-) -> None:
-    sampling = Sampling(1.0, seed=1)
-    wanted = plain(sampling)
-    drafter, requests = (
-        make_drafter(drafter_name, PROMPT + wanted),
-        [Request(PROMPT, n, sampling) for n in range(1, 13)],
-    )
-    for count, result in enumerate(generate_batch(target, requests, drafter, len(requests)), start=1):
-        assert result.tokens == wanted[:count]
-        assert result.stats.tokens == count - 1
-        assert result.finish == "length"
-
-
 @pytest.mark.parametrize("drafter_name", ["none", "oracle", "truth hidden in a tree"])
 def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_ends_it(
     target: TargetModel,
@@ -244,21 +210,9 @@ def test_an_end_token_on_an_accepted_path_ends_the_text_where_plain_decoding_end
     for end in dict.fromkeys(text[:9]):
         monkeypatch.setattr(target, "end_tokens", [end, 96])
         wanted = text[: text.index(end) + 1]
-        result = generate(target, PROMPT, NEW_TOKENS, sampling, drafter)
-        assert result.tokens == wanted
-        assert result.stats.tokens == len(wanted) - 1
-        assert result.finish == "end"
-
-
-def test_an_end_token_in_the_last_place_finishes_with_end_and_not_length(
-    target: TargetModel, plain: Plain, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = plain(Sampling())
-    count = next(i for i, token in enumerate(text) if i >= 4 and token not in text[:i]) + 1
-    monkeypatch.setattr(target, "end_tokens", [text[count - 1]])
-    for drafter in (None, Oracle(PROMPT + text)):
-        result = generate(target, PROMPT, count, drafter=drafter)
-        assert (result.tokens, result.finish) == (text[:count], "end")
+        for longest in (NEW_TOKENS, len(wanted)):  # in the last place, too, it is an end
+            result = generate(target, PROMPT, longest, sampling, drafter)
+            assert (result.tokens, result.finish, result.stats.tokens) == (wanted, "end", len(wanted) - 1)
 
 
 @pytest.mark.each_value
@@ -317,7 +271,7 @@ def test_a_text_that_would_change_the_keys_of_earlier_positions_is_refused() -> 
     assert target.generate([[*range(20)]], 28) == [wanted]
 
 
-def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: MakeHead) -> None:
+def test_a_drafter_reaches_the_targets_last_position(target: TargetModel, make_head: HeadFactory) -> None:
     """Even with trees that are deeper than the number of positions left."""
     prompt = torch.randint(97, (244,)).tolist()
     wanted = generate(target, prompt, 12).tokens
@@ -342,15 +296,6 @@ def test_each_drafter_receives_its_own_taps_from_a_target_that_gives_more(target
             received.append([listener.first_taps, *(verified.taps for verified in listener.told)])
         assert received[0][0].shape[-1] == len(taps) * target.config.hidden_size
         assert all(torch.equal(one, other) for one, other in zip(*received, strict=True))
-
-
-def test_a_drafter_whose_taps_the_target_does_not_give_is_refused(
-    target: TargetModel, make_head: MakeHead, forwards: list[int]
-) -> None:
-    drafter = HeadDrafter(make_head(taps=(0, 2, 4)), Dynamic.chain(3))
-    with pytest.raises(ValueError, match=r"\(taps\) \[0, 2, 4\], but the target was loaded with taps \[2, 3, 4\]"):
-        generate(target, PROMPT, 5, drafter=drafter)
-    assert forwards == []
 
 
 def test_a_stream_runs_only_as_far_as_it_is_read_and_closes_cleanly(target: TargetModel, forwards: list[int]) -> None:

@@ -1,14 +1,16 @@
-"""Law of head kinds: a kind says what it is, so that few files know it and a new one is added in few files."""
+"""Laws of kinds: a kind of head says what it is, and one file says what a value of decode.growth means."""
 
 import ast
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from test_layout import ROOT, our_files
 
 from headstart.heads.kinds.checkpoint import KINDS
 from headstart.recipes.fields import head_kinds
+from headstart.recipes.schema import DecodeSection
 
 MOST_FILES = 6
 # Where a kind may be told from another: its class, its section, its layouts, its loss and its drafter.
@@ -52,3 +54,35 @@ def test_only_a_kinds_own_files_ask_for_its_class() -> None:
 
 def test_every_kind_of_head_has_a_section() -> None:
     assert KINDS.keys() == head_kinds().keys()
+
+
+OWNERS = {"recipes/schema.py", "inference/drafters/growth.py"}
+VALUES = {*get_args(DecodeSection.model_fields["growth"].annotation), "searched"}
+
+
+def growths_in_tests_of(source: str) -> set[str]:
+    """The values with which a source compares a `growth`, an attribute or a key of that name."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare | ast.Match | ast.Call):
+            parts = [*ast.walk(node)]
+            strings = {part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+            is_growth = "growth" in strings or any(isinstance(p, ast.Attribute) and p.attr == "growth" for p in parts)
+            is_test = not isinstance(node, ast.Call) or (
+                isinstance(node.func, ast.Attribute) and node.func.attr in ("startswith", "endswith")
+            )
+            found |= VALUES & strings if is_growth and is_test else set()
+    return found
+
+
+def test_only_one_file_tests_a_value_of_growth() -> None:
+    files = {path.relative_to(ROOT).as_posix(): growths_in_tests_of(path.read_text()) for path in our_files()}
+    assert files["inference/drafters/growth.py"] == {"chain", "searched", "cost_aware"}
+    assert not {name: values for name, values in files.items() if values and name not in OWNERS}
+
+
+@pytest.mark.parametrize(
+    "test", ["x.growth == 'chain'", "d['growth'] in names('chain')", "x.growth.startswith('searched')"]
+)
+def test_a_test_of_a_growth_is_found(test: str) -> None:
+    assert growths_in_tests_of(test)

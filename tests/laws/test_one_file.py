@@ -3,7 +3,6 @@
 import ast
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from exported import exported
 from families import make_family
+from shared_fixtures import HeadFactory
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,7 +26,6 @@ from headstart import SpeculativeModel
 ROOT = Path(__file__).resolve().parents[2]
 TARGET, HEAD = ROOT / "assets/demo_target", ROOT / "assets/demo_head"
 NEW_TOKENS = 32
-MakeHead = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +42,7 @@ def prompts() -> list[torch.Tensor]:
 
 
 @pytest.fixture
-def folder(make_head: MakeHead, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(make_head: HeadFactory, target_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An export of a random head that reads the first layers of a target of width 32 and 97 tokens."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     return exported(make_head(taps=(1, 2, 3)), tmp_path, target_folder, "native")
@@ -70,6 +69,7 @@ def test_one_file_accepts_draft_tokens(model: PreTrainedModel, prompts: list[tor
 
 
 # gemma2 and gemma3 have sliding windows in some layers, mistral in all, and gpt2 has learned positions.
+@pytest.mark.each_value
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2"])
 @pytest.mark.parametrize(
     "options",

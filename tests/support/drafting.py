@@ -30,18 +30,6 @@ PENALTIES = Sampling(0.8, repetition_penalty=0.8, frequency_penalty=-2.0, presen
 GROWTHS: list[GrowthPolicy] = [Dynamic.chain(4), Dynamic(1, 5, 5), Dynamic(3, 4, 50), Dynamic(4, 3, 7), LOPSIDED]
 
 
-def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
-    """A draft model that often agrees with the target: its copy with perturbed weights, the same ones every time."""
-    model = type(target.model)(target.model.config)
-    model.load_state_dict(target.unpacked.model.state_dict())
-    noise = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            drawn = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
-            parameter += amount * parameter.std(unbiased=False) * drawn
-    return TargetModel(model.to(target.dtype), ())
-
-
 @dataclass(frozen=True)
 class Naive:
     """The reference: one pass of the head over the text and a path scores the tokens that may follow the path."""

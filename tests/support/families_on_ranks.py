@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from headstart.data_pipelines.features.features import tap
 from headstart.data_pipelines.stages.shard_work import start_processes
@@ -48,11 +49,27 @@ def largest_error(folder: Path) -> float | str:
     )
 
 
+def held_shares(folder: Path) -> list[float]:
+    """The share of a target's weights that this rank keeps, before and after its forward passes."""
+    shared = TargetModel.load(TargetSection(path=str(folder), dtype="float32", split="tensor"), (1, 2))
+
+    def share() -> float:
+        weights = [*shared.model.parameters()]
+        local = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in weights]
+        return sum(each.numel() for each in local) / sum(each.numel() for each in weights)
+
+    before = share()
+    shared.ranks.carry_out(lambda texts: tap(shared, texts), lambda ask: ask(TEXTS))
+    return [before, share()]
+
+
 def main(folder: str, result: str) -> None:
     start_processes()
     errors = {path.name: largest_error(path) for path in sorted(Path(folder).iterdir())}
+    shares: list[list[float]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(shares, held_shares(Path(folder) / "llama"))
     if dist.get_rank() == 0:
-        Path(result).write_text(json.dumps(errors, indent=1))
+        Path(result).write_text(json.dumps({"errors": errors, "shares": shares}, indent=1))
     settle()
 
 

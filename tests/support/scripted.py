@@ -1,6 +1,6 @@
 """Drafters that know the true continuation, and draft it as correctly or wrongly as a test needs."""
 
-import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,8 +13,8 @@ from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.constraint import Path
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.history import History
-from headstart.inference.core.request import Request
+from headstart.inference.core.request import Generation, Request
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
 from headstart.inference.core.verify import Verified, VerifiedOnHost
 from headstart.inference.drafters.costs import (
@@ -27,10 +27,12 @@ from headstart.inference.drafters.costs import (
     StepCosts,
 )
 from headstart.inference.drafters.for_heads import head_drafter
-from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
+from headstart.inference.drafters.growth import Dynamic, Fixed, Growth, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.drafters.lookup import Lookup
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.drafters.repeats import Repeats
-from headstart.inference.engine.loop import loop_of
+from headstart.inference.engine.loop import DecodeLoop, generate, loop_of
 from headstart.inference.targets.model import TargetModel
 
 VOCAB = 97
@@ -64,6 +66,18 @@ def paths(tree: Tree) -> list[set[tuple[int, ...]]]:
 def blocks_of(target: TargetModel, request: Request, drafter: Drafter | None = None) -> Iterator[list[int]]:
     """The new tokens of one request, a block from prefill and one from each target step."""
     return (block.tokens for block in loop_of(target, [request], drafter).run())
+
+
+def finish(loop: DecodeLoop) -> None:
+    while not loop.idle:
+        loop.step()
+
+
+def answered(loop: DecodeLoop, request: Request) -> Generation:
+    """What a loop writes for one more request, once nothing is left to do."""
+    found = loop.generations[loop.submit(request)]
+    finish(loop)
+    return found
 
 
 def second_wrong(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -175,23 +189,12 @@ class Duplicates(Scripted):
         return tokens, parents
 
 
-class NeverRight(Scripted):
-    """A binary tree of 15 nodes with a wrong token at every node but the root."""
-
-    def tree(self, root: int, continuation: list[int]) -> Nodes:
-        if not continuation:
-            return [root], [-1]
-        wrong = min({*range(VOCAB)} - {token for text in self.texts for token in text})
-        return [root] + [wrong] * 14, [(node - 1) // 2 if node else -1 for node in range(15)]
-
-
 class Listener(Hidden):
     """Records what the decode loop passes to it."""
 
     def __init__(self, *texts: list[int]) -> None:
         super().__init__(*texts)
         self.told: list[VerifiedOnHost] = []
-        self.histories: list[History | None] = []  # copies, as the decode loop changes its own in place
 
     def prefill(self, taps: Tensor, text: Tensor, row: KVCache) -> None:
         self.first_taps, self.first_text = taps, text
@@ -199,7 +202,6 @@ class Listener(Hidden):
     def draft(self, verified: Verified, cache: KVCache) -> Tree:
         assert isinstance(verified, VerifiedOnHost)
         self.told.append(replace(verified, rows=[replace(row, text=[*row.text]) for row in verified.rows]))
-        self.histories.append(copy.deepcopy(verified.history))
         return super().draft(verified, cache)
 
 
@@ -250,6 +252,33 @@ class Texts:
     target: TargetModel
     whole: list[list[int]]
     make_head: Callable[..., Eagle3Head]
+
+
+PENALTIES = Sampling(
+    0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -math.inf),), seed=7
+)
+# Prompts and texts of different lengths, sampled differently; three requests differ only in the seed.
+REQUESTS = [
+    Request([5, 6, 7, 11], 12),
+    Request([3], 6, Sampling(1.0, seed=1)),
+    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
+    Request([9, 9, 1], 1),
+    Request([8, 8, 8, 8, 8, 8], 8, PENALTIES),
+    Request([50, 51], 14, Sampling(1.0, seed=3)),
+    Request([5, 6, 7, 11], 4, Sampling(repetition_penalty=1.5)),
+    Request([70, 2, 33, 41, 5], 7, Sampling(1.0, seed=4)),
+    Request([12] * 17, 2, Sampling(1.0, top_k=3, min_p=0.05, seed=5)),
+]
+
+
+def texts_of(target: TargetModel, requests: list[Request], make_head: Callable[..., Eagle3Head]) -> Texts:
+    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
+    return Texts(target, whole, make_head)
+
+
+def new_tokens(texts: Texts) -> list[list[int]]:
+    """What plain decoding writes for each of REQUESTS; `texts` are those of the fixture of this name."""
+    return [whole[len(request.prompt) :] for whole, request in zip(texts.whole, REQUESTS, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -313,6 +342,18 @@ class LoadCosts(SetCosts):
         return StepCosts(tuple(1 + (count - 1) * each for count in NODES), 0.01, 0.01)
 
 
+def noisy_copy(target: TargetModel, amount: float) -> TargetModel:
+    """A draft model that often agrees with the target: its copy with perturbed weights, the same ones every time."""
+    model = type(target.model)(target.model.config)
+    model.load_state_dict(target.unpacked.model.state_dict())
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            drawn = torch.randn(parameter.shape, generator=noise, dtype=parameter.dtype)
+            parameter += amount * parameter.std(unbiased=False) * drawn
+    return TargetModel(model.to(target.dtype), ())
+
+
 LIMITED = DraftVocab(torch.arange(0, VOCAB, 4), VOCAB)
 # 0 - 1 - 3 - 6        first children are the likeliest; 2 has a second child, 1 does not
 # \- 2 - 4
@@ -347,10 +388,12 @@ DRAFTERS: dict[str, Callable[[Texts], Drafter]] = {
     "half right head and repeats": half_right(Dynamic(3, 3, 8), 6),
     "half right head, cost-aware, and repeats": half_right(CostAware(5, 4, 20, SetCosts()), 6),
     "half right head, cost-aware chain": half_right(CostAware(6, 1, 6, SetCosts())),
+    "draft model, tree": lambda texts: ModelDrafter(noisy_copy(texts.target, 0.03), Dynamic(4, 3, 9), texts.target),
+    "draft model, fixed tree": lambda texts: ModelDrafter(noisy_copy(texts.target, 0.03), LOPSIDED, texts.target),
+    "prompt lookup": lambda texts: Lookup(Growth(depth=5, width=3, nodes=12)),
     "oracle": lambda texts: Oracle(*texts.whole),
     "moody oracle": lambda texts: Moody(*texts.whole),
     "careless oracle": lambda texts: Careless(*texts.whole, ahead=9),
     "truth hidden in a tree": lambda texts: Hidden(*texts.whole),
     "duplicate siblings": lambda texts: Duplicates(*texts.whole),
-    "never right": lambda texts: NeverRight(*texts.whole),
 }

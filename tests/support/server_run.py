@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import uvicorn
-from drafting import noisy_copy
+from scripted import noisy_copy
 from tiny_run import ENDS, build_target
 
 from headstart.inference.core.sampling import Sampling

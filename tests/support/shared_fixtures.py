@@ -12,10 +12,13 @@ import pytest
 import shape_checks
 import torch
 from bad_inputs import Typed, type_command
+from families import SIZES
+from scripted import REQUESTS, Texts, texts_of
 from sound_loop import assert_sound
 from tiny_run import build_run, tiny_recipe
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from headstart.common.process import user_cache
 from headstart.data_pipelines.harvest import harvest
 from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
@@ -29,6 +32,7 @@ from headstart.heads.kinds.peagle import PEagleHead, PEagleShape
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.request import EmittedTokens
 from headstart.inference.engine.loop import DecodeLoop
+from headstart.inference.kernels.products import library
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 
@@ -73,9 +77,13 @@ def typed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what headstart caches for a user away from the user's own folder."""
+    """Keep what headstart caches for a user away from the user's own folder, but for its kernels: to compile them takes
+    half a minute, and each run of a few tests did, and the commands that tests start."""
+    folder = tmp_path_factory.mktemp("cache")
+    if library() is not None:
+        (folder / "products").symlink_to(user_cache("products").absolute())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HEADSTART_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HEADSTART_CACHE", str(folder))
         yield
 
 
@@ -107,19 +115,7 @@ def make_model() -> ModelFactory:
     """make_model(seed=0, **config): a random Llama in float32; `config` overrides LlamaConfig."""
 
     def make(seed: int = 0, **config: Any) -> LlamaForCausalLM:
-        sizes: dict[str, Any] = {
-            "vocab_size": 97,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 7,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 256,
-            "initializer_range": 0.4,
-            "bos_token_id": None,
-            "eos_token_id": None,
-            "pad_token_id": None,
-        }
+        sizes = {**SIZES, "num_hidden_layers": 7, "num_key_value_heads": 2, "initializer_range": 0.4}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return LlamaForCausalLM(LlamaConfig(**{**sizes, **config})).eval()
@@ -204,6 +200,11 @@ def make_head(frozen: FrozenTarget) -> HeadFactory:
 @pytest.fixture(scope="session")
 def head(make_head: HeadFactory) -> Eagle3Head:
     return make_head()
+
+
+@pytest.fixture(scope="session")
+def texts(target: TargetModel, make_head: HeadFactory) -> Texts:
+    return texts_of(target, REQUESTS, make_head)
 
 
 @pytest.fixture(scope="session")

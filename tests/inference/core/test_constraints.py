@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from drafting import draft, new_cache, noisy_copy, verified
+from drafting import verified
 from matrix import slow_unless
-from scripted import paths
+from scripted import noisy_copy, paths
 from tiny_run import build_target, build_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -19,11 +19,10 @@ from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.target_config import TargetConfig
 from headstart.heads.vocab import DraftVocab
 from headstart.inference.core.cache import KVCache
-from headstart.inference.core.constraint import NoWayOnError, masked_tree
+from headstart.inference.core.constraint import NoWayOnError
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import Tree
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Growth
 from headstart.inference.drafters.head import HeadDrafter
@@ -171,22 +170,6 @@ def test_the_only_way_on_is_drafted_and_accepted(target: TargetModel, grammars: 
     assert found.stats.acceptance_length > 4
 
 
-def test_a_head_drafts_on_after_a_forced_token_that_it_does_not_score(target: TargetModel, grammars: Grammars) -> None:
-    """The dash is forced and outside the head's vocabulary; which digit follows it is the head's guess.
-
-    5 - dash - digit
-    """
-    vocabulary, size = build_tokenizer().get_vocab(), target.config.vocab_size
-    digits = torch.tensor(sorted(vocabulary[digit] for digit in "0123456789"))
-    drafter = HeadDrafter(head_of(target, DraftVocab(digits, size)), Dynamic.chain(2))
-    free = verified(target, Sampling(), (0, 2), texts=[[5, 6, 7]])
-    given = replace(free, rows=[replace(free.rows[0], constraint=grammars.regex("-[0-9]").start())])
-    tree = draft(drafter, given, new_cache(target, drafter))
-    assert tree.parents.tolist() == [[-1, 0, 1]]
-    assert tree.tokens[0, 1] == vocabulary["-"]
-    assert tree.tokens[0, 2] in digits
-
-
 def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, grammars: Grammars) -> None:
     """The text goes on with `9a` in one place and with `98-7` in another; after two digits a dash is forced.
 
@@ -200,23 +183,6 @@ def test_lookup_proposes_nothing_that_the_grammar_refuses(target: TargetModel, g
     lookup, cache = Lookup(LIMITS, ngram=2), KVCache.allocate((1, 1, 1), None, 1)
     assert paths(lookup.draft(free, cache))[0] >= {(nine, a), (nine, eight, seven)}
     assert paths(lookup.draft(constrained, cache))[0] == {(nine,), (nine, eight), (nine, eight, dash)}
-
-
-def test_a_node_that_breaks_the_grammar_is_never_reached(target: TargetModel, grammars: Grammars) -> None:
-    """The root allows a digit alone; after it a digit or the dash.
-
-    0 - 1 - 3     1 is a digit and 3 a letter; 2 is a letter
-     \\- 2 - 4
-    """
-    vocabulary = build_tokenizer().get_vocab()
-    digit, letter, dash = vocabulary["7"], vocabulary["x"], vocabulary["-"]
-    tree = Tree(torch.tensor([[5, digit, letter, letter, digit]]), torch.tensor([[-1, 0, 0, 1, 2]]))
-    logits = torch.zeros(1, 5, target.config.vocab_size)
-    _, masked = masked_tree([grammars.regex(DIGITS).start()], tree, logits)
-    assert masked[0, 0, digit] == 0
-    assert masked[0, 0, dash] == masked[0, 0, letter] == masked[0, 0, 0] == -torch.inf
-    assert masked[0, 1, dash] == masked[0, 1, digit] == 0
-    assert (masked[0, 2:] == 0).all()
 
 
 def test_a_text_may_end_only_where_the_grammar_does(target: TargetModel, grammars: Grammars) -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 from families import OTHERS, STATEFUL, make_family
 from matrix import slow_unless
-from scripted import Hidden, Moody, NoThirds
+from scripted import Hidden, Moody, NoThirds, answered, finish
 from transformers import PaliGemmaConfig, PaliGemmaForConditionalGeneration, RwkvConfig, RwkvForCausalLM
 
 from headstart.inference.core.recurrent import WINDOW
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.tree import first_path
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Growth
 from headstart.inference.drafters.lookup import Lookup
@@ -143,8 +142,7 @@ def test_prompts_may_be_read_in_chunks_and_cancelled(stateful: TargetModel) -> N
     for _ in range(9):
         loop.step()
     loop.cancel(numbers[0])
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     for number, text in list(zip(numbers, [*wanted, wanted[1]], strict=True))[1:]:
         assert text[-NEW:] == loop.generations[number].tokens
 
@@ -154,9 +152,7 @@ def test_a_chat_is_read_from_where_its_last_answer_ended(stateful: TargetModel) 
     """The states at the end of an answer are kept, up to a window before it."""
     loop, prompt = DecodeLoop(stateful, prefix_memory=2**20), PROMPTS[1]
     for turn in range(3):
-        found = loop.generations[loop.submit(Request(prompt, 8))]
-        while not loop.idle:
-            loop.step()
+        found = answered(loop, Request(prompt, 8))
         assert found.tokens == generate(stateful, prompt, 8).tokens
         assert found.cached_tokens == (0 if turn == 0 else len(prompt) - 4)
         prompt = [*prompt, *found.tokens, 3, 4, 5]
@@ -168,9 +164,7 @@ def test_prompts_that_begin_alike_share_states_from_the_second_on(stateful: Targ
     loop = DecodeLoop(stateful, prefix_memory=2**20)
     for number in range(4):
         prompt = [*PROMPTS[1], *range(60 + number, 70)]
-        found = loop.generations[loop.submit(Request(prompt, 5))]
-        while not loop.idle:
-            loop.step()
+        found = answered(loop, Request(prompt, 5))
         assert found.tokens == generate(stateful, prompt, 5).tokens
         assert found.cached_tokens == (0 if number < 2 else len(PROMPTS[1]) // BLOCK * BLOCK)
 
@@ -189,8 +183,7 @@ def test_a_prompt_that_comes_again_is_read_from_its_last_message_on_in_one_pass(
         while not loop.step():
             pass
         assert counts == ([206, 7] if number == 0 else [4])
-        while not loop.idle:
-            loop.step()
+        finish(loop)
         assert found.tokens == generate(stateful, prompt, 5).tokens
 
 
@@ -219,16 +212,6 @@ def test_a_target_with_states_gets_the_chain_of_a_recipe_that_asks_for_a_tree(
     assert drafter.growth.width == 1
     said = "decode.growth: chain in place of dynamic: a 'lfm2' target verifies chains, as it keeps recurrent states"
     assert said in capfd.readouterr().err
-
-
-def test_a_tree_becomes_the_chain_of_first_children() -> None:
-    #  0 -- 1 -- 3      first children: 0, 1, 3, 5
-    #    \- 2    \-5
-    #        \- 4
-    tree = check.Tree(torch.tensor([[9, 1, 2, 3, 4, 5]]), torch.tensor([[-1, 0, 0, 1, 2, 3]]))
-    chain = first_path(tree)
-    assert chain.tokens.tolist() == [[9, 1, 3, 5]]
-    assert chain.parents.tolist() == [[-1, 0, 1, 2]]
 
 
 def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:

@@ -100,14 +100,6 @@ def test_a_gumbel_table_that_moves_on_is_one_drawn_anew() -> None:
         assert torch.equal(continued.values, anew.values)
 
 
-def test_draft_vocabulary_columns_get_the_gumbel_noise_of_their_target_tokens() -> None:
-    logits, positions = torch.randn(1, 6, 97), torch.arange(6).unsqueeze(0)
-    ids = torch.randperm(97)[:20].sort().values
-    noise = gumbel_noise(torch.tensor([3]), positions, torch.arange(97))
-    scores = alone(Sampling(0.8, seed=3)).scores(logits[..., ids], positions, None, ids)
-    assert torch.equal(scores, logits[..., ids] / 0.8 + noise[..., ids])
-
-
 def test_greedy_rows_get_no_gumbel_noise() -> None:
     logits = torch.randn(2, 6, 97)
     assert alone(Sampling()).scores(logits[:1], torch.arange(6).unsqueeze(0)).data_ptr() == logits.data_ptr()
@@ -210,19 +202,6 @@ def test_a_history_counts_the_tokens_of_each_path_separately() -> None:
             assert grown.counts[row, node].tolist() == [path.count(token) for token in range(9)]
 
 
-def test_a_history_extended_level_by_level_matches_that_of_the_whole_tree() -> None:
-    tokens, parents = a_tree()
-    whole, base = a_history().followed_by(tokens, ancestor_mask(parents)), a_history()
-    root = base.extend(torch.zeros(2, 1).long(), tokens[:, :1])
-    first = root.extend(torch.zeros(2, 2).long(), tokens[:, 1:3])
-    second = first.extend(torch.tensor([[0, 1, 1], [0, 0, 0]]), tokens[:, 3:])
-    by_level = torch.cat([level.counts for level in (root, first, second)], 1)
-    assert torch.equal(by_level[0], whole.counts[0])
-    assert torch.equal(by_level[1, :2], whole.counts[1, :2])
-    last = torch.tensor([[4], [2]])
-    assert torch.equal(whole.at(last).counts[:, 0], torch.stack([whole.counts[0, 4], whole.counts[1, 2]]))
-
-
 @pytest.mark.parametrize("sampling", [replace(EVERYTHING, temperature=0.0), Sampling(0.7, logit_bias=((3, 2.0),))])
 def test_a_draft_vocabulary_scores_like_the_same_columns_of_the_full_one(sampling: Sampling) -> None:
     """Up to the normalisation of each node, and only without top-k, top-p and min-p."""
@@ -251,15 +230,6 @@ def test_rows_of_a_mixed_batch_score_as_if_alone_bit_for_bit() -> None:
         assert torch.equal(one.scores(logits[rows], positions[rows], own), together[0][rows])
         assert torch.equal(one.scores(logits[rows], None, own), together[1][rows])
         assert torch.equal(one.choose(logits[rows], positions[rows], own), together[0][rows].argmax(-1))
-
-
-def test_gumbel_noise_has_the_distribution_of_gumbel() -> None:
-    """It passes a Kolmogorov-Smirnov test at the 0.1 % level."""
-    noise = gumbel_noise(torch.tensor([0]), torch.arange(200).unsqueeze(0), torch.arange(500)).double().flatten()
-    count = len(noise)
-    distribution = torch.exp(-torch.exp(-noise.sort().values))
-    steps = torch.arange(1, count + 1) / count
-    assert float((distribution - steps).abs().max()) < 1.95 / count**0.5
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.5])

@@ -1,7 +1,6 @@
 """Laws of stop strings: a text ends with the token that completes one, wherever token borders lie."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +8,8 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import DRAFTERS, Oracle, Texts
+from shared_fixtures import HeadFactory
 
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.request import Generation, Request, StopStrings
 from headstart.inference.core.sampling import Sampling
@@ -90,7 +89,7 @@ def texts(target: TargetModel) -> dict[Sampling, list[int]]:
     return {sampling: generate(target, PROMPT, NEW_TOKENS, sampling).tokens for sampling in samplings}
 
 
-def made(name: str, target: TargetModel, text: list[int], make_head: Callable[..., Eagle3Head]) -> Drafter | None:
+def made(name: str, target: TargetModel, text: list[int], make_head: HeadFactory) -> Drafter | None:
     return None if name == "plain" else DRAFTERS[name](Texts(target, [PROMPT + text], make_head))
 
 
@@ -102,7 +101,7 @@ def made(name: str, target: TargetModel, text: list[int], make_head: Callable[..
 )
 def test_a_generation_ends_where_its_text_contains_a_stop_string(
     target: TargetModel,
-    make_head: Callable[..., Eagle3Head],
+    make_head: HeadFactory,
     texts: dict[Sampling, list[int]],
     drafter: str,
 ) -> None:
@@ -148,9 +147,8 @@ def test_a_stop_string_that_begins_in_the_prompt_is_ignored(
     text = texts[Sampling()]
     across = detokenize(PROMPT[-1:] + text[:1])
     stop = StopStrings((detokenize(PROMPT[:2]), across), detokenize)
-    if first_end(text, stop.strings) is None:
-        request = Request(PROMPT, NEW_TOKENS, stop=stop)
-        assert generate_batch(target, [request])[0].tokens == text
+    assert first_end(text, stop.strings) is None
+    assert generate_batch(target, [Request(PROMPT, NEW_TOKENS, stop=stop)])[0].tokens == text
 
 
 def test_stop_string_end_token_or_length_ends_a_text_whichever_comes_first(

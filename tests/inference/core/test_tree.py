@@ -5,8 +5,9 @@ import torch
 from jaxtyping import TypeCheckError
 from torch import Tensor
 
-from headstart.inference.core.tree import Tree, ancestor_mask, squared_mask
-from headstart.inference.core.verify import Accepted, accept
+from headstart.inference.core.cache import Slots
+from headstart.inference.core.tree import PendingTokens, Tree, ancestor_mask, block_mask, squared_mask
+from headstart.inference.core.verify import accept
 from headstart.inference.drafters.growth import Fixed, Pool
 
 
@@ -39,18 +40,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", SHAPES)
-def test_the_mask_of_an_extreme_tree_matches_the_naive_one(name: str) -> None:
-    for mask in (ancestor_mask, squared_mask):
-        assert torch.equal(mask(torch.tensor([SHAPES[name]]))[0], naive_mask(SHAPES[name]))
-
-
-@pytest.mark.parametrize("nodes", [2, 8, 60])
-def test_the_masks_of_random_trees_match_the_naive_ones(nodes: int) -> None:
+def test_the_masks_of_extreme_and_random_trees_match_the_naive_ones() -> None:
     """Including nodes without a parent, which see only themselves and are seen by no other node."""
-    rows = [random_parents(nodes) for _ in range(10)] + [[-1] * nodes]
-    for mask in (ancestor_mask, squared_mask):
-        assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
+    random = [[random_parents(nodes) for _ in range(10)] + [[-1] * nodes] for nodes in (2, 8, 60)]
+    for rows in (*random, *([parents] for parents in SHAPES.values())):
+        for mask in (ancestor_mask, squared_mask):
+            assert torch.equal(mask(torch.tensor(rows)), torch.stack([naive_mask(row) for row in rows]))
 
 
 def test_depths_count_the_edges_to_the_root() -> None:
@@ -118,52 +113,10 @@ def test_the_best_nodes_include_their_parents_even_with_ties(width: int, score_s
                 assert torch.equal(scores[numbers - 1].sort(descending=True).values, best)
 
 
-def test_nodes_with_a_score_of_minus_infinity_get_no_parent() -> None:
-    """1 and 2 are children of the root, 3 and 4 of 1; the second row may not have a second level."""
-    none = -torch.inf
-    pool = Pool()
-    pool.add(torch.tensor([[-1.0, -2.0]] * 2), torch.tensor([[1, 2]] * 2), torch.tensor([[0]] * 2))
-    pool.add(torch.tensor([[-1.5, -3.0], [none, none]]), torch.tensor([[3, 4]] * 2), torch.tensor([[1]] * 2))
-    tree = pool.best(torch.tensor([[0], [0]]), 3)
-    assert tree.tokens[0].tolist() == [0, 1, 2, 3]
-    assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, 0, 0, -1]]
-
-
-def test_a_fixed_tree_has_its_paths_whatever_the_scores() -> None:
-    """0 - 1 - 3 - 5     1 and 2 draft two children each, but the second child of 1 is not in the tree;
-    \\- 2 - 4            the second row may not have a third level
-    """
-    fixed = Fixed(((0,), (1,), (0, 0), (1, 0), (1, 1), (0, 0, 0)))
-    pool = Pool()
-    pool.add(torch.tensor([[-9.0, -1.0]] * 2), torch.tensor([[10, 11]] * 2), torch.tensor([[0]] * 2))
-    pool.add(torch.full((2, 4), -2.0), torch.tensor([[20, 21, 22, 23]] * 2), torch.tensor([[1, 2]] * 2))
-    pool.add(torch.tensor([[-5.0], [-torch.inf]]).expand(2, 1), torch.tensor([[30]] * 2), torch.tensor([[3]] * 2))
-    tree = fixed.prune(pool, torch.tensor([[7], [8]]))
-    assert tree.tokens[0].tolist() == [7, 10, 11, 20, 22, 23, 30]
-    assert tree.tokens[1, :6].tolist() == [8, 10, 11, 20, 22, 23]
-    assert tree.parents.tolist() == [[-1, 0, 0, 1, 2, 2, 3], [-1, 0, 0, 1, 2, 2, -1]]
-    assert (fixed.depth, fixed.nodes, fixed.width) == (3, 6, 2)
-
-
 @pytest.mark.parametrize("paths", [((1,),), ((0,), (0, 1)), ((0, 0),), ((0,), (0, -1)), ((),)], ids=str)
 def test_paths_with_a_gap_are_refused(paths: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(ValueError, match=r"tree: path \[.*\] given without .* fit the tree again"):
         Fixed(paths)
-
-
-def test_the_accepted_path_follows_the_choices_and_ends_with_the_bonus() -> None:
-    """9 - 4 - 6        the target chooses 5 after 9, 8 after 5, and 2 after 8;
-    \\- 5 - 7           2 is not in the tree, so it is the bonus token
-        \\- 8 - 1
-    """
-    tree = Tree(torch.tensor([[9, 4, 5, 6, 7, 8, 1]]), torch.tensor([[-1, 0, 0, 1, 2, 2, 5]]))
-    assert accept(tree, torch.tensor([[5, 6, 8, 0, 0, 2, 0]])) == [Accepted([0, 2, 5], [5, 8, 2], drafted=6)]
-
-
-def test_nodes_without_a_parent_are_neither_accepted_nor_counted() -> None:
-    """9 - 4, and a second 4 and a 5 without a parent, although the target chooses 4, then 5."""
-    tree = Tree(torch.tensor([[9, 4, 4, 5]]), torch.tensor([[-1, 0, -1, -1]]))
-    assert accept(tree, torch.tensor([[4, 5, 5, 5]])) == [Accepted([0, 1], [4, 5], drafted=1)]
 
 
 def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
@@ -182,3 +135,71 @@ def test_the_accepted_path_is_the_longest_one_of_right_tokens() -> None:
             assert found.tokens == [int(chosen[node]) for node in found.path]
             assert found.drafted == sizes[row] - 1
             assert not any(right[node] for node in range(sizes[row]) if parents[node] == found.path[-1])
+
+
+CAPACITY = 14
+LOWEST = torch.finfo(torch.float32).min
+
+
+def slots_of(lengths: list[int], pending: int = 0, static: bool = False) -> Slots:
+    slots = Slots([torch.zeros(1, 2, len(lengths), 1, CAPACITY, 1)], len(lengths), static)
+    slots.set_lengths(lengths)
+    slots.hold(pending)
+    return slots
+
+
+def by_definition(
+    lengths: list[int], visible: Tensor, depths: Tensor | None, keys: int, window: int | None
+) -> list[list[list[bool]]]:
+    size, pending = visible.shape[1:]
+    rows = []
+    for row, held in enumerate(lengths):
+        seen, deep = visible[row % len(visible)], None if depths is None else depths[row % len(depths)]
+        queries = []
+        for query in range(size):
+            allowed = []
+            for key in range(keys):
+                index = key - held  # among the pending tokens
+                may = index < 0 or (index < pending and bool(seen[query, index]))
+                if may and window is not None:
+                    assert deep is not None
+                    position = key if index < 0 else held + int(deep[index])
+                    may = held + int(deep[pending - size + query]) - position < window
+                allowed.append(may)
+            queries.append(allowed)
+        rows.append(queries)
+    return rows
+
+
+LENGTHS = {"alone": [5], "even": [4, 4, 4], "ragged": [6, 0, 3], "nothing held": [0, 0]}
+# The number of earlier pending tokens, and the size of the block after them.
+BLOCKS = {"one": (0, 1), "tree": (0, 6), "a level": (4, 3), "two levels on": (5, 2)}
+
+
+@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_a_mask_matches_its_definition(lengths: str, block: str, window: int | None, static: bool) -> None:
+    """A pending token sees its row's cached tokens and the visible pending ones, within its window.
+
+    For random visibility, one per row or one for all rows; each token of the block sees itself. Two rows with 3 and 1
+    cached tokens and 2 pending ones each:
+
+    row 0    0 0 0    v q                    q is the query, v the other pending token, 0 are cached keys;
+    row 1    0        v q       - -          with static shapes every row extends to the capacity
+    """
+    held, (earlier, size) = LENGTHS[lengths], BLOCKS[block]
+    slots = slots_of(held, earlier, static)
+    for rows in {1, len(held)}:
+        visible = torch.rand(rows, size, earlier + size) < 0.5
+        visible[:, :, earlier:] |= torch.eye(size, dtype=torch.bool)
+        depths = torch.randint(5, (rows, earlier + size))
+        wanted = by_definition(held, visible, depths, slots.num_keys(size), window)
+        found = block_mask(slots, PendingTokens(visible, depths), torch.float32, window)
+        assert found.dtype == torch.float32
+        assert found.shape[1:] == (1, size, CAPACITY if static else max(held) + earlier + size)
+        assert (found.expand(len(held), -1, -1, -1)[:, 0] == 0).tolist() == wanted
+        assert set(found.unique().tolist()) <= {0.0, LOWEST}
+        if window is None:
+            assert torch.equal(block_mask(slots, PendingTokens(visible), torch.float32), found)  # without depths

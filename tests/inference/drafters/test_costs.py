@@ -16,6 +16,7 @@ import pytest
 import torch
 from families import make_family
 from matrix import slow_unless
+from shared_fixtures import HeadFactory
 
 from headstart.heads.kinds.checkpoint import new_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -47,7 +48,6 @@ from headstart.recipes.schema_heads import Eagle3Section
 PROMPT, NEW_TOKENS = [5, 17, 3], 16
 SURFACE = CostSurface((1, 2, 8, 32), (1.0, 1.1, 1.3, 2.0), 32, (1e-4, 4e-4), (0.1, 0.3), (0.2, 1e-5), (0.1, 1e-5))
 AT = Situation(context=300, batch=1, greedy=True)
-MakeHead = Callable[..., Eagle3Head]
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def cost_aware(target: TargetModel, head: Eagle3Head, width: int, nodes: int) ->
 
 
 def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
-    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head, keys = make_head(), []
     found = ("torch", "16", "3000"), ("own", "16", "3000"), ("own", "8", "3000"), ("own", "8", "20000")
@@ -86,7 +86,7 @@ def test_costs_of_other_kernels_on_disk_were_taken_for_those_of_new_ones(
 
 
 def test_no_request_measures_and_every_request_is_observed(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = fresh(), make_head()
     growth = cost_aware(target, head, 3, 12)
@@ -100,7 +100,7 @@ def test_no_request_measures_and_every_request_is_observed(
 
 
 def test_costs_on_disk_are_read_and_not_measured_again(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = cost_table(fresh(), make_head(), width=2, nodes=6)
     assert len(list(folder.iterdir())) == 1
@@ -113,7 +113,7 @@ def test_costs_on_disk_are_read_and_not_measured_again(
         cost_table(fresh(), make_head(intermediate_size=48), width=2, nodes=6)
 
 
-def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, make_head: MakeHead) -> None:
+def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, make_head: HeadFactory) -> None:
     """Only those of heads were, so that prompt lookup went on at .6 of plain decoding's speed."""
     section = DecodeSection(drafter="prompt_lookup", growth="dynamic", depth=3, max_batch=1)
     growth = Dynamic(3, 2, 6)
@@ -132,7 +132,7 @@ def test_drafts_of_every_kind_are_measured(folder: Path, target: TargetModel, ma
 
 
 def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gc.collect()  # tables of tests before would write what they observed here
     shutil.rmtree(folder, ignore_errors=True)
@@ -150,7 +150,7 @@ def test_a_measurement_that_had_no_time_for_all_sizes_is_not_kept_on_disk(
 
 
 def test_observed_steps_are_kept_on_disk(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table = cost_table(fresh(), make_head(), width=2, nodes=6)
     before = table.now(AT).target
@@ -163,7 +163,7 @@ def test_observed_steps_are_kept_on_disk(
 
 
 def test_costs_measured_on_a_busy_machine_were_kept_for_quiet_ones(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory
 ) -> None:
     for factor, kept in ((0.6, True), (0.3, False)):
         table = cost_table(fresh(), make_head(), width=2, nodes=6)
@@ -185,7 +185,7 @@ DAMAGES: dict[str, Callable[[str], str]] = {
 
 @pytest.mark.parametrize("symptom", slow_unless(("cut", "negative"), DAMAGES))
 def test_a_broken_or_foreign_file_is_measured_anew(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, symptom: str
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, symptom: str
 ) -> None:
     cost_table(fresh(), make_head(), width=2, nodes=6)
     (path,) = folder.iterdir()
@@ -204,7 +204,7 @@ def with_surface(text: str, **changed: Any) -> str:
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], TargetModel], make_head: MakeHead
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Callable[[], TargetModel], make_head: HeadFactory
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
@@ -324,7 +324,7 @@ def test_a_slow_machine_measures_only_what_is_needed(monkeypatch: pytest.MonkeyP
 
 
 def test_captured_steps_are_measured_and_observed_too(
-    folder: Path, fresh: Callable[[], TargetModel], make_head: MakeHead, monkeypatch: pytest.MonkeyPatch
+    folder: Path, fresh: Callable[[], TargetModel], make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU the functions that CUDA would capture run as they are."""
     monkeypatch.setattr(TargetModel, "may_capture", True)

@@ -2,48 +2,36 @@
 
 import itertools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from drafting import noisy_copy
 from families import FAMILIES, WINDOW
 from matrix import slow_unless
-from scripted import paths
+from scripted import PENALTIES, noisy_copy, paths
+from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
-from transformers import LlamaForCausalLM
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import Drafter
 from headstart.inference.core.gumbel import gumbel_noise
-from headstart.inference.core.request import DecodeStats, Request
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.verify import VerifiedOnHost, VerifiedRow
 from headstart.inference.drafters.build import build_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, Growth
 from headstart.inference.drafters.lookup import Lookup
 from headstart.inference.drafters.model import ModelDrafter
-from headstart.inference.drafters.repeats import Continuations, Trie
+from headstart.inference.drafters.repeats import Continuations
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes.schema import DecodeSection, TargetSection
 
-MakeModel = Callable[..., LlamaForCausalLM]
 NO_CACHE = KVCache.allocate((1, 1, 1), None, 1)
 LIMITS = Growth(depth=5, width=3, nodes=12)
 # The chain of the likeliest token at each of four depths, with branches.
 BUSHY = Fixed(((0,), (1,), (2,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)))
-PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -99.0),), seed=7)
-REQUESTS = [
-    Request([5, 6, 7, 11], 12),
-    Request([3], 10, Sampling(1.0, seed=1)),
-    Request([9, 9, 1, 4, 9, 9, 1], 9, Sampling(0.7, top_p=0.9, seed=2)),
-    Request([8, 8, 8, 8, 8, 8], 8, PENALTIES),
-    Request([50, 51], 1, Sampling(1.0, seed=3)),
-    Request([*range(40)], 11),
-]
 
 
 def verified_text(text: list[int], remaining: int, sampling: Sampling | None = None, key: int = 0) -> VerifiedOnHost:
@@ -64,36 +52,6 @@ def drafters(target: TargetModel, draft: TargetModel) -> dict[str, Drafter]:
         "draft model, fixed tree": ModelDrafter(draft, BUSHY, target),
         "prompt lookup": Lookup(LIMITS),
     }
-
-
-@pytest.fixture(scope="module")
-def plain(target: TargetModel) -> list[list[int]]:
-    return [generate(target, request.prompt, request.max_new_tokens, request.sampling).tokens for request in REQUESTS]
-
-
-@pytest.fixture(scope="module")
-def made(target: TargetModel) -> dict[str, Drafter]:
-    return drafters(target, noisy_copy(target, 0.03))
-
-
-NAMES = ("draft model, chain", "draft model, tree", "draft model, fixed tree", "prompt lookup")
-# Without acceptance the law below would test little. The texts of a random model repeat little, so prompt lookup has no
-# such bound.
-LEAST_ACCEPTANCE_LENGTH = {"draft model, chain": 1.3, "draft model, tree": 1.3}
-
-
-# The others draft in one batch below, with any family.
-@pytest.mark.parametrize("name", slow_unless(("draft model, tree", "prompt lookup"), NAMES))
-def test_every_drafter_yields_the_text_of_plain_decoding(
-    target: TargetModel, made: dict[str, Drafter], plain: list[list[int]], name: str
-) -> None:
-    """Greedy and sampled, alone and in batches whose rows come and go, with dynamic and static shapes."""
-    parts = []
-    for max_batch, static, last in ((1, False, 3), (4, False, 6), (4, True, 6)):
-        found = generate_batch(target, REQUESTS[:last], made[name], max_batch, static)
-        assert [generation.tokens for generation in found] == plain[:last], (max_batch, static)
-        parts += [generation.stats for generation in found]
-    assert DecodeStats.sum_of(parts).acceptance_length > LEAST_ACCEPTANCE_LENGTH.get(name, 1.0)
 
 
 # Sliding windows and a scaled embedding; learned positions.
@@ -125,7 +83,7 @@ def test_a_draft_model_that_is_the_target_is_always_right(
             assert found.stats.accepted_at_depth == [3] * 4
 
 
-def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: MakeModel) -> None:
+def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_model: ModelFactory) -> None:
     with pytest.raises(ValueError, match=r"decode\.draft_model: a model with 128 positions given"):
         ModelDrafter(TargetModel(make_model(max_position_embeddings=128), ()), Dynamic.chain(2), target)
     with pytest.raises(ValueError, match=r"decode\.draft_model: torch\.float64 on cpu given"):
@@ -133,7 +91,7 @@ def test_a_draft_model_that_does_not_fit_is_refused(target: TargetModel, make_mo
 
 
 def test_draft_model_and_target_may_have_vocabularies_of_different_sizes(
-    target: TargetModel, make_model: MakeModel
+    target: TargetModel, make_model: ModelFactory
 ) -> None:
     prompt, added = [5, 96, 6, 7], Sampling(logit_bias=((90, 99.0),))
     for sampling, size in ((Sampling(), 120), (added, 64)):
@@ -216,14 +174,6 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
     text = [1, 2, 4] * 9 + [1, 3, 5, 7, 1]
     drafted = [drafted_paths(Lookup(Growth(2, 2, nodes), ngram=1), text) for nodes in (1, 2, 3, 4)]
     assert drafted == [{(2,)}, {(2,), (2, 4)}, {(2,), (2, 4), (3,)}, {(2,), (2, 4), (3,), (3, 5)}]
-
-
-def test_a_trie_holds_each_path_once_and_only_to_its_maximum_depth() -> None:
-    trie = Trie(7, max_depth=2)
-    assert [trie.add(*each) for each in ((0, 1), (1, 2), (2, 3))] == [1, 2, None]
-    assert [trie.add(*each) for each in ((0, 1), (1, 4))] == [1, 3]
-    assert (trie.tokens, trie.parents) == ([7, 1, 2, 4], [-1, 0, 1, 1])
-    assert trie.add(2, 9) is None
 
 
 def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:

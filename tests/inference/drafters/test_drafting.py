@@ -1,28 +1,36 @@
 """Laws of the drafters of heads. Decoding stays lossless with wrong drafts, so only these tests see a wrong tree."""
 
 import itertools
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from drafting import GROWTHS, OTHER_TEXTS, PENALTIES, TEXT, Naive, draft, new_cache, read_taps, verified
+from families import FAMILIES
+from matrix import slow_unless
 from scripted import paths
+from shared_fixtures import HeadFactory
+from torch.testing import assert_close
 
 from headstart.heads.base import DraftHead
+from headstart.heads.frozen import FrozenTarget
+from headstart.heads.kinds.block import BlockHead
 from headstart.heads.kinds.block_attention import Reach
+from headstart.heads.kinds.checkpoint import new_head
+from headstart.heads.layers import rotary_table
 from headstart.heads.vocab import DraftVocab
+from headstart.inference.calibrate import score_text
 from headstart.inference.core.cache import Move
+from headstart.inference.core.drafter import NoDrafter
+from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.drafters.build import growth_from_recipe
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
+from headstart.inference.engine.loop import generate_batch
 from headstart.inference.targets.model import TargetModel
-from headstart.recipes.schema import DecodeSection
+from headstart.recipes.schema_heads import BlockSection, HeadSection, PEagleSection
 
-MakeHead = Callable[..., DraftHead]
 # Kind, shape, and tokens of the draft vocabulary; the target has 97.
 HEADS: dict[str, tuple[str, dict[str, Any], int]] = {
     "eagle3": ("eagle3", {}, 97),
@@ -41,7 +49,7 @@ growths = pytest.mark.parametrize("growth", GROWTHS, ids=["chain", "one level", 
 
 
 @pytest.fixture
-def drafting_head(request: pytest.FixtureRequest, make_head: MakeHead) -> DraftHead:
+def drafting_head(request: pytest.FixtureRequest, make_head: HeadFactory) -> DraftHead:
     kind, shape, vocab_size = HEADS[request.param]
     return make_head(kind, vocab=DraftVocab.most_frequent(torch.randint(9, (97,)), vocab_size), **shape)
 
@@ -146,28 +154,7 @@ def test_prefill_reads_all_of_a_prompt_but_its_last_position(target: TargetModel
     drafter.prefill(taps[:, :2], torch.tensor([[1, 2]]), new_cache(target, drafter).row(0))  # of one token
 
 
-def test_the_drafter_uses_the_targets_gumbel_noise(target: TargetModel, head: DraftHead) -> None:
-    """At T > 0 the Gumbel noise of a position helps to rank its drafts: equal seeds draft alike, others do not."""
-    drafter = HeadDrafter(head, Dynamic(3, 4, 8))
-    trees = [
-        draft(drafter, verified(target, Sampling(1.0, seed=seed), (0, 11)), new_cache(target, drafter))
-        for seed in (1, 1, 2)
-    ]
-    assert paths(trees[0]) == paths(trees[1]) != paths(trees[2])
-
-
-def test_tokens_that_sampling_excludes_are_not_drafted(target: TargetModel, head: DraftHead) -> None:
-    """With top-k 2 a node has at most two children, and a token with bias -inf is never drafted."""
-    drafter = HeadDrafter(head, Dynamic(3, 4, 30))
-    free = draft(drafter, verified(target, Sampling(1.0, seed=1), (0, 11)), new_cache(target, drafter))
-    banned = int(free.tokens[0, 1])
-    sampling = Sampling(1.0, seed=1, top_k=2, logit_bias=((banned, -math.inf),))
-    tree = draft(drafter, verified(target, sampling, (0, 11)), new_cache(target, drafter))
-    assert banned not in {token for path in paths(tree)[0] for token in path}
-    assert torch.tensor([parent for parent in tree.parents[0].tolist() if parent >= 0]).bincount().max() == 2
-
-
-def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) -> None:
+def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: HeadFactory) -> None:
     head = make_head(vocab=DraftVocab.most_frequent(torch.arange(97), 6))
     assert HeadDrafter(head, Dynamic(3, 6, 8)).max_nodes == 18
     with pytest.raises(ValueError, match=r"decode\.width: 7 given, 1 to the head's 6 is allowed; lower it"):
@@ -176,15 +163,58 @@ def test_a_tree_wider_than_the_heads_vocabulary_is_refused(make_head: MakeHead) 
         HeadDrafter(head, Fixed(tuple((number,) for number in range(7))))
 
 
-@pytest.mark.parametrize(
-    ("section", "wanted"),
-    [
-        ({"growth": "chain", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 1, 7)),
-        ({"growth": "dynamic", "depth": 7, "width": 4, "nodes": 60}, Dynamic(7, 4, 60)),
-    ],
-    ids=["chain", "dynamic"],
-)
-def test_a_recipe_chooses_how_trees_grow(
-    target: TargetModel, head: DraftHead, section: dict[str, Any], wanted: GrowthPolicy
-) -> None:
-    assert growth_from_recipe(DecodeSection(**section), target, head) == wanted
+SIZES: dict[str, Any] = {"num_heads": 4, "num_kv_heads": 2}
+IN_ONE_PASS: dict[str, HeadSection] = {
+    "DSpark": BlockSection(kind="block", block_size=4, markov_rank=6, **SIZES),
+    "DFlash": BlockSection(kind="block", block_size=4, markov_rank=0, **SIZES),
+    "P-EAGLE": PEagleSection(kind="peagle", depths=4, num_layers=2, taps=(0, 1, 2), **SIZES),
+}
+
+
+def varied_head(frozen: FrozenTarget, kind: str) -> DraftHead:
+    """A head for any target, with no weight at zero."""
+    head = new_head(IN_ONE_PASS[kind], frozen, DraftVocab.full(frozen.config.vocab_size), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return head.eval().requires_grad_(False)
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("name", slow_unless(("gemma3", "int8"), FAMILIES))
+@pytest.mark.parametrize("kind", IN_ONE_PASS)
+def test_decoding_is_lossless_for_every_family(name: str, kind: str) -> None:
+    """At T = 0, 0.7 and 1, in one batch of rows of different lengths, the text is that of plain decoding."""
+    target = TargetModel(FAMILIES[name](), ())
+    head = varied_head(target.frozen, kind)
+    target = TargetModel(target.model, head.taps)
+    prompts = [[5, 6, 7, 11, 3], [40, 2], [9, 60, 33, 14, 50, 51, 52, 1]]
+    samplings = [Sampling(), Sampling(0.7, seed=4), Sampling(1.0, seed=5)]
+    requests = [Request(prompt, 12, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
+    plain = generate_batch(target, requests, NoDrafter(), 4)
+    drafted = generate_batch(target, requests, head_drafter(head, Dynamic(3, 12, 60)), 4)
+    assert [each.tokens for each in drafted] == [each.tokens for each in plain]
+    assert any(each.stats.acceptance_length > 1 for each in drafted)
+
+
+def test_a_block_head_turns_by_the_yarn_of_its_target() -> None:
+    target = TargetModel(FAMILIES["gpt_oss"](), ())
+    head = varied_head(target.frozen, "DSpark")
+    assert isinstance(head, BlockHead)
+    assert head.target.rope.kind == "yarn"
+    wanted = rotary_table(head.target.rope, head.shape.head_dim, len(head.rotary))
+    assert torch.equal(head.rotary, wanted)
+
+
+def test_calibration_scores_a_text_as_drafting_would(target: TargetModel, make_head: HeadFactory) -> None:
+    """Row t of depth k is about the token at t + 2 + k, after a chain of the true tokens before it."""
+    head, prompt = make_head("block", markov_rank=6), 2
+    text = torch.tensor([TEXT])
+    levels = list(score_text(target, head, text, Request([0] * prompt, 1), 3))
+    for depth, found in enumerate(levels):
+        for row in range(len(found.columns)):
+            prefix, path = TEXT[: row + 2], TEXT[row + 2 : row + 2 + depth]
+            wanted = Naive(head, target, prefix, Sampling()).logits(tuple(path))[0, 0]
+            assert_close(found.without_noise[row], wanted, atol=1e-4, rtol=1e-4)
+            assert int(found.columns[row]) == TEXT[row + 2 + depth]

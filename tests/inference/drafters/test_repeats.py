@@ -1,14 +1,13 @@
 """Laws of repeats beside a head's trees: they add to what the head drafts, and never change the text."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from scripted import SetCosts, paths
+from shared_fixtures import HeadFactory
 from test_drafters import verified_text
 
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.core.tree import Tree
@@ -20,7 +19,6 @@ from headstart.inference.drafters.repeats import PRIOR_TOKENS, REPEAT_DEPTH, REP
 from headstart.inference.engine.loop import generate, generate_batch
 from headstart.inference.targets.model import TargetModel
 
-MakeHead = Callable[..., Eagle3Head]
 PHRASE = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20]
 LOOP = Sampling(logit_bias=((9, 50.0),))  # writes token 9 forever
 
@@ -104,7 +102,7 @@ def test_sampled_rows_draft_repeats_no_deeper_than_the_head() -> None:
     assert max(map(len, paths(found)[0])) == 3
 
 
-def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on(target: TargetModel, make_head: MakeHead) -> None:
+def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on(target: TargetModel, make_head: HeadFactory) -> None:
     wanted = generate(target, [5, 6, 7, 11], 40, LOOP).tokens
     alone = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), Dynamic(3, 3, 8)))
     found = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), Dynamic(3, 3, 8), Repeats(8)))
@@ -112,7 +110,7 @@ def test_a_loop_is_written_in_long_steps_from_the_first_repeat_on(target: Target
     assert found.stats.steps <= alone.stats.steps / 2
 
 
-def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel, make_head: MakeHead) -> None:
+def test_rows_that_repeat_and_rows_that_do_not_share_a_batch(target: TargetModel, make_head: HeadFactory) -> None:
     requests = [
         Request([5, 6, 7, 11], 20, LOOP),
         Request([*PHRASE, 1, *PHRASE[:4]], 16),
@@ -158,7 +156,7 @@ def test_costs_decide_how_many_repeats_are_verified() -> None:
     assert growth.is_worth(4, 0.51)
 
 
-def test_the_cost_table_learns_from_all_nodes_that_were_verified(target: TargetModel, make_head: MakeHead) -> None:
+def test_the_cost_table_learns_from_all_nodes_that_were_verified(target: TargetModel, make_head: HeadFactory) -> None:
     growth, seen = CostAware(3, 3, 8, SetCosts()), []
     growth.costs.observe = lambda drafted, seconds: seen.append(drafted.nodes - 1)  # type: ignore[method-assign]
     generation = generate(target, [5, 6, 7, 11], 40, LOOP, HeadDrafter(make_head(), growth, Repeats(8)))

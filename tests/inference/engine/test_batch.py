@@ -1,15 +1,13 @@
 """The law of batches: each request gets the text, and takes the steps, that it would alone."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
-from matrix import slow_unless
-from scripted import DRAFTERS, HalfRightHead, Hidden, Texts
-from torch.testing import assert_close
+from matrix import slow, slow_unless
+from scripted import DRAFTERS, REQUESTS, HalfRightHead, Hidden, Texts, new_tokens
+from shared_fixtures import ModelFactory
 
 from headstart.heads.kinds.eagle3 import Eagle3Head, Eagle3Shape
 from headstart.heads.vocab import DraftVocab
@@ -18,26 +16,9 @@ from headstart.inference.core.sampling import BatchSampling, Sampling
 from headstart.inference.drafters.growth import Dynamic, Fixed, GrowthPolicy
 from headstart.inference.drafters.head import HeadDrafter
 from headstart.inference.engine.loop import generate, generate_batch, loop_of
-from headstart.inference.engine.prefill import prefill_chunk, prefill_prompts
 from headstart.inference.targets.model import TargetModel
 
-MakeHead = Callable[..., Eagle3Head]
-MakeModel = Callable[..., Any]
-INF = float("inf")
 CHI_SQUARE_999 = {24: 51.18}  # the 99.9 % quantile of the chi-square distribution, by degrees of freedom
-PENALTIES = Sampling(0.8, top_p=0.95, repetition_penalty=1.3, frequency_penalty=1.0, logit_bias=((3, -INF),), seed=7)
-# Prompts and texts of different lengths, sampled differently; three requests differ only in the seed.
-REQUESTS = [
-    Request([5, 6, 7, 11], 12),
-    Request([3], 6, Sampling(1.0, seed=1)),
-    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
-    Request([9, 9, 1], 1),
-    Request([8, 8, 8, 8, 8, 8], 8, PENALTIES),
-    Request([50, 51], 14, Sampling(1.0, seed=3)),
-    Request([5, 6, 7, 11], 4, Sampling(repetition_penalty=1.5)),
-    Request([70, 2, 33, 41, 5], 7, Sampling(1.0, seed=4)),
-    Request([12] * 17, 2, Sampling(1.0, top_k=3, min_p=0.05, seed=5)),
-]
 
 
 def comparable(stats: DecodeStats) -> DecodeStats:
@@ -45,41 +26,12 @@ def comparable(stats: DecodeStats) -> DecodeStats:
     return replace(stats, seconds=0.0, bytes_moved=0)
 
 
-def texts_of(target: TargetModel, requests: list[Request], make_head: MakeHead) -> Texts:
-    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in requests]
-    return Texts(target, whole, make_head)
-
-
-@pytest.fixture(scope="module")
-def texts(target: TargetModel, make_head: MakeHead) -> Texts:
-    return texts_of(target, REQUESTS, make_head)
-
-
-def new_tokens(texts: Texts, requests: list[Request] = REQUESTS) -> list[list[int]]:
-    return [whole[len(request.prompt) :] for whole, request in zip(texts.whole, requests, strict=True)]
-
-
-BATCH_DRAFTERS = [
-    "head, wide tree",
-    "head, fixed tree",
-    "P-EAGLE head",
-    "half right head, tree",
-    "half right head, fixed tree",
-    "half right head, cost-aware",
-    "half right head, cost-aware chain",
-    "moody oracle",
-    "careless oracle",
-    "truth hidden in a tree",
-    "duplicate siblings",
-]
 SOME = ("half right head, fixed tree", "half right head, cost-aware chain", "truth hidden in a tree")
-# These choose one tree shape for all rows, so a row's steps depend on the others.
-ONE_SHAPE_FOR_ALL_ROWS = ("half right head, cost-aware", "half right head, cost-aware chain")
 
 
 # A warning may be about a row in which no token has any probability left.
 @pytest.mark.filterwarnings("error", "ignore::ResourceWarning")
-@pytest.mark.parametrize("drafter_name", slow_unless(SOME, BATCH_DRAFTERS))
+@pytest.mark.parametrize("drafter_name", slow_unless(SOME, DRAFTERS))
 def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts: Texts, drafter_name: str) -> None:
     """Token for token and step for step, for any number of rows, with dynamic and with static shapes.
 
@@ -92,7 +44,8 @@ def test_a_batch_writes_what_its_requests_write_alone(target: TargetModel, texts
     for max_batch, static in [(3, False), (4, True), *([(1, True), (2, False), (16, False)] if more_sizes else [])]:
         together = generate_batch(target, REQUESTS, drafter, max_batch, static)
         assert [generation.tokens for generation in together] == new_tokens(texts), max_batch
-        if drafter_name not in ONE_SHAPE_FOR_ALL_ROWS:
+        # Costs choose one tree shape for all rows, and repeats come from all texts: a row's steps depend on the others.
+        if "cost-aware" not in drafter_name and "repeats" not in drafter_name:
             assert [comparable(g.stats) for g in together] == [comparable(g.stats) for g in alone], max_batch
 
 
@@ -168,22 +121,8 @@ def test_a_waiting_request_starts_as_soon_as_a_row_is_free(target: TargetModel) 
     assert len(batch_sizes) == 4 + 8
 
 
-def test_prompts_that_are_read_together_do_not_see_each_other(target: TargetModel) -> None:
-    """One pass over three prompts side by side gives each prompt's own logits, taps and cache."""
-    prompts = [[3, 9, 4, 7, 7, 12], [5], [8, 3, 1]]
-    cache, alone = target.passes.new_cache(16, batch=3), target.passes.new_cache(16, batch=3)
-    together = prefill_prompts(target, prompts, [cache.row(row) for row in range(3)])
-    for row, prompt in enumerate(prompts):
-        single = prefill_chunk(target, prompt, alone.row(row), 0)
-        assert_close(together[row].logits, single.logits, rtol=1e-4, atol=1e-4)
-        assert_close(together[row].taps, single.taps, rtol=1e-4, atol=1e-4)
-        held = (..., slice(len(prompt)), slice(None))
-        stored = cache.row(row).target.storages[0][held], alone.row(row).target.storages[0][held]
-        assert_close(*stored, rtol=1e-4, atol=1e-4)
-
-
 @pytest.fixture(scope="module")
-def five_token_target(make_model: MakeModel) -> TargetModel:
+def five_token_target(make_model: ModelFactory) -> TargetModel:
     sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     return TargetModel(make_model(vocab_size=5, initializer_range=0.25, intermediate_size=16, **sizes), (0, 1))
 
@@ -212,17 +151,22 @@ def chi_square(target: TargetModel, growth: GrowthPolicy, sampling: Sampling, nu
     return float(((counts - expected) ** 2 / expected)[expected > 0].sum())
 
 
+WARPED = Sampling(0.7, top_k=4, top_p=0.95)
 SHALLOW = Fixed(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 
 
-def test_sampled_texts_have_the_targets_distribution(five_token_target: TargetModel) -> None:
-    assert chi_square(five_token_target, SHALLOW, Sampling(1.0), 300) < CHI_SQUARE_999[24]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.7, top_k=4, top_p=0.95)], ids=["T=1", "warped"])
-@pytest.mark.parametrize("growth", [Dynamic.chain(2), SHALLOW], ids=["chain", "tree"])
-def test_many_sampled_texts_have_the_targets_distribution(
-    five_token_target: TargetModel, growth: GrowthPolicy, sampling: Sampling
+@pytest.mark.parametrize(
+    ("growth", "sampling", "count"),
+    [
+        (SHALLOW, Sampling(1.0), 300),
+        *(
+            slow((growth, sampling, 2_000))
+            for growth in (Dynamic.chain(2), SHALLOW)
+            for sampling in (Sampling(1.0), WARPED)
+        ),
+    ],
+)
+def test_sampled_texts_have_the_targets_distribution(
+    five_token_target: TargetModel, growth: GrowthPolicy, sampling: Sampling, count: int
 ) -> None:
-    assert chi_square(five_token_target, growth, sampling, 2_000) < CHI_SQUARE_999[24]
+    assert chi_square(five_token_target, growth, sampling, count) < CHI_SQUARE_999[24]

@@ -1,22 +1,20 @@
 """Laws of a loop that runs while requests come and go: each finished text is the one that its request writes alone."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 from families import FAMILIES
 from matrix import slow_unless
-from scripted import HalfRightHead, LoadCosts, NoThirds, Oracle, Texts
+from scripted import REQUESTS, HalfRightHead, LoadCosts, NoThirds, Texts, answered, finish, new_tokens
+from shared_fixtures import HeadFactory, ModelFactory
 from sound_loop import assert_drafter_has_read
 from torch import Tensor
 
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.drafter import Drafter
-from headstart.inference.core.request import Generation, Request, StopStrings
+from headstart.inference.core.request import Request, StopStrings
 from headstart.inference.core.sampling import Sampling
-from headstart.inference.core.verify import BONUS
 from headstart.inference.drafters.for_heads import head_drafter
 from headstart.inference.drafters.growth import Dynamic
 from headstart.inference.drafters.head import HeadDrafter
@@ -25,31 +23,6 @@ from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.engine.prefill import PrefillSchedule
 from headstart.inference.engine.speculation import SpeculationByLoad
 from headstart.inference.targets.model import TargetModel
-
-MakeHead = Callable[..., Eagle3Head]
-REQUESTS = [
-    Request([5, 6, 7, 11], 12),
-    Request([3], 6, Sampling(1.0, seed=1)),
-    Request([*range(40)], 9, Sampling(0.7, top_p=0.9, seed=2)),
-    Request([9, 9, 1], 1),
-    Request([8, 8, 8, 8, 8, 8], 8, Sampling(0.8, repetition_penalty=1.3, frequency_penalty=1.0, seed=7)),
-    Request([50, 51], 14, Sampling(1.0, seed=3)),
-]
-
-
-@pytest.fixture(scope="module")
-def texts(target: TargetModel, make_head: MakeHead) -> Texts:
-    whole = [r.prompt + generate(target, r.prompt, r.max_new_tokens, r.sampling).tokens for r in REQUESTS]
-    return Texts(target, whole, make_head)
-
-
-def written(texts: Texts, number: int) -> list[int]:
-    return texts.whole[number][len(REQUESTS[number].prompt) :]
-
-
-def finish(loop: DecodeLoop) -> None:
-    while not loop.idle:
-        loop.step()
 
 
 def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target: TargetModel, texts: Texts) -> None:
@@ -65,14 +38,14 @@ def test_a_cancelled_request_leaves_its_row_at_once_and_others_untouched(target:
     assert [row.number for row in loop.batch.rows] == [1]
     assert loop.batch.cache.target.lengths == [len(loop.batch.rows[0].text) - 1]
     partial = list(loop.generations[0].tokens)
-    assert partial == written(texts, 0)[: len(partial)]
+    assert partial == new_tokens(texts)[0][: len(partial)]
     assert {block.number for block in loop.step()} == {1, 3}
     finish(loop)
     assert [loop.generations[number].finish for number in range(4)] == ["cancelled", "length", "cancelled", "length"]
     assert loop.generations[0].tokens == partial
-    assert loop.generations[1].tokens == written(texts, 5)
+    assert loop.generations[1].tokens == new_tokens(texts)[5]
     assert loop.generations[2].tokens == []
-    assert loop.generations[3].tokens == written(texts, 1)
+    assert loop.generations[3].tokens == new_tokens(texts)[1]
     loop.cancel(1)  # it has ended
     assert loop.generations[1].finish == "length"
     assert sorted(number for number, _ in loop.take_ended()) == [0, 1, 2, 3]
@@ -83,17 +56,6 @@ def test_requests_of_higher_priority_come_first_and_others_in_order(target: Targ
     for priority in (0, 2, 1, 2, 0):
         loop.submit(replace(REQUESTS[0], max_new_tokens=1, priority=priority))
     assert [block.number for block in loop.run()] == [1, 3, 2, 0, 4]
-
-
-def test_a_block_tells_the_draft_depth_of_each_token(target: TargetModel, texts: Texts) -> None:
-    loop = DecodeLoop(target, Oracle(*texts.whole, ahead=3), max_batch=1)
-    loop.submit(REQUESTS[0])
-    blocks = list(loop.run())
-    assert [block.depths for block in blocks] == [[None], *[[1, 2, 3, BONUS]] * 2, [1, 2, BONUS]]
-    assert [token for block in blocks for token in block.tokens] == written(texts, 0)
-    plain = DecodeLoop(target, max_batch=1)
-    plain.submit(REQUESTS[0])
-    assert {depth for block in plain.run() for depth in block.depths} == {None}
 
 
 def test_a_forgotten_output_is_dropped_and_a_running_one_is_kept(target: TargetModel) -> None:
@@ -134,15 +96,23 @@ def make_paced(target: TargetModel, drafter: Drafter | None, piece: int, static:
     return loop
 
 
+def drafter_of(kind: str, target: TargetModel, make_head: HeadFactory, make_model: ModelFactory) -> Drafter:
+    if kind == "draft model":
+        return ModelDrafter(TargetModel(make_model(seed=3), ()), Dynamic(3, 2, 6), target)
+    return head_drafter(make_head(kind), Dynamic(3, 3, 8))
+
+
 @pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["eagle3", "block", "draft model"])
 @pytest.mark.parametrize("piece", slow_unless((7, 64), (1, 7, 64)))
 @pytest.mark.parametrize("static", [False, True])
 def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
-    target: TargetModel, make_head: MakeHead, piece: int, static: bool
+    target: TargetModel, make_head: HeadFactory, make_model: ModelFactory, kind: str, piece: int, static: bool
 ) -> None:
-    """The head drafts the same trees too: it read each piece with the token after it, which the prompt holds."""
+    """The same trees are drafted too: a head read each piece with the token after it, which the prompt holds, and a
+    draft model reads each piece as the target does."""
     requests = [Request(LONG, 12), Request([3], 40, Sampling(1.0, seed=1)), Request(LONG[:50], 8, Sampling(0.8))]
-    drafter = HeadDrafter(make_head(), Dynamic(3, 3, 8))
+    drafter = drafter_of(kind, target, make_head, make_model)
     alone = [generate(target, r.prompt, r.max_new_tokens, r.sampling, drafter) for r in requests]
     loop = make_paced(target, drafter, piece, static)
     order = 1, 2, 0  # the short prompt first, so that its row runs while the others are read
@@ -157,25 +127,6 @@ def test_a_prompt_that_is_read_in_pieces_is_continued_as_one_read_at_once(
     loop.close()
 
 
-@pytest.mark.parametrize("kind", ["block head", "draft model"])
-def test_drafts_of_other_kinds_do_not_depend_on_the_pieces(
-    target: TargetModel, make_head: MakeHead, make_model: Callable[..., Any], kind: str
-) -> None:
-    """A draft model reads each piece as the target does."""
-    growth = Dynamic(3, 2, 6)
-    drafters: dict[str, Drafter] = {
-        "block head": head_drafter(make_head("block"), growth),
-        "draft model": ModelDrafter(TargetModel(make_model(seed=3), ()), growth, target),
-    }
-    drafter = drafters[kind]
-    alone = generate(target, LONG, 12, drafter=drafter)
-    loop = make_paced(target, drafter, 9)
-    loop.submit(Request(LONG, 12))
-    finish(loop)
-    assert loop.generations[0].tokens == alone.tokens
-    assert loop.generations[0].stats.accepted_at_depth == alone.stats.accepted_at_depth
-
-
 @pytest.mark.parametrize("family", slow_unless(("gemma3", "gpt_oss"), FAMILIES))
 def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: str) -> None:
     """Sliding windows and position encodings of all kinds; prompts are longer than a window. The third is read beside
@@ -184,10 +135,8 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
     request, other = Request([5 + (7 * i) % 60 for i in range(45)], 6, end_tokens=()), Request([7], 12, end_tokens=())
     alone, others = (generate_batch(target, [each])[0].tokens for each in (request, other))
     loop = DecodeLoop(target, max_batch=2, prefill_chunk=11, prefix_memory=2**20)
-    for number in range(2):
-        loop.submit(request)
-        finish(loop)
-        assert loop.generations[number].tokens == alone
+    for _ in range(2):
+        assert answered(loop, request).tokens == alone
     assert loop.generations[1].cached_tokens == 32
     assert target.passes.allows_side_by_side
     assert loop.schedule.shares_steps
@@ -201,7 +150,7 @@ def test_every_family_reads_prompts_in_pieces_and_after_known_prefixes(family: s
     )
 
 
-def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: Any, target: TargetModel) -> None:
+def test_a_model_that_changes_the_mask_reads_prompts_apart(make_model: ModelFactory, target: TargetModel) -> None:
     model = make_model(num_hidden_layers=4)
     for layer in model.model.layers:
         layer.self_attn.register_forward_pre_hook(
@@ -244,17 +193,6 @@ def test_running_rows_go_on_while_a_long_prompt_is_read(target: TargetModel, sta
     loop.close()
 
 
-def test_running_rows_wait_for_a_small_chunk_at_most() -> None:
-    for shares_steps in (False, True):
-        schedule = PrefillSchedule(512, 16, prompts_first=False, shares_steps=shares_steps)
-        assert (schedule.tokens(has_rows=False), schedule.tokens(has_rows=True)) == (512, 16)
-        assert schedule.reads_next(running=1)
-        schedule.read_last = True
-        assert schedule.reads_next(running=1) == shares_steps
-        assert schedule.reads_next(running=0)
-    assert PrefillSchedule(4, 16, prompts_first=False).tokens(has_rows=True) == 4
-
-
 def test_slots_that_became_free_are_filled_together_and_in_the_end() -> None:
     schedule = PrefillSchedule(512, 16, prompts_first=True)
     assert schedule.tokens(has_rows=True) == 512
@@ -277,7 +215,7 @@ def test_no_drafter_works_when_no_row_wants_drafts(
         for request in REQUESTS:
             loop.submit(replace(request, speculative=False))
         finish(loop)
-        assert [loop.generations[number].tokens for number in range(6)] == [written(texts, n) for n in range(6)]
+        assert [loop.generations[number].tokens for number in range(len(REQUESTS))] == new_tokens(texts)
 
 
 class Failure(Exception):
@@ -311,7 +249,7 @@ def test_an_error_in_the_work_for_one_row_ends_that_row_alone(
     loop.step()
     failing = loop.submit(replace(REQUESTS[2], **FAILING[what]))
     finish(loop)
-    assert [loop.generations[number].tokens for number in numbers] == [written(texts, 0), written(texts, 5)]
+    assert [loop.generations[number].tokens for number in numbers] == [new_tokens(texts)[0], new_tokens(texts)[5]]
     found = loop.generations[failing]
     assert (found.finish, type(found.error)) == ("error", Failure if what == "stop" else RuntimeError)
     if what != "constraint, later":
@@ -405,19 +343,12 @@ def random_request(rng: random.Random) -> Request:
     )
 
 
-def decode_alone(target: TargetModel, request: Request) -> Generation:
-    loop = DecodeLoop(target, max_batch=1)
-    loop.submit(request)
-    finish(loop)
-    return loop.generations[0]
-
-
 @pytest.mark.parametrize(
     ("seed", "static", "count"),
     slow_unless([(0, False, 14)], [(0, False, 14), (0, False, 30), (1, False, 30), (2, True, 30)]),
 )
 def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
-    target: TargetModel, make_head: MakeHead, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
+    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, seed: int, static: bool, count: int
 ) -> None:
     """Requests come in bursts and are cancelled at random; prompts are read in pieces of random size; prefixes are
     found, or were dropped; memory is short; drafts stop with three rows, and the drafter catches up in several steps;
@@ -450,7 +381,7 @@ def test_each_text_is_that_of_its_request_alone_whatever_else_happens(
     assert set(ended) == set(requests)
     for number, request in requests.items():
         found = ended[number]
-        alone = decode_alone(target, request)
+        alone = answered(DecodeLoop(target, max_batch=1), request)
         assert found.tokens == seen.get(number, [])
         if found.finish == "cancelled":
             assert number in cancelled

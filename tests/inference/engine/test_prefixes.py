@@ -1,11 +1,12 @@
 """Laws of prefix reuse: a prompt that begins like an earlier text is continued as if it had been read whole."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from matrix import slow_unless
+from scripted import answered, finish
+from shared_fixtures import HeadFactory, ModelFactory
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
@@ -25,12 +26,11 @@ GROWTH = Dynamic(3, 3, 8)
 
 
 PARTS = ["none", "head", "medusa", "block head", "draft model"]
-some_parts = pytest.mark.parametrize("parts", slow_unless(("head",), PARTS), indirect=True)
 
 
 @pytest.fixture(params=PARTS)
 def parts(
-    request: pytest.FixtureRequest, target: TargetModel, make_head: Any, make_model: Any
+    request: pytest.FixtureRequest, target: TargetModel, make_head: HeadFactory, make_model: ModelFactory
 ) -> tuple[TargetModel, Drafter]:
     match request.param:
         case "none":
@@ -43,11 +43,6 @@ def parts(
         case "block head":
             return target, head_drafter(make_head("block"), GROWTH)
     return target, ModelDrafter(TargetModel(make_model(seed=3), ()), GROWTH, target)
-
-
-def finish(loop: DecodeLoop) -> None:
-    while not loop.idle:
-        loop.step()
 
 
 def assert_as_alone(target: TargetModel, drafter: Drafter, request: Request, found: Generation) -> None:
@@ -65,8 +60,7 @@ def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Dr
     loop, prompt = DecodeLoop(target, drafter, 2, static, prefix_memory=MEBIBYTE), SYSTEM
     for turn in range(3):
         request = Request(prompt, 20, Sampling(1.0 if turn == 1 else 0.0, seed=turn))
-        found = loop.generations[loop.submit(request)]
-        finish(loop)
+        found = answered(loop, request)
         assert_as_alone(target, drafter, request, found)
         # The last token of an answer was never read, and the last one of a prompt is always read.
         assert found.cached_tokens == (0 if turn == 0 else (len(prompt) - 4) // BLOCK * BLOCK)
@@ -74,7 +68,7 @@ def test_each_turn_of_a_chat_reads_only_what_is_new(parts: tuple[TargetModel, Dr
     assert loop.prefix_counts == (40 + 63 + 86, 48 + 80)
 
 
-def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetModel, make_head: Any) -> None:
+def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetModel, make_head: HeadFactory) -> None:
     """They need not wait for its end. One opts out of drafts, one is read in pieces."""
     drafter = HeadDrafter(make_head(), GROWTH)
     requests = [Request([*SYSTEM, *range(number, 3 * number)], 9) for number in range(1, 6)]
@@ -95,8 +89,7 @@ def test_requests_that_begin_alike_share_what_the_first_one_read(target: TargetM
 def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetModel, Drafter], static: bool) -> None:
     target, drafter = parts
     loop = DecodeLoop(target, drafter, 4, static, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 3))
-    finish(loop)
+    answered(loop, Request(SYSTEM, 3))
     rests = ([60, 61, 9], [60], [62, 7, 5, 3, 9, 1], [63, 64])
     # The third one knows a block less than the others.
     prompts = [(SYSTEM[:20] if number == 2 else SYSTEM) + rest for number, rest in enumerate(rests)]
@@ -114,8 +107,7 @@ def test_prompts_with_known_beginnings_are_read_in_one_pass(parts: tuple[TargetM
 
 def test_a_prompt_waits_for_another_that_begins_with_more_of_it_than_is_known(target: TargetModel) -> None:
     loop = DecodeLoop(target, PLAIN, 4, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM[:20], 3))
-    finish(loop)
+    answered(loop, Request(SYSTEM[:20], 3))
     numbers = [loop.submit(Request([*SYSTEM, last], 3)) for last in (60, 61)]
     assert [block.number for block in loop.step()] == numbers[:1]
     finish(loop)
@@ -123,12 +115,11 @@ def test_a_prompt_waits_for_another_that_begins_with_more_of_it_than_is_known(ta
 
 
 def test_prompts_with_known_beginnings_are_read_together_in_the_step_of_a_running_row(
-    target: TargetModel, make_head: Any
+    target: TargetModel, make_head: HeadFactory
 ) -> None:
     drafter = HeadDrafter(make_head(), GROWTH)
     loop = DecodeLoop(target, drafter, 5, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 3))
-    finish(loop)
+    answered(loop, Request(SYSTEM, 3))
     loop.submit(Request([7], 60))
     loop.step()
     loop.step()
@@ -148,15 +139,16 @@ WAYS = ["together", "piece by piece", "beside rows", "apart", "static"]
 
 
 @pytest.mark.parametrize("how", slow_unless(("piece by piece", "beside rows", "static"), WAYS))
-def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make_head: Any, how: str) -> None:
+def test_logprobs_of_a_prompt_are_whole_however_it_is_read(
+    make_model: ModelFactory, make_head: HeadFactory, how: str
+) -> None:
     model = make_model()
     if how == "apart":
         model.set_attn_implementation("eager")
     target, piece = TargetModel(model, make_head().taps), 7 if how == "piece by piece" else 512
     drafter, static = HeadDrafter(make_head(), GROWTH), how == "static"
     loop = DecodeLoop(target, drafter, 5, static, prefill_chunk=piece, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 3))
-    finish(loop)
+    answered(loop, Request(SYSTEM, 3))
     if how == "beside rows":
         loop.submit(Request([7], 60))
         loop.step()
@@ -179,20 +171,20 @@ def test_logprobs_of_a_prompt_are_whole_however_it_is_read(make_model: Any, make
     assert loop.generations[numbers[2]].cached_tokens == 32
 
 
-def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(target: TargetModel, make_head: Any) -> None:
+def test_a_text_that_was_written_without_drafts_serves_one_with_drafts(
+    target: TargetModel, make_head: HeadFactory
+) -> None:
     """The head reads the prefix then, from the hidden states that were kept for it; the next text finds it read."""
     drafter = HeadDrafter(make_head(), GROWTH)
     loop = DecodeLoop(target, drafter, 2, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 30, speculative=False))
-    finish(loop)
+    answered(loop, Request(SYSTEM, 30, speculative=False))
     prompt = [*SYSTEM, *loop.generations[0].tokens, 9]
     assert all(cached.head is None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
-    for number in (1, 2):
+    for _ in range(2):
         request = Request(prompt, 12)
-        loop.submit(request)
-        finish(loop)
-        assert loop.generations[number].cached_tokens == 64
-        assert_as_alone(target, drafter, request, loop.generations[number])
+        found = answered(loop, request)
+        assert found.cached_tokens == 64
+        assert_as_alone(target, drafter, request, found)
     assert all(cached.head is not None for _, cached in loop.batch.prefixes.blocks.values())  # type: ignore[union-attr]
 
 
@@ -227,14 +219,10 @@ def test_the_least_recently_used_blocks_go_first_and_never_one_before_its_follow
 
 def test_prefixes_are_off_by_default_and_a_closed_loop_keeps_none(target: TargetModel) -> None:
     loop = DecodeLoop(target, max_batch=2)
-    for _ in range(2):
-        loop.submit(Request(SYSTEM, 3))
-        finish(loop)
-    assert loop.generations[1].cached_tokens == 0
+    assert [answered(loop, Request(SYSTEM, 3)).cached_tokens for _ in range(2)] == [0, 0]
     assert loop.prefix_counts == (0, 0)
     loop = DecodeLoop(target, max_batch=2, prefix_memory=MEBIBYTE)
-    loop.submit(Request(SYSTEM, 3))
-    finish(loop)
+    answered(loop, Request(SYSTEM, 3))
     assert loop.batch.prefixes is not None
     assert loop.batch.prefixes.num_bytes > 0
     loop.close()

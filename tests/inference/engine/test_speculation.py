@@ -3,14 +3,14 @@
 import itertools
 import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from matrix import slow
-from scripted import LoadCosts, SetCosts, paths
+from scripted import LoadCosts, SetCosts, finish, paths
+from shared_fixtures import HeadFactory
 
 from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import Request
@@ -72,7 +72,7 @@ def loop_of_given_acceptance(
 
 @pytest.mark.parametrize("static", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_stop_when_rows_come_and_resume_when_they_go(
-    target: TargetModel, make_head: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, static: bool
+    target: TargetModel, make_head: HeadFactory, monkeypatch: pytest.MonkeyPatch, static: bool
 ) -> None:
     """While they are off the head does nothing at all. Then it reads what it missed, in pieces, and drafts what it
     would have drafted. This head is never right, so that all lengths of the text are met.
@@ -99,8 +99,7 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
         loop.step()
     assert by_load.rows == by_load.missed == []
     length = len(loop.batch.rows[0].text)
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     assert sum(by_load.missed) >= 20
     assert max(by_load.missed) <= 10
     assert len(by_load.rows) > 20
@@ -114,9 +113,7 @@ def test_drafts_stop_when_rows_come_and_resume_when_they_go(
     assert sum(at in always.trees for at in after) > 20
 
 
-def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
-    target: TargetModel, make_head: Callable[..., Any]
-) -> None:
+def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(target: TargetModel, make_head: HeadFactory) -> None:
     read: list[float] = []
     began: list[float] = []
 
@@ -142,7 +139,7 @@ def test_reading_the_prompts_of_new_rows_makes_no_step_look_slow(
 
 @pytest.mark.parametrize(("prompt", "caught_up"), [(60, True), slow((4, False))], ids=["long", "short"])
 def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft_as_before(
-    target: TargetModel, make_head: Callable[..., Any], prompt: int, caught_up: bool
+    target: TargetModel, make_head: HeadFactory, prompt: int, caught_up: bool
 ) -> None:
     """A step with drafts and a piece of a prompt takes longer than a row should wait. Of a few missed positions the
     head reads all with its next draft, so that no row waits for the others' catching up.
@@ -164,8 +161,7 @@ def test_rows_write_without_drafts_while_a_prompt_is_read_beside_them_then_draft
                 before = len(drafter.rows)
                 loop.step()
                 drafted_beside.add(len(drafter.rows) > before)
-        while not loop.idle:
-            loop.step()
+        finish(loop)
         return drafter, loop.generations[0].tokens, drafted_beside
 
     alone, text, _ = run([])

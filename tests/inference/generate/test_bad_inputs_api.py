@@ -12,8 +12,9 @@ import pytest
 import torch
 from bad_inputs import Says, assert_message, assert_raises
 from safetensors.torch import load_file, save_file
+from shared_fixtures import ModelFactory
 from torch import Tensor
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from headstart.heads.kinds.checkpoint import save_head
 from headstart.heads.kinds.eagle3 import Eagle3Head
@@ -238,7 +239,7 @@ def test_a_target_that_computes_nan_is_refused_with_and_without_a_head(folders: 
 
 
 def test_the_parts_of_a_model_are_checked(
-    model: SpeculativeModel, target: TargetModel, head: Eagle3Head, make_model: Callable[..., LlamaForCausalLM]
+    model: SpeculativeModel, target: TargetModel, head: Eagle3Head, make_model: ModelFactory
 ) -> None:
     plain, untapped = make_model(), TargetModel(make_model(), ())
     cases: list[tuple[Callable[[], object], Says]] = [

@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Callable
-from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,13 +11,13 @@ import pytest
 import torch
 from matrix import slow_unless
 from scripted import Moody
+from shared_fixtures import ModelFactory
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
     GenerationConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerFast,
 )
 
@@ -39,7 +38,6 @@ INF, PAD, NEW = float("inf"), 96, 10
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS = [[5, 6, 7, 11], [23, 9], [40, 41, 42, 43, 44, 5, 17]]
 DEMO = Path(__file__).parents[3] / "assets" / "demo_target"
-MakeModel = Callable[..., LlamaForCausalLM]
 
 
 def left_padded(prompts: list[list[int]], pad: int = PAD) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def output_of(model: SpeculativeModel, **fields: Any) -> SpeculativeOutput:
 
 
 @pytest.fixture(scope="module")
-def theirs(make_model: MakeModel) -> Any:
+def theirs(make_model: ModelFactory) -> Any:
     return make_model(num_hidden_layers=4)
 
 
@@ -213,14 +211,6 @@ def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(target: T
     assert torch.equal(written_by(SpeculativeModel(target, tokenizer=tokenizer), **ALONE, **fields), wanted)
 
 
-def test_end_tokens_outside_the_vocabulary_are_ignored(target: TargetModel) -> None:
-    odd = copy(target)
-    odd.end_tokens = [5, 2000]
-    fields: dict[str, Any] = {**BATCH, "max_new_tokens": NEW}
-    found = written_by(SpeculativeModel(odd), **fields)
-    assert torch.equal(found, written_by(SpeculativeModel(target), **fields, eos_token_id=5))
-
-
 # The defaults are those of transformers: with do_sample, top_k is 50.
 MEANINGS: list[tuple[dict[str, Any], Sampling]] = [
     ({}, Sampling()),
@@ -356,14 +346,6 @@ def test_fields_at_their_defaults_are_not_refused() -> None:
     read_settings(
         None, {"logits_processor": [], "stopping_criteria": [], "prefix_allowed_tokens_fn": None, "synced_gpus": False}
     )
-
-
-def test_sampling_fields_of_a_configuration_are_ignored_when_the_call_is_greedy(
-    model: SpeculativeModel, theirs: Any
-) -> None:
-    config = GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=NEW)
-    found = written_by(model, **BATCH, generation_config=config, do_sample=False)
-    assert torch.equal(found, theirs.generate(**BATCH, max_new_tokens=NEW))
 
 
 def test_without_a_head_from_folders_drafts_by_prompt_lookup(target_folder: Path, deep_target: TargetModel) -> None:

@@ -2,24 +2,15 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+from families import make_family
 from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GptOssForCausalLM,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
 
 from headstart.inference.core.request import Request
 from headstart.inference.core.sampling import Sampling
@@ -33,27 +24,6 @@ from headstart.inference.kernels.private import patch_only_tracing_thread
 from headstart.inference.kernels.products import cpp_compiler, library
 from headstart.inference.targets.model import TargetModel
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.4,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "Gemma 3": lambda: Gemma3ForCausalLM(
-        Gemma3TextConfig(**SIZES, sliding_window=8, layer_types=["sliding_attention", "full_attention"])
-    ),
-    "gpt-oss": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)),
-    "mixture of experts": lambda: Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
-    ),
-}
 REQUESTS = [
     Request([5, 6, 7, 8, 9], 6),
     Request([9, 4], 9, Sampling(temperature=1.0, seed=3)),
@@ -116,14 +86,14 @@ def test_packed_layers_write_the_same_text_compiled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "qwen3_moe"])
 def test_families_write_the_same_text_compiled(family: str, traced_only: None) -> None:
-    target = TargetModel(FAMILIES[family]().eval(), (0,))
+    target = TargetModel(make_family(family), (0,))
     wanted, logits = texts(target), tree_logits(target)
     compiler = compile_at_once(target)
     check_compiled(target, compiler, wanted, logits)
     # The attention of gpt-oss is transformers' own, and its experts are no operations of fixed shapes.
-    assert any(compiler.kernels.values()) == (family != "gpt-oss")
+    assert any(compiler.kernels.values()) == (family != "gpt_oss")
 
 
 @pytest.mark.parametrize("kind", ["eagle3", pytest.param("block", marks=pytest.mark.slow)])

@@ -20,11 +20,9 @@ from headstart.inference.kernels import products
 from headstart.inference.kernels.fast_layers import (
     Fused,
     JointLinear,
-    JointProduct,
     PackedLinear,
     fuse_norms,
     join_linears,
-    joined,
     own_layers_of,
     pack_weights,
     packed_linear,
@@ -138,17 +136,6 @@ def test_a_weight_that_was_changed_is_not_read_as_it_was() -> None:
 
 
 @needs_kernel
-@torch.inference_mode()
-def test_layers_of_several_forms_are_joined_where_they_can_be() -> None:
-    first, second = ([in_eight_bits(32, 96, form) for _ in range(2)] for form in [*FORMS][:2])
-    whole = joined([layer_of(form, bias=False) for form in second])
-    assert torch.equal(whole.weight, torch.cat([form.weight() for form in second]))
-    assert packed(whole).kernel.form == [*FORMS][1]
-    mixed = packed(joined([layer_of(form, bias=False) for form in (first[0], second[0])]))
-    assert mixed.kernel.form == "torch.float32"
-
-
-@needs_kernel
 def test_without_a_compiler_or_where_it_fails_torch_s_products_are_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -259,21 +246,6 @@ def test_layers_that_read_the_same_input_are_computed_once_and_give_what_they_ga
         ("k_proj", inputs),
     ]:
         assert torch.equal(layers[name](given), alone[name](given))
-
-
-@needs_kernel
-@torch.inference_mode()
-def test_siblings_keep_nothing_once_each_has_its_output() -> None:
-    model = Projections(torch.float32)
-    pack_weights(model, exact=True)
-    layers, inputs = model.layers(), torch.zeros(1, 48)
-    layers["q_proj"](torch.zeros(1, 48))  # of another input
-    for name in ("v_proj", "q_proj", "k_proj"):
-        layers[name](inputs)
-    product = layers["q_proj"].product
-    assert isinstance(product, JointProduct)
-    assert product.inputs is None
-    assert not product.outputs
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

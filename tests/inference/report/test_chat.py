@@ -15,18 +15,21 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from scripted import noisy_copy
 from tiny_run import ENDS, build_target, build_tokenizer, recipe_values
 
 from headstart import chat as command
-from headstart.chat import SHADES, Chat, first_ctrl_c, printable, token_style
+from headstart.chat import Chat, first_ctrl_c, printable
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import new_head, save_head
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.drafter import Drafter
+from headstart.inference.core.cache import KVCache
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
-from headstart.inference.core.verify import BONUS, Accepted, Verified
+from headstart.inference.core.verify import BONUS, Verified
+from headstart.inference.drafters.growth import Dynamic
+from headstart.inference.drafters.model import ModelDrafter
 from headstart.inference.engine.loop import loop_of
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.show import TextStream
@@ -59,42 +62,32 @@ def talker(folders: Path) -> TargetModel:
     return TargetModel.load(TargetSection(path=str(folders / "target"), dtype="float32", device="cpu"), ())
 
 
-class KnowsTheText:
-    """Drafts chains of the greedy continuation, every third time with a wrong last token."""
+class Guesser(ModelDrafter):
+    """Drafts with a copy of the target whose weights are a little off; presses Ctrl-C in a step, if it is given."""
 
-    taps: tuple[int, ...] = ()
-    cache_shape: tuple[int, int, int] | None = None
-    max_nodes, depth, static_shapes = 5, 4, False
+    steps = 0
+    stop_at: int | None = None
 
-    def __init__(self, target: TargetModel, stop_at: int | None = None) -> None:
-        self.target, self.stop_at, self.steps = target, stop_at, 0
-        self.known: list[int] = []  # a text with its continuation
-
-    def prefill(self, *inputs: Any) -> None:
-        pass
-
-    def draft(self, verified: Verified, cache: Any) -> Tree:
+    def draft(self, verified: Verified, cache: KVCache) -> Tree:
         self.steps += 1
         if self.steps == self.stop_at:
-            signal.raise_signal(signal.SIGINT)  # Ctrl-C
-        text = verified.rows[0].text  # type: ignore[attr-defined]
-        count = self.steps % 4 + 1
-        if self.known[: len(text)] != text or len(self.known) < len(text) + 4:
-            self.known = text + self.target.generate([text], 16)[0] + [0] * 4
-        tokens = [text[-1], *self.known[len(text) : len(text) + count]]
-        if self.steps % 3 == 0:
-            tokens[-1] = (tokens[-1] + 1) % 97
-        return Tree(torch.tensor([tokens]), torch.tensor([[*range(-1, count)]]))
+            signal.raise_signal(signal.SIGINT)
+        return super().draft(verified, cache)
 
 
 @pytest.fixture
-def make_chat(talker: TargetModel) -> Callable[..., tuple[Chat, io.StringIO]]:
-    def make(drafter: Drafter, temperature: float = 0.0, colours: bool = False, longest: int = 24) -> Any:
+def guesser(talker: TargetModel) -> Guesser:
+    return Guesser(noisy_copy(talker, 0.05), Dynamic.chain(4), talker)
+
+
+@pytest.fixture
+def make_chat(talker: TargetModel, guesser: Guesser) -> Callable[..., tuple[Chat, io.StringIO]]:
+    def make(colours: bool = False, longest: int = 24) -> Any:
         printed = io.StringIO()
         system = {"color_system": "truecolor", "force_terminal": True} if colours else {"color_system": None}
         console = Console(file=printed, width=500, highlight=False, **system)
         template = ChatTemplate(build_tokenizer())
-        return Chat(SpeculativeModel(talker, drafter), template, Sampling(temperature), longest, console), printed
+        return Chat(SpeculativeModel(talker, guesser), template, Sampling(), longest, console), printed
 
     return make
 
@@ -103,8 +96,8 @@ def answers(chat: Chat) -> list[str]:
     return [turn["content"] for turn in chat.turns if turn["role"] == "assistant"]
 
 
-def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetModel) -> None:
-    chat, printed = make_chat(KnowsTheText(talker))
+def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any) -> None:
+    chat, printed = make_chat()
     for line in ("/pain", "/plain 3", "/again", "x" * 200):
         assert chat.handle(line)
     told = printed.getvalue()
@@ -116,16 +109,10 @@ def test_mistakes_are_told_and_the_chat_goes_on(make_chat: Any, talker: TargetMo
     assert not chat.handle("/quit")
 
 
-def test_a_token_is_drafted_up_to_the_accepted_depth_and_else_a_bonus() -> None:
-    assert Accepted([0, 2, 3], [7, 8, 9], drafted=4).depths == [1, 2, BONUS]
-    assert Accepted([0], [7], drafted=4).depths == [BONUS]
-    assert Accepted([0], [7], drafted=0).depths == [None]
-
-
-def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> None:
+def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel, guesser: Guesser) -> None:
     """Tokens on the tree's path have their depth, and the first one off it is the bonus."""
-    request = Request([5, 6, 7, 11], 23, show_trees=True)
-    first, *steps = loop_of(talker, [request], KnowsTheText(talker)).run()
+    request = Request([5, 6, 7, 11], 60, show_trees=True)
+    first, *steps = loop_of(talker, [request], guesser).run()
     assert first.depths == [None]
     seen = set[int | None]()
     for step in steps:
@@ -134,12 +121,6 @@ def test_depths_agree_with_the_trees_that_were_verified(talker: TargetModel) -> 
         assert step.depths == depths[: len(step.tokens)]
         seen |= {*step.depths}
     assert {BONUS, 1, 2, 3} <= seen
-
-
-def test_plain_tokens_have_no_colour_and_drafted_ones_darken() -> None:
-    assert token_style(None) == ""
-    assert token_style(BONUS) == "underline"
-    assert [token_style(depth).rpartition(" ")[2] for depth in range(1, 9)] == [*SHADES, SHADES[-1]]
 
 
 def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whole_text() -> None:
@@ -155,10 +136,10 @@ def test_pieces_hold_back_characters_until_their_last_token_and_join_to_the_whol
     assert cut.rest() == "\ufffd"
 
 
-def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any, talker: TargetModel) -> None:
+def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any) -> None:
     ended = 0
     for first in range(20, 25):
-        prompt, (chat, printed) = [first, 30, 40], make_chat(KnowsTheText(talker))
+        prompt, (chat, printed) = [first, 30, 40], make_chat()
         generation = chat.stream(Request(prompt, 40, end_tokens=tuple(ENDS)), Event())
         tokens = generation.tokens[: -1 if generation.finish == "end" else None]
         before = visible_text_of(chat.template.tokenizer, prompt)
@@ -171,7 +152,7 @@ def test_an_answer_shows_no_end_token_and_its_pieces_are_its_text(make_chat: Any
 def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_says_so(
     make_chat: Any, talker: TargetModel
 ) -> None:
-    chat, printed = make_chat(KnowsTheText(talker), longest=16)
+    chat, printed = make_chat(longest=16)
     chat.turns = [{"role": role, "content": "a draft is a tree"} for role in ("user", "assistant") * 8]
     tokens, turns = chat.prompt("of tokens")
     assert len(tokens) <= talker.max_positions - 16
@@ -184,16 +165,17 @@ def test_the_oldest_turns_are_dropped_when_the_positions_are_full_and_the_chat_s
     assert chat.turns == []
 
 
-def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_chat: Any, talker: TargetModel) -> None:
-    chat, printed = make_chat(KnowsTheText(talker, stop_at=4))
+def test_ctrl_c_ends_the_answer_after_its_step_and_keeps_what_was_written(make_chat: Any, guesser: Guesser) -> None:
+    chat, printed = make_chat()
+    guesser.stop_at = 4
     assert chat.handle("the target writes")
     assert "stopped by Ctrl-C" in printed.getvalue()
     [answer] = answers(chat)
     assert printed.getvalue().startswith(printable(answer))
-    assert chat.model.drafter.steps == 4
+    assert guesser.steps == 4
     assert chat.handle("and the head?")
     assert len(answers(chat)) == 2
-    chat.interactive, chat.model.drafter = False, KnowsTheText(talker, stop_at=4)
+    chat.interactive, guesser.stop_at = False, guesser.steps + 4
     with pytest.raises(KeyboardInterrupt):
         chat.handle("and if nobody types?")
 
@@ -209,9 +191,9 @@ def test_a_second_ctrl_c_interrupts_at_once() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any, talker: TargetModel) -> None:
+def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any) -> None:
     for colours in (True, False):
-        chat, printed = make_chat(KnowsTheText(talker), colours=colours)
+        chat, printed = make_chat(colours=colours)
         chat.introduce("names")
         chat.handle("the target writes")
         assert (f"{ESCAPE}[30;48;2;217;240;211m" in printed.getvalue()) == colours
@@ -219,8 +201,8 @@ def test_drafted_tokens_are_coloured_on_a_terminal_only(make_chat: Any, talker: 
         assert ("Draft tokens by depth" in printed.getvalue()) == colours
 
 
-def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any, talker: TargetModel) -> None:
-    chat, printed = make_chat(KnowsTheText(talker))
+def test_a_target_without_a_template_continues_each_line_alone(make_chat: Any) -> None:
+    chat, printed = make_chat()
     chat.template.tokenizer.chat_template = None
     chat.introduce("names")
     chat.converse(["  the target\n", "writes\n"])

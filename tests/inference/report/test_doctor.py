@@ -13,6 +13,7 @@ import torch
 from exported import edit_config, edit_tensors, exported, read_config, read_tensors
 from matrix import slow_unless
 from safetensors.torch import save_file
+from shared_fixtures import HeadFactory
 from torch import Tensor
 
 from headstart.inference.doctor import command as doctor
@@ -159,7 +160,7 @@ def test_a_chat_template_that_changed_since_the_harvest_is_named(tmp_path: Path)
 
 @pytest.mark.parametrize(("kind", "layout"), [("eagle3", "speculators"), ("eagle1", "vllm"), ("medusa", "vllm")])
 def test_exports_of_every_layout_have_no_findings_and_equal_accuracy(
-    make_head: Callable[..., Any], target_folder: Path, tmp_path: Path, kind: str, layout: str
+    make_head: HeadFactory, target_folder: Path, tmp_path: Path, kind: str, layout: str
 ) -> None:
     export = exported(make_head(kind), tmp_path, target_folder, layout)
     samples = tmp_path / "samples.jsonl"

@@ -19,7 +19,7 @@ from headstart.inference.drafters.build import load_drafting_head
 from headstart.inference.report.command import report
 from headstart.inference.report.compare import Outcome
 from headstart.inference.report.methods import build_methods
-from headstart.inference.report.tables import as_markdown, columns_of, legend, short_table
+from headstart.inference.report.tables import as_markdown, columns_of
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import Recipe
 from headstart.recipes.schema_heads import Eagle3Section, HeadSection, MedusaSection
@@ -132,14 +132,6 @@ def test_several_heads_are_compared_in_one_report(trained: Recipe, tmp_path: Pat
     assert not [method for method in methods if "early" in method]
     with pytest.raises(ValueError, match=r"with report\.other_heads, chain, tree, cost_aware or repeats is needed"):
         tiny_recipe(trained.run_dir.parent, "report.baselines=[plain]", f"report.other_heads={{{folders}}}")
-
-
-def test_the_terminal_shows_few_columns_and_explains_each(outcomes: list[Outcome]) -> None:
-    table = short_table([outcome for outcome in outcomes if outcome.temperature == 0])
-    columns = [" ".join(str(column.header).split()) for column in table.columns]
-    assert columns == ["method", "acceptance length", "tokens/s", "speed-up", "same text"]
-    assert [line.partition(":")[0] for line in legend(outcomes)] == columns
-    assert [*table.columns[0].cells] == ["generate", "plain", "untrained", "chain", "tree"]
 
 
 def test_a_method_whose_drafts_stopped_had_an_acceptance_length_of_1_and_no_word_why(outcomes: list[Outcome]) -> None:

@@ -1,10 +1,12 @@
-"""Laws of generated request bodies: no content is a fault of the server, and none touches another text."""
+"""Laws of many requests: no content is a fault of the server, and each text is the one written alone."""
 
 import asyncio
 import json
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from statistics import fmean
 from typing import Any
@@ -12,16 +14,18 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from matrix import slow_unless
-from server_run import NAME, Running, holds, running, with_loop
+from matrix import slow, slow_unless
+from server_run import NAME, Running, alone, holds, running, with_loop
 from test_server_refused import CHAT, COMPLETION, HELLO, JSON, TEXTS
 
+from headstart.inference.core.sampling import Sampling
 from headstart.inference.serve.api.errors import ApiError
 from headstart.inference.serve.api.fields import ChatRequest, CompletionRequest, TokenizeRequest, read_fields
 from headstart.inference.serve.api.responses import ResponsesRequest
 from headstart.inference.serve.options import ServerSettings
 from headstart.inference.serve.service import Served
 from headstart.inference.targets.chat_template import LARGE
+from headstart.recipes.sampling import SamplingFields
 
 # The server's thread draws random numbers while hypothesis draws a body.
 pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module")
@@ -223,3 +227,46 @@ def test_the_first_request_with_a_schema_finds_its_tables_made(served: Served) -
     """Making them held everything for 8 seconds at 262,144 tokens."""
     with running(served, ServerSettings((NAME,))) as server:
         assert "grammars" in vars(server.service.requests)
+
+
+CLIENTS = 8
+ASCII = range(20, 90)  # a prompt must not end within a character
+Body = dict[str, Any]
+
+
+def draw_body(draw: random.Random, shared: list[int]) -> Body:
+    prompt = [*(shared if draw.random() < 0.5 else []), *(draw.choice(ASCII) for _ in range(draw.randint(1, 30)))]
+    fields: Body = {"max_tokens": draw.randint(1, 40), "temperature": draw.choice([0.0, 0.0, 0.7, 1.2])}
+    fields |= draw.choice([{}, {"top_k": 30}, {"repetition_penalty": 1.3}, {"top_p": 0.8, "min_p": 0.02}, {}])
+    fields |= draw.choice([{}, {}, {"speculative": False}, {"priority": 1}])
+    return {"prompt": prompt, "seed": draw.randrange(1000), "stream": draw.random() < 0.2, **fields}
+
+
+def ask(server: Running, body: Body) -> str | None:
+    """The text of the answer; None of one that is streamed, as its client leaves within or after it."""
+    if not body["stream"]:
+        found = server.http.post("/v1/completions", json=body)
+        assert found.status_code == 200, found.text
+        return str(found.json()["choices"][0]["text"])
+    with server.http.stream("POST", "/v1/completions", json=body) as answer:
+        for _ in zip(range(body["seed"] % 8), answer.iter_lines(), strict=False):
+            pass
+    return None
+
+
+@pytest.mark.parametrize(("seed", "count"), [(0, 24), *(slow((seed, 200)) for seed in range(5))])
+def test_every_text_of_many_is_the_one_written_alone(server: Running, seed: int, count: int) -> None:
+    draw = random.Random(seed)
+    shared = [draw.choice(ASCII) for _ in range(40)]
+    bodies = [draw_body(draw, shared) for _ in range(count)]
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        texts = [*clients.map(lambda body: ask(server, body), bodies)]
+    for body, text in zip(bodies, texts, strict=True):
+        if text is not None:
+            sampling = {name: value for name, value in body.items() if name in SamplingFields.model_fields}
+            assert text == alone(server, body["prompt"], body["max_tokens"], Sampling(**sampling))
+    service = server.service
+    while service.open:  # the engine lets go of the last ones after its step
+        pass
+    assert service.running == service.waiting == 0
+    assert service.worker.prefixes[1] > 0

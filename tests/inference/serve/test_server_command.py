@@ -10,22 +10,18 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from bad_inputs import Says, Typed, assert_refused, table
-from families import make_family
 from tiny_run import build_target, quiet_environment
 
-from headstart.heads.target_config import TargetConfig
 from headstart.inference.generate.model import SpeculativeModel
 from headstart.inference.serve import command
 from headstart.inference.serve.options import serve_options
 from headstart.inference.serve.worker import Worker
-from headstart.recipes.schema import DecodeSection
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -160,13 +156,3 @@ def test_the_thread_that_loads_the_target_also_decodes(tmp_path: Path, monkeypat
     asyncio.run(run())
     assert len(seen) == 2
     assert seen[0] == seen[1] != threading.get_ident()
-
-
-def test_the_server_names_the_drafts_that_a_target_with_states_gets(tmp_path: Path) -> None:
-    folder = build_target(tmp_path / "target")
-    vocab_size = TargetConfig.from_folder(folder).vocab_size
-    make_family("qwen3_next", vocab_size=vocab_size).save_pretrained(folder)
-    options = serve_options(None, ["--target", str(folder), "--dtype", "float32"])
-    trees = replace(options.model, decode=DecodeSection(drafter="prompt_lookup", growth="dynamic"))
-    with ThreadPoolExecutor(1) as thread:
-        assert command.load(replace(options, model=trees), thread).about["growth"] == "chain"

@@ -7,7 +7,8 @@ import pytest
 from matrix import slow_unless
 from openai import APIError, OpenAI
 from server_run import NAME, Running
-from test_server_client import LOOK, SCHEMA
+from test_server import SCHEMA
+from test_server_client import LOOK
 from test_server_limits import gated, until
 from test_server_refused import JSON, assert_refused
 

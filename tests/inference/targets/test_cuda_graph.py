@@ -6,10 +6,9 @@ from collections.abc import Callable
 import pytest
 from matrix import slow
 from scripted import SetCosts
-from transformers import LlamaForCausalLM
+from shared_fixtures import HeadFactory, ModelFactory
 
 from headstart.heads.calibration import Calibration
-from headstart.heads.kinds.eagle3 import Eagle3Head
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import Sampling
 from headstart.inference.core.tree import Tree
@@ -23,8 +22,6 @@ from headstart.inference.engine.loop import DecodeLoop, generate, generate_batch
 from headstart.inference.targets.cuda_graph import SpareSteps
 from headstart.inference.targets.model import TargetModel
 
-MakeHead = Callable[..., Eagle3Head]
-MakeModel = Callable[..., LlamaForCausalLM]
 PROMPTS = [[5, 6, 7, 11], [3], [*range(30)], [9, 9, 1], [40, 41]]
 NEW_TOKENS = [4, 24, 9, 24, 16]  # short texts end first, and then the last row moves into their place
 MIXED = [Sampling(), Sampling(1.0, seed=1), Sampling(0.7, seed=2), Sampling(), Sampling(1.0, seed=3)]
@@ -58,7 +55,7 @@ def verified_trees(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
 @pytest.mark.parametrize("samplings", [[Sampling()] * 5, [Sampling(1.0, seed=s) for s in range(5)]], ids=["T=0", "T=1"])
 def test_a_row_that_moved_drafts_as_before(
     target: TargetModel,
-    make_head: MakeHead,
+    make_head: HeadFactory,
     verified_trees: list[list[list[int]]],
     growth: Dynamic | Fixed,
     samplings: list[Sampling],
@@ -82,7 +79,7 @@ def test_a_row_that_moved_drafts_as_before(
 
 @pytest.mark.parametrize("samplings", [slow([Sampling()] * 5), MIXED], ids=["greedy", "mixed"])
 def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_alone(
-    target: TargetModel, make_head: MakeHead, samplings: list[Sampling]
+    target: TargetModel, make_head: HeadFactory, samplings: list[Sampling]
 ) -> None:
     drafter = HeadDrafter(make_head(), Dynamic(3, 4, 12))
     loop = DecodeLoop(target, drafter, 5, True, prefill_chunk=4)
@@ -101,7 +98,7 @@ def test_rows_that_fill_a_captured_batch_up_leave_the_prompt_that_is_being_read_
 
 
 def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
-    make_model: MakeModel, make_head: MakeHead
+    make_model: ModelFactory, make_head: HeadFactory
 ) -> None:
     """One for each power of two of rows, and for whether any row is sampled."""
     target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
@@ -121,7 +118,7 @@ def test_rows_that_come_and_go_with_temperatures_of_their_own_share_few_graphs(
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_server_captures_next_to_nothing_while_requests_wait(
-    make_model: MakeModel, make_head: MakeHead, temperature: float
+    make_model: ModelFactory, make_head: HeadFactory, temperature: float
 ) -> None:
     """25 requests come and go in 16 rows, whose trees are of all sizes: at most 3 % of the steps capture."""
     target = TargetModel(make_model(num_hidden_layers=4), (2, 3, 4))
@@ -144,7 +141,7 @@ def test_a_server_captures_next_to_nothing_while_requests_wait(
     assert len(set(step.captured) - before) <= 0.03 * steps
 
 
-def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeModel) -> None:
+def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: ModelFactory) -> None:
     target = TargetModel(make_model(), ())
     prompt = [*range(20)]
     for _ in range(3):
@@ -161,7 +158,7 @@ def test_a_static_step_is_reused_by_the_next_run_that_it_fits(make_model: MakeMo
     assert target.singleton(SpareSteps) == [first]
 
 
-def test_growing_prompts_do_not_pile_up_caches(make_model: MakeModel) -> None:
+def test_growing_prompts_do_not_pile_up_caches(make_model: ModelFactory) -> None:
     target = TargetModel(make_model(max_position_embeddings=4096), ())
     for length in (10, 300, 600, 900):
         generate(target, [1] * length, 2, static=True)

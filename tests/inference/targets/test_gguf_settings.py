@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import families
 import numpy
 import pytest
 import torch
@@ -31,16 +32,11 @@ from headstart.inference.targets.gguf import unpack
 from headstart.inference.targets.gguf_settings import LAYERS_OF_27B
 from headstart.inference.targets.tokenizer import load_tokenizer
 
-SIZES = {
+SIZES: dict[str, Any] = {
+    **families.SIZES,
     "vocab_size": build_tokenizer().vocab_size,
-    "hidden_size": 32,
-    "intermediate_size": 48,
     "num_hidden_layers": 2,
-    "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": None,
-    "bos_token_id": None,
     "eos_token_id": 0,
 }
 LLAMA3 = {

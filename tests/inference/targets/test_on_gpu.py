@@ -2,13 +2,13 @@
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from shared_fixtures import HeadFactory, ModelFactory
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import LlamaForCausalLM
 
 from headstart.heads.kinds.block_attention import Reach
 from headstart.inference.core.drafter import PLAIN, Drafter
@@ -24,7 +24,6 @@ from headstart.inference.targets.cuda_graph import Graphed, SpareSteps
 from headstart.inference.targets.model import TargetModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-MakeModel = Callable[..., LlamaForCausalLM]
 PROMPTS = [[5, 6, 7, 11], [3], [*range(30)], [9, 9, 1], [40, 41]]
 NEW_TOKENS = [4, 24, 9, 24, 16]  # short texts end first: rows move, and waiting requests take their places
 HEADS: dict[str, dict[str, Any]] = {
@@ -44,12 +43,12 @@ SAMPLINGS = {
 
 
 @pytest.fixture(scope="module")
-def on_cpu(make_model: MakeModel) -> TargetModel:
+def on_cpu(make_model: ModelFactory) -> TargetModel:
     return TargetModel(make_model(), (2, 3, 4, 7))
 
 
 @pytest.fixture(scope="module")
-def on_gpu(make_model: MakeModel) -> TargetModel:
+def on_gpu(make_model: ModelFactory) -> TargetModel:
     model: Any = make_model()
     return fused(TargetModel(model.cuda(), (2, 3, 4, 7)))
 
@@ -75,7 +74,7 @@ def test_captured_steps_changing_shapes_and_the_cpu_write_the_same_texts(
     samplings: list[Sampling],
     on_cpu: TargetModel,
     on_gpu: TargetModel,
-    make_head: Callable[..., Any],
+    make_head: HeadFactory,
 ) -> None:
     if kind == "plain" and growth is not SHAPES["chain"]:
         pytest.skip("plain decoding has no tree")
@@ -114,7 +113,7 @@ def test_attention_to_parts_of_the_keys_equals_attention_to_all(nodes: int, keys
     assert (found - wanted).norm() < 0.01 * wanted.norm()
 
 
-def test_fused_layers_compute_what_those_of_transformers_do(make_model: MakeModel) -> None:
+def test_fused_layers_compute_what_those_of_transformers_do(make_model: ModelFactory) -> None:
     made: Any = make_model(hidden_size=512, num_hidden_layers=2)
     model = made.cuda().bfloat16()
     target = fused(TargetModel(model, ()))

@@ -13,9 +13,10 @@ import torch
 from accelerate import Accelerator
 from matrix import slow_unless
 from pretended_cuda import CUDA, SECOND, Seen, WrongDevice, on_two_cards, pretended_cuda
+from scripted import answered, finish
+from shared_fixtures import HeadFactory, ModelFactory
 from torch import Tensor
 from torch.testing import assert_close
-from transformers import LlamaForCausalLM
 
 from headstart.data_pipelines.features.batches import Sample, SampleStore
 from headstart.data_pipelines.features.features import tap
@@ -23,7 +24,6 @@ from headstart.heads.base import DraftHead
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.block_attention import Reach
 from headstart.heads.vocab import DraftVocab
-from headstart.inference.core.cache import KVCache
 from headstart.inference.core.drafter import PLAIN, Drafter
 from headstart.inference.core.request import Generation, Request
 from headstart.inference.core.sampling import BatchSampling, Sampling
@@ -37,11 +37,9 @@ from headstart.inference.engine.loop import DecodeLoop
 from headstart.inference.targets.cuda_graph import StaticStep
 from headstart.inference.targets.model import TargetModel
 from headstart.recipes import load_recipe
-from headstart.trainers.evaluation import HeldOutDecoding, decoding_metrics, held_out_metrics
+from headstart.trainers.evaluation import held_out_metrics
 from headstart.trainers.step import StepResult, Training, TrainingInputs, train_step
 
-MakeModel = Callable[..., LlamaForCausalLM]
-MakeHead = Callable[..., DraftHead]
 LIMITED = DraftVocab(torch.arange(0, 97, 4), 97)
 HEADS: dict[str, dict[str, Any]] = {
     "eagle1": {"kind": "eagle1"},
@@ -109,37 +107,27 @@ WRONG: dict[str, Callable[[Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", READ)
-def test_whatever_the_host_reads_is_counted(cuda: Seen, name: str) -> None:
-    with torch.inference_mode():
-        READ[name](torch.ones(3, dtype=torch.long, device=CUDA))
-    assert sum(cuda.reads.values()) == 1
+@pytest.mark.parametrize(("works", "reads", "crossings"), [(READ, 1, 0), (CROSSED, 0, 1), (FREE, 0, 0)])
+def test_what_the_host_reads_and_what_is_copied_from_it_is_counted(
+    works: dict[str, Callable[[Tensor], object]], reads: int, crossings: int
+) -> None:
+    for name, work in works.items():
+        with pretended_cuda() as seen, torch.inference_mode():
+            work(torch.arange(3, device=CUDA))
+        assert (sum(seen.reads.values()), sum(seen.crossings.values())) == (reads, crossings), name
 
 
-@pytest.mark.parametrize("name", CROSSED)
-def test_whatever_is_copied_from_the_host_is_counted(cuda: Seen, name: str) -> None:
-    CROSSED[name](torch.arange(3, device=CUDA))
-    assert (sum(cuda.reads.values()), sum(cuda.crossings.values())) == (0, 1)
-
-
-def test_what_stays_on_the_device_is_not_counted(cuda: Seen) -> None:
-    for work in FREE.values():
-        work(torch.arange(3, device=CUDA))
-    assert not cuda.reads
-    assert not cuda.crossings
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_tensors_of_different_devices_do_not_mix(cuda: Seen, name: str) -> None:
-    with pytest.raises(WrongDevice):
-        WRONG[name](torch.arange(3, device=CUDA))
+def test_tensors_of_different_devices_do_not_mix(cuda: Seen) -> None:
+    for work in WRONG.values():
+        with pytest.raises(WrongDevice):
+            work(torch.arange(3, device=CUDA))
 
 
 # Captured steps
 
 
 def assert_captured(
-    cuda: Seen, make_model: MakeModel, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
+    cuda: Seen, make_model: ModelFactory, head: DraftHead | None, growth: GrowthPolicy, samplings: list[Sampling]
 ) -> None:
     """Run a captured step twice, as texts go on: the second time, nothing that CUDA would replay meets the host."""
     head = None if head is None else copy.deepcopy(head).to(CUDA)
@@ -181,7 +169,7 @@ def assert_captured(
     ),
 )
 def test_no_captured_step_waits_for_anything(
-    make_model: MakeModel, make_head: MakeHead, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
+    make_model: ModelFactory, make_head: HeadFactory, cuda: Seen, name: str | None, growth: str, mix: str, rows: int
 ) -> None:
     head = None if name is None else make_head(**HEADS[name])
     assert_captured(cuda, make_model, head, GROWTHS[growth], rows_of(mix, rows))
@@ -189,18 +177,18 @@ def test_no_captured_step_waits_for_anything(
 
 # Whole decode loops, on one card and on two
 
-Build = Callable[[TargetModel, MakeModel, MakeHead], Drafter]
+Build = Callable[[TargetModel, ModelFactory, HeadFactory], Drafter]
 
 
 def with_head(growth: GrowthPolicy, repeats: int = 0, **kind: Any) -> Build:
-    def build(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+    def build(target: TargetModel, make_model: ModelFactory, make_head: HeadFactory) -> Drafter:
         head = copy.deepcopy(make_head(**kind)).to(target.device)
         return head_drafter(head, growth, Repeats(repeats) if repeats else None)
 
     return build
 
 
-def with_draft_model(target: TargetModel, make_model: MakeModel, make_head: MakeHead) -> Drafter:
+def with_draft_model(target: TargetModel, make_model: ModelFactory, make_head: HeadFactory) -> Drafter:
     device: Any = target.device  # transformers' own `to` is mistyped
     return ModelDrafter(TargetModel(make_model(num_hidden_layers=2).to(device), ()), TREE, target)
 
@@ -228,7 +216,7 @@ ON_THE_HOST = {  # drafters that look for repetitions there, and for the noise o
 
 
 def decoded(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> list[Generation]:
     model = make_model()
     model = on_two_cards(model) if cards == 2 else model.to(CUDA) if cards else model
@@ -238,19 +226,15 @@ def decoded(
     samplings = rows_of(mix, 4)
     for prompt, count, sampling in zip(PROMPTS, (6, 2, 4, 2), samplings, strict=True):
         loop.submit(Request(prompt, count, sampling, logprobs=len(prompt) == 2, alternatives=2))
-    while not loop.idle:
-        loop.step()
+    finish(loop)
     longest = PROMPTS[2] + loop.generations[2].tokens
-    again = loop.submit(Request([*longest, 7], 3, samplings[2]))
-    while not loop.idle:
-        loop.step()
-    assert loop.generations[again].cached_tokens == 16
+    assert answered(loop, Request([*longest, 7], 3, samplings[2])).cached_tokens == 16
     loop.close()
     return [*loop.generations.values()]
 
 
 def assert_decodes_as_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None = None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None = None
 ) -> None:
     wanted = decoded(make_model, make_head, name, mix, cards=0)
     with pretended_cuda() as cuda:
@@ -278,7 +262,7 @@ MIXES_OF_DRAFTERS = [
     ),
 )
 def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, name: str, mix: str, cards: int, static: bool | None
+    make_model: ModelFactory, make_head: HeadFactory, name: str, mix: str, cards: int, static: bool | None
 ) -> None:
     assert_decodes_as_the_cpu(make_model, make_head, name, mix, cards, static)
 
@@ -286,42 +270,7 @@ def test_all_drafters_write_on_pretended_cards_what_they_write_on_the_cpu(
 # The cache, harvest, training and its measurements
 
 
-def test_a_cache_on_two_cards_holds_what_one_on_the_cpu_holds() -> None:
-    devices = [CUDA, CUDA, SECOND]
-
-    def fill(spread: bool) -> tuple[list[Tensor], list[torch.device | None]]:
-        torch.manual_seed(0)
-        options = {"device": CUDA, "layer_devices": devices} if spread else {}
-        caches = [KVCache.allocate((3, 2, 4), (1, 2, 4), size, 3, **options) for size in (20, 300)]
-        cache = caches[0]
-        cache.set_lengths([4, 2, 3])
-        for _ in range(2):
-            for layer in range(3):
-                block = torch.randn(3, 2, 5, 4)
-                block = block.to(devices[layer]) if spread else block
-                cache.target.append(layer, block, -block)
-            cache.target.keep([[0, 2, 4], [1], [0, 1]])
-        cache.end_row(0)
-        cache.target.write(2, 1, cache.target.copy_kv(0, 0, 4))
-        for slots, source in zip(caches[1].slots, cache.slots, strict=True):
-            slots.take_over(source)
-        cache.make_room(40, 40)
-        alone = cache.row(1).target
-        alone.set_lengths([3])
-        alone.append(2, block[:1], block[:1])
-        alone.keep([[1, 3]])
-        held = [layer for each in caches for layer in each.target.layers]
-        return [part.cpu() for layer in held for part in layer], [layer[0].device for layer in held]
-
-    wanted, _ = fill(spread=False)
-    with pretended_cuda():
-        found, on = fill(spread=True)
-    assert on == devices * 2
-    for mine, its in zip(found, wanted, strict=True):
-        assert mine.equal(its)
-
-
-def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: MakeModel, cuda: Seen) -> None:
+def test_a_target_on_two_cards_gives_the_states_that_the_cpu_gives(make_model: ModelFactory, cuda: Seen) -> None:
     texts = [[1, 2, 3], [4] * 9, [5, 6]]
     wanted, found = (tap(TargetModel(model, TAPS), texts) for model in (make_model(), on_two_cards(make_model())))
     assert found.taps.device == found.last_hidden.device == CUDA
@@ -372,7 +321,7 @@ TRAINED: dict[str, tuple[dict[str, Any], list[str]]] = {  # the head, and what i
 
 
 def trained(
-    make_head: MakeHead, frozen: FrozenTarget, name: str, device: torch.device
+    make_head: HeadFactory, frozen: FrozenTarget, name: str, device: torch.device
 ) -> tuple[StepResult, dict[str, float]]:
     """Two training steps, the second of which shows what the first one changed, and the held-out metrics after them."""
     kind, overrides = TRAINED[name]
@@ -402,7 +351,7 @@ MAY_WAIT_IN_TRAINING |= {"train_step", "clip_and_step", "held_out_metrics"}
 
 @pytest.mark.parametrize("name", slow_unless(["eagle3, packed"], TRAINED))
 def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
-    make_head: MakeHead, frozen: FrozenTarget, name: str
+    make_head: HeadFactory, frozen: FrozenTarget, name: str
 ) -> None:
     wanted, metrics = trained(make_head, frozen, name, torch.device("cpu"))
     with pretended_cuda() as cuda:
@@ -411,21 +360,3 @@ def test_every_head_trains_on_a_pretended_card_as_on_the_cpu(
     assert_close(result.sums, wanted.sums, rtol=1e-4, atol=1e-4)
     assert result.gradient_norm == pytest.approx(wanted.gradient_norm, rel=1e-3)
     assert measured == pytest.approx(metrics, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.slow
-def test_a_head_is_measured_on_two_cards_as_on_the_cpu(
-    make_model: MakeModel, make_head: MakeHead, tmp_path: Path
-) -> None:
-    options = ["train.eval_prompts=2", "decode.growth=dynamic", "decode.depth=2", "decode.max_new_tokens=4"]
-    recipe = load_recipe(TINY, [f"run_dir={tmp_path}", *options])
-    recipe.prompts_dir.mkdir(parents=True)
-    (recipe.prompts_dir / "heldout.jsonl").write_text('{"tokens": [5, 6, 7]}\n{"tokens": [9, 9, 1, 4]}\n')
-
-    def measured(model: LlamaForCausalLM) -> dict[str, float]:
-        target = TargetModel(model, (2, 3, 4))
-        return decoding_metrics(HeldOutDecoding(recipe, target, copy.deepcopy(make_head()).to(target.device)))
-
-    wanted = measured(make_model())
-    with pretended_cuda():
-        assert measured(on_two_cards(make_model())) == wanted

@@ -4,15 +4,14 @@ import gc
 import json
 import sys
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from shared_fixtures import ModelFactory
 from tiny_run import build_tokenizer
 from transformers import (
     GenerationConfig,
-    LlamaForCausalLM,
     dynamic_module_utils,
 )
 
@@ -26,11 +25,10 @@ from headstart.recipes.schema import TargetSection
 
 TOKENS = torch.tensor([[5, 6, 7, 11, 3, 80], [1, 1, 2, 3, 5, 8]])
 NUM_LAYERS = 7
-MakeModel = Callable[..., LlamaForCausalLM]
 
 
 @pytest.mark.parametrize("taps", [(0, 1, 6, 7)], ids=str)
-def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps: tuple[int, ...]) -> None:
+def test_taps_are_the_hidden_states_of_transformers(make_model: ModelFactory, taps: tuple[int, ...]) -> None:
     """Except for the last index: transformers returns that state after the final norm, we return it before the norm."""
     model = make_model()
     hidden_states = model(TOKENS, output_hidden_states=True).hidden_states
@@ -41,13 +39,6 @@ def test_taps_are_the_hidden_states_of_transformers(make_model: MakeModel, taps:
         torch.testing.assert_close(found, hidden_states[tap], rtol=1e-4, atol=1e-3)
     found = model.model.norm(output.last_hidden)
     torch.testing.assert_close(found, hidden_states[NUM_LAYERS], rtol=1e-4, atol=1e-3)
-
-
-def test_last_only_returns_the_last_of_all_logits(target: TargetModel) -> None:
-    every, last = target.passes.forward(TOKENS), target.passes.forward(TOKENS, last_only=True)
-    assert last.logits.shape[1] == 1
-    torch.testing.assert_close(last.logits[:, 0], every.logits[:, -1], atol=1e-5, rtol=1e-5)
-    assert torch.equal(last.taps, every.taps)
 
 
 def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: TargetModel) -> None:
@@ -64,7 +55,7 @@ def test_the_last_logits_are_one_matrix_product_as_all_logits_are(target: Target
     assert products == ["aten::mm"]
 
 
-def test_an_unused_target_is_freed_at_once(make_model: MakeModel) -> None:
+def test_an_unused_target_is_freed_at_once(make_model: ModelFactory) -> None:
     target = TargetModel(make_model(), (2, 7))
     target.passes.forward(TOKENS)
     left = weakref.ref(target), weakref.ref(target.model)
@@ -91,7 +82,9 @@ def test_a_sampled_baseline_depends_only_on_its_seed(target: TargetModel) -> Non
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_baseline_ignores_the_sampling_fields_of_the_checkpoint(make_model: MakeModel, temperature: float) -> None:
+def test_the_baseline_ignores_the_sampling_fields_of_the_checkpoint(
+    make_model: ModelFactory, temperature: float
+) -> None:
     """Published models set top_p 0.9 or repetition_penalty 1.05, which transformers' `generate` uses by default."""
     wanted = TargetModel(make_model(), ()).generate([[5, 6, 7]], 20, Sampling(temperature))
     model = make_model()
@@ -99,7 +92,7 @@ def test_the_baseline_ignores_the_sampling_fields_of_the_checkpoint(make_model: 
     assert TargetModel(model, ()).generate([[5, 6, 7]], 20, Sampling(temperature)) == wanted
 
 
-def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_model: MakeModel) -> None:
+def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_model: ModelFactory) -> None:
     assert TargetModel(make_model(), ()).end_tokens == []
     assert TargetModel(make_model(eos_token_id=7), ()).end_tokens == [7]
     model = make_model(eos_token_id=7)
@@ -107,7 +100,7 @@ def test_end_tokens_come_from_the_generation_config_or_the_model_config(make_mod
     assert TargetModel(model, ()).end_tokens == [8, 9]
 
 
-def test_a_model_that_is_wrapped_again_keeps_its_own_settings(make_model: MakeModel) -> None:
+def test_a_model_that_is_wrapped_again_keeps_its_own_settings(make_model: ModelFactory) -> None:
     model = make_model(eos_token_id=7)
     model.generation_config = GenerationConfig(eos_token_id=[8, 9], top_k=3)
     first = TargetModel(model, ())
@@ -139,7 +132,7 @@ def test_the_mark_that_the_chat_template_writes_after_an_answer_ends_it(
     assert tokenizer.convert_ids_to_tokens(found) == ends
 
 
-def test_pickled_weights_are_not_loaded(make_model: MakeModel, tmp_path: Path) -> None:
+def test_pickled_weights_are_not_loaded(make_model: ModelFactory, tmp_path: Path) -> None:
     model = make_model()
     model.config.save_pretrained(tmp_path)
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from exported import edit_config
 from safetensors.torch import load_file, save_file
+from shared_fixtures import HeadFactory
 from tiny_run import build_run, tiny_recipe
 
 from headstart import smollm2
@@ -18,8 +19,7 @@ from headstart.data_pipelines.stages.stage import CONTENT
 from headstart.heads.files import HeadFiles
 from headstart.heads.frozen import FrozenTarget
 from headstart.heads.kinds.checkpoint import load_head_for, save_head
-from headstart.heads.kinds.eagle3 import Eagle3Head
-from headstart.heads.target_config import SMOLLM2_SOURCES, TargetOrigin, card_source, identity, target_identity
+from headstart.heads.target_config import TargetOrigin, card_source, identity, target_identity
 from headstart.inference.doctor.command import diagnose
 from headstart.inference.doctor.findings import other_target
 from headstart.inference.generate.loading import warn_of_other_targets
@@ -50,7 +50,7 @@ def other_source(tmp_path: Path) -> Callable[[str], Path]:
 
 
 def test_a_saved_head_keeps_the_origin_of_its_target(
-    make_head: Callable[..., Eagle3Head], frozen: FrozenTarget, target_folder: Path, tmp_path: Path
+    make_head: HeadFactory, frozen: FrozenTarget, target_folder: Path, tmp_path: Path
 ) -> None:
     head = make_head()
     save_head(head, tmp_path / "unknown")
@@ -144,8 +144,3 @@ def test_the_source_is_the_line_of_the_card(tmp_path: Path) -> None:
     assert card_source(card) is None
     card.write_bytes(b"\xff\n- Source: the hub, org/name\n")
     assert card_source(card) == "the hub, org/name"
-
-
-def test_the_sources_of_smollm2_are_recognised_by_its_card() -> None:
-    assert SMOLLM2_SOURCES["hub"] == f"the hub, {smollm2.REPOSITORY}"
-    assert f"the wheel {smollm2.WHEEL}".startswith(SMOLLM2_SOURCES["wheel"])
