@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -177,25 +178,25 @@ def test_a_lookup_keeps_the_most_probable_nodes() -> None:
 
 
 def test_a_recipe_selects_its_drafter(target_folder: Path, tmp_path: Path) -> None:
-    source = TargetSection(path=str(target_folder), dtype="float32", device="cpu")
+    folder, draft_model = tmp_path / "target", tmp_path / "draft_model"
+    for copied in (folder, draft_model):
+        shutil.copytree(target_folder, copied)
+        build_tokenizer().save_pretrained(copied)
+    source = TargetSection(path=str(folder), dtype="float32", device="cpu")
     target = TargetModel.load(source, ())
-    for folder in (target_folder, tmp_path):
-        build_tokenizer().save_pretrained(folder)
-    (tmp_path / "config.json").write_text((target_folder / "config.json").read_text())
-    (tmp_path / "model.safetensors").write_bytes((target_folder / "model.safetensors").read_bytes())
 
     def build(**fields: Any) -> Any:
         return build_drafter(DecodeSection(**fields), target, source)
 
     assert build(drafter="prompt_lookup").growth == Growth(5, 4, 16)
     assert build(drafter="prompt_lookup", growth="chain", depth=3).growth == Growth(3, 1, 3)
-    drafter = build(drafter="draft_model", draft_model=str(tmp_path), growth="chain", depth=2)
+    drafter = build(drafter="draft_model", draft_model=str(draft_model), growth="chain", depth=2)
     assert isinstance(drafter, ModelDrafter)
     assert drafter.growth == Dynamic.chain(2)
-    other = json.loads((tmp_path / "tokenizer.json").read_text())
+    other = json.loads((draft_model / "tokenizer.json").read_text())
     vocab = other["model"]["vocab"]
     swapped = {"a": vocab["b"], "b": vocab["a"]}
     other["model"]["vocab"] = {**vocab, **swapped}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    (draft_model / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(ValueError, match=r"decode\.draft_model: .* has another tokenizer than .*, the target"):
-        build(drafter="draft_model", draft_model=str(tmp_path))
+        build(drafter="draft_model", draft_model=str(draft_model))
